@@ -1,0 +1,65 @@
+# `make demo` and `make test` do all set-up themselves; `make help` lists the rest.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+MODEL := smollm2-135m
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PULLED := $(VENV)/.pulled
+SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard csrc/*)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fmt slow clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
+		|| grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the other targets call it)
+
+demo: setup ## eight prompts in one batch, with speculation and without
+	$(BIN)/paceline demo
+
+test: setup ## the tests, real-model tests included, slow ones not
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: setup ## style, types and tests: what the continuous integration runs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(MAKE) test
+
+fmt: $(INSTALLED) ## format the code, mend what ruff can mend
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+slow: setup ## the slow tests: large models, minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+clean: ## remove the virtual environment and all caches in this directory (the model stays in its cache)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info
+
+# Debian keeps ensurepip in the package python3-venv. Without it, the pip of the system fills an empty environment.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "paceline needs Python 3.11 or newer: make PYTHON=python3.x ..." >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+		else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install --quiet pip; fi \
+		|| { rm -rf $(VENV); echo "cannot create a virtual environment: apt-get install python3-venv (or python3-pip), then again" >&2; exit 1; }
+
+$(INSTALLED): $(SOURCES_OF_BUILD) | $(BIN)/python
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench]'
+	@touch $@
+
+$(PULLED): | $(INSTALLED)
+	$(BIN)/paceline pull $(MODEL)
+	@touch $@

@@ -1,0 +1,32 @@
+"""paceline: batched speculative decoding for language models, without changing the output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.outputs import CompletionOutput, Metrics, RequestOutput
+    from paceline.params import EngineConfig, SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Metrics", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "paceline.llm",
+    "CompletionOutput": "paceline.outputs",
+    "Metrics": "paceline.outputs",
+    "RequestOutput": "paceline.outputs",
+    "EngineConfig": "paceline.params",
+    "SamplingParams": "paceline.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: ``paceline --help`` need not wait for torch."""
+    import importlib
+
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

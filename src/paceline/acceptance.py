@@ -1,0 +1,82 @@
+"""Which guesses are kept, and what is drawn instead of the first that is not. Two rules, one law: the target's.
+
+Shapes: B rows, k guesses, V vocabulary. Position j of the target's logits [B, k + 1, V] follows guess j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.batch import Batch, Draft, Logprobs, Verdict
+from paceline.params import AcceptanceName
+from paceline.sampling import Purpose, adjust, draw, noise_key, noisy_argmax, probabilities, uniform
+
+AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
+
+
+def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+    """Keep guesses while they equal the target's own draws (Daliri et al. 2408.07978; greedy: the case without noise).
+
+    What a row gains are the target's own draws, whoever guessed: the same seed gives the same text.
+    """
+    draws = draw(adjust(logits, batch, draft.tokens), batch)
+    return Verdict(draws, _leading(draft.tokens == draws[:, :-1], draft.counts), draft.counts)
+
+
+def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+    """Keep guess x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0), normalised.
+
+    Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318. Guesses without probabilities are certain ones
+    (q = 1), for which the coupled rule is the same law.
+    """
+    if draft.probabilities is None or batch.sampling.all_greedy:
+        return coupled(draft, logits, batch)
+    p = probabilities(adjust(logits, batch, draft.tokens), batch)
+    q = draft.probabilities
+    p_guess, q_guess = (law[:, : draft.k].gather(-1, draft.tokens[..., None]).squeeze(-1) for law in (p, q))
+    seed, position = batch.sampling.seed[: batch.rows, None], batch.live_length[:, None]
+    coin = uniform(noise_key(seed, position + torch.arange(draft.k, device=batch.device), Purpose.ACCEPT))
+    accepted = _leading(coin * q_guess < p_guess, draft.counts)
+    last = _last_draw(p, q, accepted, draft.counts, batch)
+    padded = torch.cat([draft.tokens, last[:, None]], dim=1)  # room for the last token; its place is accepted[i]
+    return Verdict(padded.scatter(1, accepted[:, None], last[:, None]), accepted, draft.counts)
+
+
+def _last_draw(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, batch: Batch) -> Tensor:
+    """[B]: the recovered token (from max(p - q, 0)) or, where every guess was kept, the bonus token (from p)."""
+    place = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    p_here = p.gather(1, place).squeeze(1)
+    q_here = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1).gather(1, place).squeeze(1)
+    residual = (p_here - q_here * (accepted < counts)[:, None]).clamp(min=0)
+    # p = q to the last bit leaves nothing to recover from, and rounding can still have rejected: p is the law then.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
+    rows = batch.sampling
+    key = noise_key(rows.seed[: batch.rows], batch.live_length + accepted, Purpose.RECOVER)
+    return noisy_argmax(residual.log(), key, rows.temperature[: batch.rows] > 0)
+
+
+def _leading(kept: Tensor, counts: Tensor) -> Tensor:
+    """[B, k] bool -> [B]: how many guesses, from the first on, are real and kept."""
+    real = torch.arange(kept.shape[1], device=kept.device) < counts[:, None]
+    return (kept & real).cumprod(1).sum(1)
+
+
+def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
+    """The rule, followed by the log-probabilities of the tokens drawn if any live row asked for them."""
+
+    def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        verdict = rule(draft, logits, batch)
+        if batch.sampling.logprobs is not None:
+            law = logits.float().log_softmax(-1)
+            values, ids = law.topk(batch.sampling.logprobs, dim=-1)
+            own = law.gather(-1, verdict.tokens[..., None]).squeeze(-1)
+            verdict.logprobs = Logprobs(own, ids, values)
+        return verdict
+
+    return accept
+
+
+RULES: dict[AcceptanceName, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}

@@ -1,0 +1,166 @@
+"""The live rows, what is guessed for them and what was decided. B live rows, k guesses, P positions, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.rows import SamplingRows
+
+
+@dataclass
+class Draft:
+    """What a drafter guesses.
+
+    tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
+    probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
+        drawn with the target's own noise (coupled).
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    probabilities: Tensor | None = None
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+    @staticmethod
+    def empty(batch: Batch) -> Draft:
+        """No guess for any row: the round is plain decoding."""
+        return Draft(batch.length.new_empty((batch.rows, 0)), batch.length.new_zeros(batch.rows))
+
+
+@dataclass
+class Logprobs:
+    """Under the target's own law: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
+
+    own: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    @cached_property
+    def host(self) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[float]]]]:
+        """own, top_ids and top_values, read once."""
+        return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
+
+
+@dataclass
+class HostVerdict:
+    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row."""
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    drafted: list[int]
+
+
+@dataclass
+class Verdict:
+    """What a round decided: row i gains tokens[i, : accepted[i] + 1].
+
+    tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    drafted: Tensor
+    logprobs: Logprobs | None = None
+
+    @cached_property
+    def host(self) -> HostVerdict:
+        """The one read of a round."""
+        table = torch.cat([self.tokens, self.accepted[:, None], self.drafted[:, None]], dim=1).tolist()
+        return HostVerdict(
+            tokens=[line[: line[-2] + 1] for line in table],
+            accepted=[line[-2] for line in table],
+            drafted=[line[-1] for line in table],
+        )
+
+
+@dataclass
+class RowStart:
+    """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what min_tokens holds back."""
+
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    stop_tokens: tuple[int, ...] = field(default=())
+
+
+class Batch:
+    """The rows' text and parameters, on the model's device.
+
+    Rows 0 .. rows - 1 decode; the rows after them are still being prefilled.
+    tokens [R, P + slack]: each row's text; what lies at or beyond its length is garbage.
+    length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
+    lengths: the same, known to the host.
+    """
+
+    def __init__(self, capacity: int, positions: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        slack = (
+            MAX_SPECULATION_LENGTH + 1
+        )  # a round writes its whole block before the length says how much of it counts
+        self.tokens = torch.zeros((capacity, positions + slack), dtype=torch.int64, device=device)
+        self.length = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.lengths = [0] * capacity
+        self.limits = [0] * capacity  # the length at which a row must end
+        self.rows = 0
+        self.positions = positions
+        self.vocab_size = vocab_size
+        self.sampling = SamplingRows(capacity, vocab_size, device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.length.device
+
+    @property
+    def live_length(self) -> Tensor:
+        """[B] int64."""
+        return self.length[: self.rows]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest decoding row."""
+        return max(self.lengths[: self.rows])
+
+    @property
+    def room(self) -> int:
+        """Most tokens that any decoding row may still gain."""
+        return max(limit - length for limit, length in zip(self.limits[: self.rows], self.lengths, strict=False))
+
+    def set_row(self, row: int, start: RowStart) -> None:
+        size = len(start.tokens)
+        self.tokens[row, :size] = torch.tensor(start.tokens, dtype=torch.int64)
+        self.length[row] = self.lengths[row] = size
+        self.limits[row] = min(size + start.params.max_tokens, self.positions)
+        self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
+
+    def copy_row(self, source: int, destination: int) -> None:
+        """Put the row ``source`` in the place of ``destination``."""
+        self.tokens[destination] = self.tokens[source]
+        self.length[destination] = self.length[source]
+        self.lengths[destination] = self.lengths[source]
+        self.limits[destination] = self.limits[source]
+        self.sampling.copy_row(source, destination)
+
+    def set_rows(self, rows: int) -> None:
+        """From now on rows 0 .. rows - 1 decode."""
+        self.rows = rows
+        self.sampling.refresh(rows)
+
+    def pending(self) -> Tensor:
+        """[B, 1]: each row's one token that the target has not seen."""
+        return self.tokens[: self.rows].gather(1, self.live_length[:, None] - 1)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Append each row's accepted + 1 tokens. What is written beyond them is invisible and overwritten later."""
+        width = verdict.tokens.shape[1]
+        place = self.live_length[:, None] + torch.arange(width, device=self.device)
+        self.tokens[: self.rows].scatter_(1, place, verdict.tokens)
+        self.length[: self.rows] += verdict.accepted + 1
+        for row, accepted in enumerate(verdict.host.accepted):
+            self.lengths[row] += accepted + 1

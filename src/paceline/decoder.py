@@ -1,0 +1,101 @@
+"""A model with its cache and its attention: tokens in, logits out. Target and draft model are two of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.attention import AttentionBackend
+from paceline.batch import Batch, Draft
+from paceline.cache import KVCache
+from paceline.models.base import Model
+
+
+class Decoder:
+    """Runs a model over the rows of a batch, each at its own position. B rows, L tokens a row, V vocabulary.
+
+    seen [R] int64: how many tokens of each row the cache holds. For the target that is length - 1 between rounds; a
+    draft model may lag further behind.
+    """
+
+    def __init__(
+        self, model: Model, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        self.model = model
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size  # the batch's; the head may be padded
+        self.backend = backend
+        self.cache = KVCache(
+            model.layers, rows, model.kv_heads, positions, model.head_dim, dtype=model.dtype, device=model.device
+        )
+        self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
+
+    def forward(self, tokens: Tensor, start: Tensor, longest: int, first_row: int = 0) -> Tensor:
+        """Feed tokens [B, L] of rows first_row, ... at positions start [B], start + 1, ... -> hidden [B, L, width].
+
+        longest: no query stands at or beyond this position, padding at a row's tail excepted (the host knows it).
+        """
+        cache, backend = self.cache, self.backend
+        if self.model.vocab_size < self.vocab_size:  # ids that only the other model's padded head can draw
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        index = cache.write_index(first_row, positions)
+        plan = backend.plan(positions, min(longest, cache.positions + 1))
+        rows = slice(first_row, first_row + tokens.shape[0])
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        ) -> Tensor:
+            cache.write(layer, index, k, v)
+            return backend.attend(
+                q, cache.keys[layer, rows], cache.values[layer, rows], plan, scale=scale, window=window
+            )
+
+        return self.model.hidden(tokens, positions, attend)
+
+    def verify(self, batch: Batch, draft: Draft) -> Tensor:
+        """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow."""
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        hidden = self.forward(tokens, batch.live_length - 1, batch.longest + draft.k)
+        return self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden [..., width] -> float32 [..., vocab_size]; a head of another size is cut or filled with -inf."""
+        logits = self.model.logits(hidden)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[..., : self.vocab_size]
+
+    def prefill(self, batch: Batch, first_row: int, starts: Sequence[int], stops: Sequence[int]) -> None:
+        """Feed tokens starts[i] .. stops[i] - 1 of rows first_row + i, no logits; shorter rows are padded."""
+        width = max(stop - start for start, stop in zip(starts, stops, strict=True))
+        if width > 0:
+            start = torch.tensor(starts, dtype=torch.int64, device=batch.device)
+            place = start[:, None] + torch.arange(width, device=batch.device)
+            rows = slice(first_row, first_row + len(starts))
+            tokens = batch.tokens[rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
+            self.forward(tokens, start, max(starts) + width, first_row)
+        for row, stop in enumerate(stops, first_row):
+            self.seen[row] = stop
+
+    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
+        """Feed what the cache lacks, at most ``lag`` tokens a row -> hidden [B, width] at each row's last token."""
+        seen = self.seen[: batch.rows]
+        place = seen[:, None] + torch.arange(lag, device=batch.device)
+        tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
+        hidden = self.forward(tokens, seen, batch.longest)
+        last = (batch.live_length - seen - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        seen.copy_(batch.live_length)
+        return hidden.gather(1, last).squeeze(1)
+
+    def rewind(self, batch: Batch) -> None:
+        """Forget guesses that were not kept: nothing moves, the row is just shorter."""
+        seen = self.seen[: batch.rows]
+        torch.minimum(seen, batch.live_length - 1, out=seen)
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        """Put the first ``length`` positions of a row in the place of another row."""
+        self.cache.copy_row(source, destination, length)
+        self.seen[destination] = self.seen[source].clamp(max=length)

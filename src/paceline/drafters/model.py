@@ -1,0 +1,63 @@
+"""A smaller model guesses, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.batch import Batch, Draft, Verdict
+from paceline.decoder import Decoder
+from paceline.params import AcceptanceName
+from paceline.sampling import Purpose, adjust, draw, probabilities
+
+
+class ModelDrafter:
+    """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
+
+    Under the rejection rule it draws with noise of its own and reports the law it drew from.
+    Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
+    guesses are no special cases.
+    """
+
+    name = "model"
+
+    def __init__(self, decoder: Decoder, acceptance: AcceptanceName) -> None:
+        self.decoder = decoder
+        self._independent = acceptance == "rejection"
+        self._lag = 1  # no row's cache lacks more tokens than this
+
+    @property
+    def decoders(self) -> Sequence[Decoder]:
+        return (self.decoder,)
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        decoder = self.decoder
+        hidden = decoder.next_hidden(batch, self._lag)
+        guesses = batch.tokens.new_empty((batch.rows, 0))
+        laws: list[Tensor] = []
+        for step in range(k):
+            if step:
+                hidden = decoder.forward(guesses[:, -1:], batch.live_length + step - 1, batch.longest + step)[:, 0]
+            logits = adjust(decoder.logits(hidden)[:, None], batch, guesses, step)
+            guess = self._draw(logits, batch, step, laws)
+            guesses = torch.cat([guesses, guess], dim=1)
+        decoder.seen[: batch.rows] += k - 1
+        counts = guesses.new_full((batch.rows,), k)
+        return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None)
+
+    def _draw(self, logits: Tensor, batch: Batch, step: int, laws: list[Tensor]) -> Tensor:
+        """One guess a row, [B, 1], from adjusted logits [B, 1, V]; its law joins ``laws`` if the rule wants it."""
+        if not self._independent or batch.sampling.all_greedy:
+            return draw(logits, batch, step)
+        laws.append(probabilities(logits, batch))
+        return draw(logits, batch, step, Purpose.GUESS)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        k = verdict.tokens.shape[1] - 1
+        self.decoder.rewind(batch)
+        if k == 0:
+            self._lag += 1
+        else:
+            self._lag = 2 if max(verdict.host.accepted) == k else 1

@@ -1,0 +1,21 @@
+"""No guesses: plain decoding, as a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.batch import Batch, Draft, Verdict
+from paceline.decoder import Decoder
+
+
+class NoDrafter:
+    """Never guesses; every round is one plain decoding step."""
+
+    name = "none"
+    decoders: Sequence[Decoder] = ()
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        return Draft.empty(batch)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass

@@ -1,0 +1,61 @@
+"""Every error that paceline raises on purpose.
+
+PacelineError
+├── ParameterError (also ValueError)     a parameter is outside its range; names the field and the range
+├── ModelError                           something is wrong with a model
+│   ├── ModelNotFoundError               no such name, directory or file (or no network to fetch it)
+│   ├── ModelFormatError                 the files are there but broken, truncated or of an unknown kind
+│   └── VocabularyMismatchError          draft and target do not speak the same tokens
+├── RequestError                         one request cannot be served; the others go on
+│   ├── EmptyPromptError
+│   └── PromptTooLongError
+└── CapacityError                        the rows asked for do not fit into memory
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """The root: catch this to catch everything paceline raises on purpose."""
+
+
+class ParameterError(PacelineError, ValueError):
+    """A parameter is outside its allowed range."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field}={value!r} is not allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class ModelError(PacelineError):
+    """Something is wrong with a model."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model of that name, directory or file."""
+
+
+class ModelFormatError(ModelError):
+    """The model's files are broken, truncated or of a kind that cannot be run."""
+
+
+class VocabularyMismatchError(ModelError):
+    """Draft model and target do not share a vocabulary."""
+
+
+class RequestError(PacelineError):
+    """One request cannot be served; the others are not affected."""
+
+
+class EmptyPromptError(RequestError):
+    """The prompt has no tokens."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit into ``max_model_len``."""
+
+
+class CapacityError(PacelineError):
+    """The rows asked for need more memory than there is."""

@@ -1,0 +1,19 @@
+"""Always the same speculation length."""
+
+from __future__ import annotations
+
+from paceline.batch import Batch, Verdict
+
+
+class FixedLength:
+    """k guesses for every row, every round."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.name = f"fixed({k})"
+
+    def choose(self, batch: Batch) -> int:
+        return self.k
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass

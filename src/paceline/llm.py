@@ -1,0 +1,224 @@
+"""The offline Python API: a batch of prompts in, their answers out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias, Unpack
+
+import torch
+from tqdm import tqdm
+
+from paceline.engine import Engine, Models, Request
+from paceline.errors import ParameterError
+from paceline.hardware import resolve_device, resolve_dtype
+from paceline.models.base import Model
+from paceline.models.loading import eos_token_ids, load_model
+from paceline.outputs import RequestOutput
+from paceline.params import DEFAULT_MODEL, EngineConfig, EngineOptions, SamplingParams
+from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ModelSource: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, str]
+
+
+class LLM:
+    """A target model, perhaps with a drafter, ready to decode batches.
+
+    model: a hub name, a directory, a .gguf file, an embedded name ("smollm2-135m") or a loaded PreTrainedModel.
+    draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="model" the default.
+    tokenizer: for a loaded PreTrainedModel, its tokenizer; without one, prompts and answers are token ids.
+    reference_documents: texts (or token ids) that the n-gram drafter may copy from, besides each row's own tokens.
+    options: see EngineConfig.
+
+    Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource = DEFAULT_MODEL,
+        draft_model: ModelSource | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reference_documents: Sequence[Prompt] = (),
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        if draft_model is not None:
+            options.setdefault("drafter", "model")
+        config = EngineConfig(**options)
+        if config.drafter == "model" and draft_model is None:
+            raise ParameterError("drafter", "model", "needs a draft_model; or choose 'ngram' or None")
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.tokenizer = _load_tokenizer(model, tokenizer)
+        draft = None
+        if draft_model is not None:
+            self._check_vocabulary(draft_model)
+            draft = _load(draft_model, config)
+        documents = [self._encode(document) for document in reference_documents]
+        self._models = Models(_load(model, config), draft, self._eos(model), documents)
+        self.engine = Engine(self._models, config)
+
+    @classmethod
+    def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm.tokenizer = other.tokenizer
+        llm._models = other._models
+        llm.engine = Engine(other._models, config)
+        return llm
+
+    def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
+        """Another engine on the same weights, with some options changed (dtype and device cannot change)."""
+        for fixed in ("dtype", "device"):
+            if fixed in options:
+                raise ParameterError(fixed, options[fixed], "what the weights were loaded with; make a new LLM")
+        return self._sharing(self, replace(self.engine.config, **options))
+
+    def plain(self) -> LLM:
+        """The same weights decoding without speculation, for comparison."""
+        return self.with_options(drafter=None)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    def _check_vocabulary(self, draft_model: ModelSource) -> None:
+        draft = _load_tokenizer(draft_model, None)
+        if self.tokenizer is not None and draft is not None:
+            check_same_vocabulary(self.tokenizer, draft)
+
+    def _eos(self, model: ModelSource) -> tuple[int, ...]:
+        of_model = eos_token_ids(model)
+        of_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        return tuple(dict.fromkeys((*of_model, *of_tokenizer)))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        max_time: float | None = None,
+        on_finished: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue all prompts (strings or token ids) in one batch; results in the order of the prompts.
+
+        params: one for all, or one a prompt. max_time: seconds after which unfinished answers end as they are
+        (finish_reason "deadline"). on_finished is called with each request as it ends, in the order of ending.
+        If interrupted, what has not ended has finish_reason "abort" and the interrupt goes on to the caller.
+        """
+        requests = self._requests(_as_prompts(prompts), params, max_time)
+        return self._run(requests, use_tqdm, on_finished)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        max_time: float | None = None,
+        on_finished: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several in one batch, through the model's chat template. See ``generate``."""
+        prompts = [self.tokens_of_chat(conversation) for conversation in _as_conversations(messages)]
+        return self._run(self._requests(prompts, params, max_time), use_tqdm, on_finished)
+
+    def tokens_of_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation as the prompt the model was trained on."""
+        return self._need_tokenizer("chat").chat(messages)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_time: float | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like ``generate``, but yields a request's (growing) result whenever it gained tokens."""
+        for request in self._requests(_as_prompts(prompts), params, max_time):
+            self.engine.add(request)
+        try:
+            while self.engine.busy:
+                yield from self.engine.step()
+        finally:
+            self.engine.clear()
+
+    def close(self) -> None:
+        """Give the caches back. The object cannot be used afterwards."""
+        self.engine.clear()
+        del self.engine
+
+    def _run(
+        self, requests: list[Request], use_tqdm: bool, on_finished: Callable[[RequestOutput], None] | None
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        try:
+            outputs = [engine.add(request) for request in requests]
+            with tqdm(total=len(outputs), desc="answers", disable=not use_tqdm) as bar:
+                while engine.busy:
+                    for output in engine.step():
+                        if output.finished:
+                            bar.update()
+                            if on_finished is not None:
+                                on_finished(output)
+        finally:
+            engine.clear()
+        return outputs
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        max_time: float | None,
+    ) -> list[Request]:
+        given = SamplingParams() if params is None else params
+        each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        if len(each) != len(prompts):
+            raise ParameterError("params", f"{len(each)} entries", f"one, or one a prompt ({len(prompts)})")
+        return [self._request(prompt, p, max_time) for prompt, p in zip(prompts, each, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, max_time: float | None) -> Request:
+        text = prompt if isinstance(prompt, str) else None
+        make_stream = self._stream if self.tokenizer is not None else None
+        return Request(self._encode(prompt), params, prompt=text, max_time=max_time, make_stream=make_stream)
+
+    def _stream(self, params: SamplingParams) -> Detokenizer:
+        assert self.tokenizer is not None
+        return Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ParameterError("tokenizer", None, f"{what} needs one: pass tokenizer=..., or give token ids")
+        return self.tokenizer
+
+
+def _load(source: ModelSource, config: EngineConfig) -> Model:
+    device = resolve_device(config.device)
+    return load_model(source, dtype=resolve_dtype(config.dtype, device), device=device)
+
+
+def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) -> Tokenizer | None:
+    if given is not None:
+        return Tokenizer.load(given)
+    return Tokenizer.load(source) if isinstance(source, (str, os.PathLike)) else None
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt (a string, or a list of token ids) is a list of one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+    if len(messages) > 0 and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return messages  # type: ignore[return-value]

@@ -1,0 +1,171 @@
+"""What a GGUF file's metadata say about its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from paceline.errors import ModelFormatError
+from paceline.models.config import ModelConfig, Rotary
+from paceline.models.gguf import GGUFFile, PackedTensor
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# The file's key after "ARCHITECTURE.": Hugging Face's. What is not here is either a default or said by the tensors.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_NEEDED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+
+_ROPE_FIELDS = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+
+# Keys that change what is computed and that no native family has: refused, never ignored.
+_REFUSED = (
+    "expert_count",
+    "attention.sliding_window",
+    "attention.scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+)
+
+# llama.cpp's list of tokens that end a text whatever the metadata say, where the file marks them as control tokens.
+_ENDS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "< EOT >",
+    "_<EOT>",
+}
+_CONTROL = 3
+
+
+def _architecture(file: GGUFFile) -> str:
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelFormatError(
+            f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(ARCHITECTURES)}. "
+            "Take the model's safetensors directory instead"
+        )
+    return str(name)
+
+
+def _fields(file: GGUFFile) -> dict[str, Any]:
+    """The architecture's keys, without its name. Raises if one is missing or asks for what no native family has."""
+    prefix = f"{_architecture(file)}."
+    found = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    missing = [key for key in _NEEDED if key not in found]
+    refused = [key for key in _REFUSED if found.get(key)]
+    if missing or refused:
+        what = f"lack {', '.join(missing)}" if missing else f"ask for {', '.join(refused)}, which is not supported"
+        raise ModelFormatError(f"{file.path}: the metadata {what}")
+    if file.metadata.get("split.count", 1) > 1:
+        raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
+    return found
+
+
+def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Hugging Face's rope_parameters."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": found.get("rope.freq_base", 10000.0)}
+    kind = found.get("rope.scaling.type", "none")
+    if kind == "none":
+        factor = found.get("rope.scale_linear", 1.0)
+        return rope | ({"rope_type": "linear", "factor": factor} if factor != 1 else {})
+    scaling = {ours: found[theirs] for theirs, ours in _ROPE_FIELDS.items() if theirs in found}
+    return rope | {"rope_type": kind} | scaling
+
+
+def huggingface_config(file: GGUFFile) -> PretrainedConfig:
+    """The Hugging Face configuration that a file's metadata amount to.
+
+    Scaled rotary frequencies that the file has as a tensor (Llama 3.1) are in ``native_config`` only.
+    Raises ModelFormatError for other architectures than ``ARCHITECTURES`` and for metadata that cannot be honoured.
+    """
+    found = _fields(file)
+    fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
+    fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
+    if found.get("rope.dimension_count", fields["head_dim"]) != fields["head_dim"]:
+        raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
+    try:
+        return AutoConfig.for_model(
+            _architecture(file),
+            **fields,
+            vocab_size=file.tensors["token_embd.weight"].shape[0],
+            rope_parameters=_rope(found),
+            tie_word_embeddings="output.weight" not in file.tensors,
+            attention_bias="blk.0.attn_q.bias" in file.tensors,
+            bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
+            pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        )
+    except Exception as error:  # a missing embedding, or any of the many kinds transformers raises
+        raise ModelFormatError(f"{file.path}: the metadata cannot be used: {error!r}") from error
+
+
+def native_config(file: GGUFFile) -> ModelConfig:
+    """The native configuration: metadata, corrected by what the tensors say. Raises as ``huggingface_config``."""
+    config = ModelConfig.from_huggingface(huggingface_config(file))
+    if config is None or config.rotary is None:
+        raise ModelFormatError(f"{file.path}: its kind of rotary positions is not supported")
+    return dataclasses.replace(
+        config,
+        rotary=_with_factors(config.rotary, file.tensors.get("rope_freqs.weight")),
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+    )
+
+
+def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
+    """Llama 3.1's scaling, which llama.cpp stores as a divisor for each frequency."""
+    if stored is None:
+        return rotary
+    factors = torch.empty(stored.shape)
+    stored.unpack_into(factors)
+    frequencies = torch.tensor(rotary.inverse_frequencies) / factors
+    return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()))
+
+
+def tensors(file: GGUFFile, config: ModelConfig) -> dict[str, PackedTensor]:
+    """The file's tensors with queries and keys in Hugging Face's order (llama.cpp reorders those of llama files)."""
+    found = dict(file.tensors)
+    if config.family == "llama":
+        for part, heads in (("attn_q", config.heads), ("attn_k", config.kv_heads)):
+            found |= {name: t.permuted(heads) for name, t in file.tensors.items() if name.split(".")[-2] == part}
+    return found
+
+
+def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
+    """The tokens that end a text: those the metadata name, then control tokens whose name says so (as llama.cpp)."""
+    named = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    kinds = file.metadata.get("tokenizer.ggml.token_type", ())
+    known = (
+        i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL and token in _ENDS
+    )
+    return tuple(dict.fromkeys([*(token for token in named if token is not None), *known]))

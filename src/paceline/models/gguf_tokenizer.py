@@ -1,0 +1,122 @@
+"""The tokenizer that a GGUF file carries, splitting text as the original one does.
+
+Byte-level vocabularies are built here: the file names the way its text was cut into words (``tokenizer.ggml.pre``), and
+that decides the token ids. SentencePiece vocabularies go through transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from paceline.errors import ModelFormatError
+from paceline.models.gguf import GGUFFile
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types: special; ordinary, but never cut
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How text becomes words before byte pairs are merged.
+
+    pattern: of a word; None is GPT-2's own. digits: every digit is a word. nfc: normalise Unicode first.
+    ignore_merges: a word that is a token stays whole. bos: begins with the BOS token unless the file says otherwise.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    bos: bool = False
+
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+
+_GPT2 = Splitting()
+_DIGITS = Splitting(digits=True)
+_LLAMA3 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}", ignore_merges=True, bos=True)
+_QWEN2 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}", nfc=True)
+_TEKKEN = Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", ignore_merges=True, bos=True)
+
+SPLITTINGS: dict[str, Splitting] = {
+    "gpt-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+OF_OLD_FILES = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # architectures, for files without the key
+
+
+def load_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
+    """The file's tokenizer, with its special tokens and chat template. Raises ModelFormatError."""
+    kind = file.metadata.get("tokenizer.ggml.model")
+    try:
+        if kind == "gpt2":
+            return _byte_level(file.path, file.metadata)
+        return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
+    except ModelFormatError:
+        raise
+    except Exception as error:
+        raise ModelFormatError(f"{file.path}: its tokenizer ({kind}) cannot be used: {error!r}") from error
+
+
+def _splitting(path: Path, metadata: dict[str, Any]) -> Splitting:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name == "default":
+        name = OF_OLD_FILES.get(metadata.get("general.architecture", name), name)
+    if name not in SPLITTINGS:
+        raise ModelFormatError(
+            f"{path}: unknown text splitting tokenizer.ggml.pre={name!r} (known: {', '.join(SPLITTINGS)}); "
+            "use a directory with the model's tokenizer.json"
+        )
+    return SPLITTINGS[name]
+
+
+def _byte_level(path: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
+    splitting = _splitting(path, metadata)
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.ignore_merges))
+    tokenizer.pre_tokenizer = _pre_tokenizer(splitting)
+    tokenizer.decoder = decoders.ByteLevel()
+    if splitting.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    types = zip(tokens, metadata.get("tokenizer.ggml.token_type", ()), strict=False)
+    kinds = [(token, kind) for token, kind in types if kind in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in kinds])
+    roles = {role: metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "unknown", "padding")}
+    named = {role: None if index is None else tokens[index] for role, index in roles.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=named["bos"],
+        eos_token=named["eos"],
+        unk_token=named["unknown"],
+        pad_token=named["padding"],
+        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", splitting.bos)),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        name_or_path=str(path),
+    )
+
+
+def _pre_tokenizer(splitting: Splitting) -> Any:
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    if splitting.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+    return pre_tokenizers.Sequence(steps)

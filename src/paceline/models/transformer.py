@@ -1,0 +1,243 @@
+"""One configurable decoder for all native families.
+
+Inside, all rows' tokens form one matrix [N, width], N = B * L, so that every linear is one plain matrix product.
+Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.attention.base import Attend
+from paceline.models.config import ModelConfig, Rotary
+from paceline.models.linear import Dense, Linear, LinearFactory
+
+Norm = Callable[[Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, D]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+class RMSNorm:
+    """Root-mean-square norm; inside in float32."""
+
+    def __init__(self, width: int, eps: float, weight: Tensor | None) -> None:
+        self.shape, self.eps, self.weight = (width,), eps, weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class LayerNorm:
+    """Layer norm; inside in float32."""
+
+    def __init__(self, width: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.shape, self.eps, self.weight, self.bias = (width,), eps, weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the pairs (i, i + D/2) of x [B, L, heads, D]; the sign of rotate-half is in the sine."""
+    cos, sin = rotation
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class _RotaryAngles:
+    """cos and sin of every position, once a forward pass."""
+
+    def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=device)
+        self._frequencies = torch.cat((-frequencies, frequencies))  # cos is even, sin is odd: the signs come for free
+        self._scaling, self._dtype = rotary.scaling, dtype
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        angles = positions[:, :, None, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+
+class _Parts:
+    """The weights by name; makes a layer's pieces from them and remembers which tensors they keep."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
+        self._config, self._weights, self._linear = config, weights, linear
+        self.kept: dict[int, Tensor] = {}
+
+    def _keep(self, *tensors: Tensor) -> None:
+        self.kept.update({tensor.data_ptr(): tensor for tensor in tensors})
+
+    def find(self, name: str) -> Tensor | None:
+        tensor = self._weights.get(name)
+        if tensor is not None:
+            self._keep(tensor)
+        return tensor
+
+    def linear(self, name: str) -> Linear:
+        made = self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        self._keep(*made.tensors())
+        return made
+
+    def norm(self, name: str) -> Norm:
+        width, eps, weight = self._config.width, self._config.norm_eps, self.find(f"{name}.weight")
+        if self._config.norm == "rms":
+            return RMSNorm(width, eps, weight)
+        return LayerNorm(width, eps, weight, self.find(f"{name}.bias"))
+
+    def qk_norm(self, layer: str) -> Tensor | None:
+        """The weights of the norms of query and key, one line a head: [H + G, D]."""
+        q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
+        if q is None or k is None:
+            return None
+        return torch.cat((q.expand(self._config.heads, -1), k.expand(self._config.kv_heads, -1)))
+
+
+class _Attention:
+    def __init__(self, config: ModelConfig, parts: _Parts, index: int) -> None:
+        layer = f"layers.{index}"
+        self.index, self.dim = index, config.head_dim
+        self.split = [config.heads, config.kv_heads, config.kv_heads]
+        self.turned = config.heads + config.kv_heads
+        self.scale, self.window = config.scales[index], config.windows[index]
+        self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
+        self.qk_norm, self.eps = parts.qk_norm(layer), config.norm_eps
+
+    def __call__(self, x: Tensor, rows: int, rotation: Rotation | None, attend: Attend) -> Tensor:
+        """Mix x [N, width] over positions -> [N, width]."""
+        qkv = self.qkv(x).view(rows, -1, sum(self.split), self.dim)
+        q, k, v = self._heads(qkv, rotation)
+        out = attend(
+            self.index,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            scale=self.scale,
+            window=self.window,
+        )
+        return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
+
+    def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """From qkv [B, L, H + 2G, D]: q [B, L, H, D], k and v [B, L, G, D], normed and turned."""
+        heads, kv_heads, _ = self.split
+        if rotation is None:
+            q, k, v = qkv.split_with_sizes(self.split, dim=2)
+            return q, k, v
+        qk, v = qkv.split_with_sizes([self.turned, kv_heads], dim=2)
+        if self.qk_norm is not None:
+            qk = functional.rms_norm(qk, (self.dim,), None, self.eps) * self.qk_norm
+        q, k = _rotate(qk, rotation).split_with_sizes([heads, kv_heads], dim=2)
+        return q, k, v
+
+
+class _GatedMLP:
+    def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
+        self.activation = _ACTIVATIONS[config.activation]
+        self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up))
+
+
+class _PlainMLP:
+    def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
+        self.activation = _ACTIVATIONS[config.activation]
+        self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, parts: _Parts, index: int) -> None:
+        name = f"layers.{index}"
+        self.norm_first = config.norm_first
+        self.attention = _Attention(config, parts, index)
+        self.attention_norm, self.mlp_norm = parts.norm(f"{name}.attn_norm"), parts.norm(f"{name}.mlp_norm")
+        self.mlp = (_GatedMLP if config.gated else _PlainMLP)(config, parts, name)
+
+    def __call__(self, x: Tensor, rows: int, rotation: Rotation | None, attend: Attend) -> Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x), rows, rotation, attend)
+            return x + self.mlp(self.mlp_norm(x))
+        x = self.attention_norm(x + self.attention(x, rows, rotation, attend))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class Transformer:
+    """A decoder of a native family; implements ``Model``.
+
+    weights: the tensors by the names of ``models.weights.slots``, all of one dtype and on one device.
+    linear: makes the linear layers of attention, MLP and head from their weights; ``Dense`` unless said otherwise.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, *, linear: LinearFactory = Dense
+    ) -> None:
+        self.config, self.name = config, name
+        self.vocab_size, self.layers = config.vocab_size, config.layers
+        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self.max_positions = config.max_positions
+        self._embedding = weights["embed.weight"]
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        parts = _Parts(config, weights, linear)
+        self._build(parts)
+        self._kept = tuple(parts.kept.values())
+
+    def _build(self, parts: _Parts) -> None:
+        config = self.config
+        parts.find("embed.weight")
+        self._positions = parts.find("positions.weight")
+        self._project_in, self._project_out = parts.find("project_in.weight"), parts.find("project_out.weight")
+        self._angles = _RotaryAngles(config.rotary, self.dtype, self.device) if config.rotary else None
+        self._blocks = [_Layer(config, parts, index) for index in range(config.layers)]
+        self._norm = parts.norm("norm") if config.final_norm else None
+        self._head = parts.linear("embed" if parts.find("head.weight") is None else "head")
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [B, L] int64 -> last hidden states [B, L, embed_width], after the final norm."""
+        rows, length = tokens.shape
+        x = self._embed(tokens, positions)
+        rotation = self._angles(positions) if self._angles else None
+        for block in self._blocks:
+            x = block(x, rows, rotation, attend)
+        if self._norm is not None:
+            x = self._norm(x)
+        if self._project_out is not None:
+            x = functional.linear(x, self._project_out)
+        return x.view(rows, length, -1)
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """-> [N, width]. Padding beyond the last learned position takes the last one: nothing looks at it."""
+        x = functional.embedding(tokens.flatten(), self._embedding)
+        if self._project_in is not None:
+            x = functional.linear(x, self._project_in)
+        if self._positions is not None:
+            index = positions.flatten().clamp(max=self.max_positions - 1) + self.config.position_offset
+            x = x + functional.embedding(index, self._positions)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., embed_width] -> logits [..., vocab_size] in float32."""
+        return self._head(hidden).float()
+
+    def weight_bytes(self) -> int:
+        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        return sum(tensor.nbytes for tensor in self._kept)

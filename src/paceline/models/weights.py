@@ -1,0 +1,308 @@
+"""Which weights a model has, what the files call them, and how they come together into fused matrices."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from paceline.errors import ModelFormatError
+from paceline.models.config import ModelConfig
+
+
+class StoredTensor(Protocol):
+    """A weight where it lies: in a file or in another model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def unpack_into(self, destination: Tensor) -> None:
+        """Write the numbers into ``destination``, which has this shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedTensor:
+    """A weight of a model that is in memory already; shared with it where dtype, device and layout allow."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def unpack_into(self, destination: Tensor) -> None:
+        destination.copy_(self.tensor)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a weight goes: ``rows`` of matrix ``target`` from ``first`` on."""
+
+    target: str
+    shape: tuple[int, ...]
+    first: int = 0
+    total: int = 0  # rows of the target
+
+
+@dataclass(frozen=True)
+class Names:
+    """What one kind of file calls the weights. ``{}`` stands for the layer.
+
+    parts: file's name without ".weight" or ".bias" -> ours. prefixes: removed from the front, the first that fits.
+    ignored: buffers that are no weights. transposed: ours, stored [in, out] (gpt2's Conv1D).
+    """
+
+    parts: Mapping[str, str]
+    prefixes: tuple[str, ...] = ()
+    ignored: re.Pattern[str] = field(default=re.compile(r".*rotary_emb\.inv_freq$"))
+    transposed: frozenset[str] = frozenset()
+
+    def ours(self, name: str) -> str | None:
+        """layers.3.q.weight and so on; None if this file's name means nothing here."""
+        stem, _, suffix = name.rpartition(".")
+        stem = next((stem.removeprefix(prefix) for prefix in self.prefixes if stem.startswith(prefix)), stem)
+        layer = re.search(r"(?<=\.)\d+(?=\.)|(?<=^h\.)\d+", stem)
+        if layer is None:
+            part = self.parts.get(stem)
+        else:
+            part = self.parts.get(f"{stem[: layer.start()]}{{}}{stem[layer.end() :]}")
+        return None if part is None else f"{part.format(layer[0] if layer else '')}.{suffix}"
+
+
+_LLAMA = Names(
+    {
+        "embed_tokens": "embed",
+        "norm": "norm",
+        "lm_head": "head",
+        "layers.{}.input_layernorm": "layers.{}.attn_norm",
+        "layers.{}.self_attn.q_proj": "layers.{}.q",
+        "layers.{}.self_attn.k_proj": "layers.{}.k",
+        "layers.{}.self_attn.v_proj": "layers.{}.v",
+        "layers.{}.self_attn.o_proj": "layers.{}.o",
+        "layers.{}.self_attn.q_norm": "layers.{}.q_norm",
+        "layers.{}.self_attn.k_norm": "layers.{}.k_norm",
+        "layers.{}.post_attention_layernorm": "layers.{}.mlp_norm",
+        "layers.{}.mlp.gate_proj": "layers.{}.gate",
+        "layers.{}.mlp.up_proj": "layers.{}.up",
+        "layers.{}.mlp.down_proj": "layers.{}.down",
+    },
+    prefixes=("model.",),
+)
+
+_OPT = Names(
+    {
+        "embed_tokens": "embed",
+        "embed_positions": "positions",
+        "project_in": "project_in",
+        "project_out": "project_out",
+        "final_layer_norm": "norm",
+        "lm_head": "head",
+        "layers.{}.self_attn_layer_norm": "layers.{}.attn_norm",
+        "layers.{}.self_attn.q_proj": "layers.{}.q",
+        "layers.{}.self_attn.k_proj": "layers.{}.k",
+        "layers.{}.self_attn.v_proj": "layers.{}.v",
+        "layers.{}.self_attn.out_proj": "layers.{}.o",
+        "layers.{}.final_layer_norm": "layers.{}.mlp_norm",
+        "layers.{}.fc1": "layers.{}.up",
+        "layers.{}.fc2": "layers.{}.down",
+    },
+    prefixes=("model.decoder.", "decoder."),
+)
+
+_GPT2 = Names(
+    {
+        "wte": "embed",
+        "wpe": "positions",
+        "ln_f": "norm",
+        "lm_head": "head",
+        "h.{}.ln_1": "layers.{}.attn_norm",
+        "h.{}.attn.c_attn": "layers.{}.qkv",
+        "h.{}.attn.c_proj": "layers.{}.o",
+        "h.{}.ln_2": "layers.{}.mlp_norm",
+        "h.{}.mlp.c_fc": "layers.{}.up",
+        "h.{}.mlp.c_proj": "layers.{}.down",
+    },
+    prefixes=("transformer.",),
+    ignored=re.compile(r".*\.attn\.(masked_)?bias$"),
+    transposed=frozenset({"qkv", "o", "up", "down"}),
+)
+
+HUGGINGFACE: dict[str, Names] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "opt": _OPT,
+    "gpt2": _GPT2,
+}
+
+GGUF = Names(
+    {
+        "token_embd": "embed",
+        "output_norm": "norm",
+        "output": "head",
+        "blk.{}.attn_norm": "layers.{}.attn_norm",
+        "blk.{}.attn_q": "layers.{}.q",
+        "blk.{}.attn_k": "layers.{}.k",
+        "blk.{}.attn_v": "layers.{}.v",
+        "blk.{}.attn_output": "layers.{}.o",
+        "blk.{}.attn_q_norm": "layers.{}.q_norm",
+        "blk.{}.attn_k_norm": "layers.{}.k_norm",
+        "blk.{}.ffn_norm": "layers.{}.mlp_norm",
+        "blk.{}.ffn_gate": "layers.{}.gate",
+        "blk.{}.ffn_up": "layers.{}.up",
+        "blk.{}.ffn_down": "layers.{}.down",
+    },
+    ignored=re.compile(r"rope_freqs\.weight$"),  # read by loading.py into the configuration
+)
+
+
+def _norm_slots(config: ModelConfig, name: str) -> Iterator[tuple[str, Slot]]:
+    suffixes = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    for suffix in suffixes if config.norm_affine else ():
+        yield f"{name}.{suffix}", Slot(f"{name}.{suffix}", (config.width,), total=config.width)
+
+
+def _linear_slots(
+    target: str, parts: Mapping[str, int], width: int, bias: bool, layer: str = ""
+) -> Iterator[tuple[str, Slot]]:
+    """A matrix made of ``parts`` (name -> rows), one below the other."""
+    total, first = sum(parts.values()), 0
+    for name, rows in parts.items():
+        yield f"{layer}{name}.weight", Slot(f"{layer}{target}.weight", (rows, width), first, total)
+        if bias:
+            yield f"{layer}{name}.bias", Slot(f"{layer}{target}.bias", (rows,), first, total)
+        first += rows
+
+
+def _layer_slots(config: ModelConfig, layer: str) -> Iterator[tuple[str, Slot]]:
+    q, kv, mlp = config.query_width, config.kv_width, config.mlp_width
+    fused = config.family == "gpt2"
+    qkv = {"qkv": q + 2 * kv} if fused else {"q": q, "k": kv, "v": kv}
+    yield from _linear_slots("qkv", qkv, config.width, config.qkv_bias, layer)
+    yield from _linear_slots("o", {"o": config.width}, q, config.output_bias, layer)
+    if config.gated:
+        yield from _linear_slots("gate_up", {"gate": mlp, "up": mlp}, config.width, config.mlp_bias, layer)
+    else:
+        yield from _linear_slots("up", {"up": mlp}, config.width, config.mlp_bias, layer)
+    yield from _linear_slots("down", {"down": config.width}, mlp, config.mlp_bias, layer)
+    yield from _norm_slots(config, f"{layer}attn_norm")
+    yield from _norm_slots(config, f"{layer}mlp_norm")
+    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+        name = f"{layer}{norm}.weight"
+        yield name, Slot(name, (config.head_dim,), total=config.head_dim)
+
+
+def slots(config: ModelConfig) -> dict[str, Slot]:
+    """Every weight that a model of this configuration has, by our name, and where it goes."""
+    vocab, embed, width = config.vocab_size, config.embed_width, config.width
+    found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
+    if config.rotary is None:
+        found |= _linear_slots("positions", {"positions": config.max_positions + config.position_offset}, width, False)
+    if embed != width:
+        found |= _linear_slots("project_in", {"project_in": width}, embed, False)
+        found |= _linear_slots("project_out", {"project_out": embed}, width, False)
+    if config.final_norm:
+        found |= _norm_slots(config, "norm")
+    if not config.tied:
+        found |= _linear_slots("head", {"head": vocab}, embed, False)
+    for layer in range(config.layers):
+        found |= _layer_slots(config, f"layers.{layer}.")
+    return found
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A stored tensor and where it goes."""
+
+    slot: Slot
+    stored: StoredTensor
+    transposed: bool
+
+
+def place(config: ModelConfig, names: Names, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
+    """Pair every stored tensor with its slot.
+
+    Raises ModelFormatError if one is missing, unknown or of a wrong shape. ``where``: the file, for the message.
+    """
+    ours = {name: names.ours(name) for name in stored if not names.ignored.fullmatch(name)}
+    if config.tied:
+        ours = _tie(ours)
+    free = slots(config)
+    _complain(config, where, "has no use for", [name for name, our in ours.items() if our not in free])
+    _complain(config, where, "misses", sorted(free.keys() - ours.values()))
+    return [_place(free[our], names, stored[name], f"{where}: {name}") for name, our in ours.items() if our]
+
+
+def _tie(ours: dict[str, str | None]) -> dict[str, str | None]:
+    """Take the embedding for the head, or the head for the embedding if only that is stored."""
+    if "embed.weight" not in ours.values():
+        return {name: "embed.weight" if our == "head.weight" else our for name, our in ours.items()}
+    return {name: our for name, our in ours.items() if our != "head.weight"}
+
+
+def truly_tied(names: Names, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether embedding and head are one matrix: not if both are stored and differ, whatever the configuration says."""
+    both = [stored[name] for name in stored if names.ours(name) in ("embed.weight", "head.weight")]
+    if len(both) < 2 or both[0].shape != both[1].shape:
+        return True
+    embed, head = (torch.empty(tensor.shape) for tensor in both)
+    both[0].unpack_into(embed)
+    both[1].unpack_into(head)
+    return torch.equal(embed, head)
+
+
+def _complain(config: ModelConfig, where: str, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ModelFormatError(
+            f"{where}: a {config.family} model {what} the weights {', '.join(names[:4])}{more}; the files are "
+            "incomplete or belong to another kind of model"
+        )
+
+
+def _place(slot: Slot, names: Names, stored: StoredTensor, where: str) -> Placement:
+    transposed = slot.target.endswith(".weight") and slot.target.split(".")[-2] in names.transposed
+    wanted = slot.shape[::-1] if transposed else slot.shape
+    if tuple(stored.shape) != wanted:
+        raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
+    return Placement(slot, stored, transposed)
+
+
+def assemble(
+    placements: Sequence[Placement], dtype: torch.dtype, device: torch.device, *, progress: bool = False
+) -> dict[str, Tensor]:
+    """The model's matrices by name: each stored tensor is read once, straight into its place."""
+    lent = {p.slot.target: _lend(p, dtype, device) for p in placements}
+    tensors = {name: tensor for name, tensor in lent.items() if tensor is not None}
+    copied = [p for p in placements if p.slot.target not in tensors]
+    for p in copied:
+        if p.slot.target not in tensors:
+            shape = (p.slot.total, *p.slot.shape[1:])
+            tensors[p.slot.target] = torch.empty(shape, dtype=dtype, device=device)
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        jobs = pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied)
+        deque(tqdm(jobs, "loading", len(copied), unit=" tensors", disable=not progress), maxlen=0)
+    return tensors
+
+
+def _lend(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """A tensor that is in memory already, if it can be the model's own as it is."""
+    stored, slot = placement.stored, placement.slot
+    if not isinstance(stored, LoadedTensor) or placement.transposed or slot.total != slot.shape[0]:
+        return None
+    return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None
+
+
+def _fill(placement: Placement, target: Tensor) -> None:
+    slot = placement.slot
+    place = target[slot.first : slot.first + slot.shape[0]]
+    placement.stored.unpack_into(place.t() if placement.transposed else place)

@@ -1,0 +1,95 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+TokenKind = Literal["accepted", "recovered", "bonus"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token's log-probability under the target model, before bias, penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens of that position, best first
+
+
+@dataclass
+class Metrics:
+    """What one answer cost. Times in seconds from the request's arrival.
+
+    rounds: target passes that decoded it (prefill not counted). drafted, accepted: guesses made and kept.
+    """
+
+    arrival_time: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / drafted; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / rounds: tokens a round gave on average; None before the first round."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival_time
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Milliseconds per output token after the first (TPOT)."""
+        if self.finished is None or self.first_token is None or self.output_tokens < 2:
+            return None
+        return 1000 * (self.finished - self.first_token) / (self.output_tokens - 1)
+
+
+@dataclass
+class CompletionOutput:
+    """One answer (``index`` of n) to a prompt. ``logprobs`` and ``cumulative_logprob`` only if asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    token_kinds: list[TokenKind] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log-probabilities; None unless logprobs were asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answers, in order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)

@@ -1,0 +1,184 @@
+"""All parameters, their defaults and their allowed ranges. This is the only home of defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
+
+from paceline.errors import ParameterError
+
+AcceptanceName = Literal["coupled", "rejection"]
+AttentionName = Literal["padded", "split"]
+DrafterName = Literal["model", "ngram"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_SPECULATION_LENGTH = 4
+MAX_SPECULATION_LENGTH = 32
+
+
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ParameterError(name, value, allowed)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    allowed = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    _check(ok, name, value, allowed)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    bracket = "(" if open_low else "["
+    allowed = f"a number in {bracket}{low:g}, {high:g}]" if math.isfinite(high) else f"a number of at least {low:g}"
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
+    _check(ok, name, value, allowed)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    Order of work on the logits: bias, penalties, minimum length, temperature, min-p, top-k, top-p; then the draw.
+
+    n: answers to the prompt; they share its prefill.
+    max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.
+    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: nucleus and relative cut.
+    presence_penalty, frequency_penalty: subtracted for tokens of the answer so far, [-2, 2].
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer, > 0.
+    seed: the same seed gives the same text, whatever else is in the batch; None draws one for the request.
+    stop: strings that end the answer (not part of it unless include_stop_str_in_output).
+    stop_token_ids: tokens that end it. ignore_eos: go on after the model's own end-of-text token.
+    logit_bias: added to the logits of these token ids.
+    logprobs: None for none; m for each token's own log-probability and the m most likely ones. They are the model's own
+        (before bias, penalties and temperature).
+    """
+
+    n: int = 1
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1)
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_number("temperature", self.temperature, 0, math.inf)
+        _check_number("top_p", self.top_p, 0, 1, open_low=True)
+        _check_int("top_k", self.top_k, 0)
+        _check_number("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check(
+            all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "token ids (whole numbers of at least 0)",
+        )
+        _check(
+            all(_is_int(t) and t >= 0 and math.isfinite(b) and -100 <= b <= 100 for t, b in self.logit_bias.items()),
+            "logit_bias",
+            self.logit_bias,
+            "token ids (whole numbers of at least 0) to numbers in [-100, 100]",
+        )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 20)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs.
+
+    drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), None (plain decoding).
+    num_speculative_tokens: guesses a round: a number, or "bass" (BASS, Algorithm 1).
+    acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
+    attention: "padded" (BASS-PAD) or "split" (BASS-SPLIT).
+    dtype: of target and draft model. "auto" is bfloat16 where the machine multiplies it natively, else float32.
+    max_batch_size: rows, that is sequences decoded at once.
+    max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
+    prefill_chunk: most prompt tokens fed in one step, all rows together, so that a long prompt does not stall the rest.
+    device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
+    threads: CPU threads; None leaves torch's own choice.
+    memory_limit: bytes the engine may take; None is what the machine has free.
+    """
+
+    drafter: DrafterName | None = None
+    num_speculative_tokens: int | Literal["bass"] = DEFAULT_SPECULATION_LENGTH
+    acceptance: AcceptanceName = "coupled"
+    attention: AttentionName = "padded"
+    dtype: DtypeName = "auto"
+    max_batch_size: int = 16
+    max_model_len: int | None = None
+    prefill_chunk: int = 1024
+    device: str = "auto"
+    threads: int | None = None
+    memory_limit: int | None = None
+
+    DEFAULT_MAX_MODEL_LEN = 4096
+
+    def __post_init__(self) -> None:
+        _check(self.drafter in ("model", "ngram", None), "drafter", self.drafter, "'model', 'ngram' or None")
+        if self.num_speculative_tokens != "bass":
+            _check(
+                _is_int(self.num_speculative_tokens) and 0 <= self.num_speculative_tokens <= MAX_SPECULATION_LENGTH,
+                "num_speculative_tokens",
+                self.num_speculative_tokens,
+                f"a whole number from 0 to {MAX_SPECULATION_LENGTH}, or 'bass'",
+            )
+        _check(self.acceptance in ("coupled", "rejection"), "acceptance", self.acceptance, "'coupled' or 'rejection'")
+        _check(self.attention in ("padded", "split"), "attention", self.attention, "'padded' or 'split'")
+        _check(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "'auto', 'float32' or 'bfloat16'")
+        _check_int("max_batch_size", self.max_batch_size, 1, 4096)
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 2)
+        _check_int("prefill_chunk", self.prefill_chunk, 1)
+        if self.threads is not None:
+            _check_int("threads", self.threads, 1)
+        if self.memory_limit is not None:
+            _check_int("memory_limit", self.memory_limit, 1)
+
+
+class EngineOptions(TypedDict, total=False):
+    """EngineConfig's fields as keyword arguments; their meaning and defaults are EngineConfig's."""
+
+    drafter: DrafterName | None
+    num_speculative_tokens: int | Literal["bass"]
+    acceptance: AcceptanceName
+    attention: AttentionName
+    dtype: DtypeName
+    max_batch_size: int
+    max_model_len: int | None
+    prefill_chunk: int
+    device: str
+    threads: int | None
+    memory_limit: int | None

@@ -1,0 +1,33 @@
+"""One round of batched speculative decoding: the papers on one screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.acceptance import AcceptanceRule
+from paceline.batch import Batch, Draft, Verdict
+from paceline.decoder import Decoder
+from paceline.drafters.base import Drafter
+from paceline.lengths.base import LengthPolicy
+
+
+@dataclass
+class Speculation:
+    """Who takes part in a round."""
+
+    target: Decoder
+    drafter: Drafter
+    policy: LengthPolicy
+    accept: AcceptanceRule
+
+
+def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
+    """Draft, verify, accept, commit. Before and after, each row has exactly one token that the target has not seen."""
+    k = min(parts.policy.choose(batch), batch.room - 1)  # the last token of a row needs no guess
+    draft = parts.drafter.propose(batch, k) if k > 0 else Draft.empty(batch)
+    logits = parts.target.verify(batch, draft)  # [B, k + 1, V], one forward pass
+    verdict = parts.accept(draft, logits, batch)  # every row gains accepted + 1 tokens
+    batch.commit(verdict)
+    parts.drafter.observe(batch, verdict)
+    parts.policy.observe(batch, verdict)
+    return verdict

@@ -1,0 +1,201 @@
+"""From logits to a token: bias, penalties, minimum length, temperature, min-p, top-k, top-p, and the draw.
+
+Shapes: B rows, L positions, V vocabulary, G guesses. Position j of a call is drawn after each row's text and its first
+``first + j`` guesses, so penalties know the guesses before it.
+
+All noise is a function of (row's seed, position, purpose, token): a row's draw never depends on its neighbours, on the
+drafter or on how many rounds it took.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from paceline.batch import Batch
+
+
+class Purpose(IntEnum):
+    """What a random number is for: different purposes never share one."""
+
+    DRAW = 1  # the target's own token; under the coupled rule the drafter draws with it too
+    GUESS = 2  # a drafter's independent guess (rejection rule)
+    ACCEPT = 3  # the coin that keeps a guess (rejection rule)
+    RECOVER = 4  # the token instead of the first rejected guess, or after the last kept one (rejection rule)
+
+
+# --- counter-based noise -----------------------------------------------------
+
+_MASK32 = 0xFFFFFFFF
+# A uniform of 24 bits, (h + 1/2) / 2^24, bounds its Gumbel transform -log(-log u): only tokens near the leader can win.
+_UNIFORM_BITS = 24
+GUMBEL_HIGH = -math.log(-math.log1p(-(2.0 ** -(_UNIFORM_BITS + 1))))
+GUMBEL_LOW = -math.log(-math.log(2.0 ** -(_UNIFORM_BITS + 1)))
+NOISE_SPAN = GUMBEL_HIGH - GUMBEL_LOW + 1e-3
+_FIRST_NUCLEUS = 64  # tokens sorted at first when top_p cuts
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (Wellons' lowbias32: xor-shift and multiply) on int64 tensors holding 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def noise_key(seed: Tensor, position: Tensor, purpose: Purpose) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words for (seed, position, purpose); seed and position int64, broadcast together."""
+    low, high = seed & _MASK32, (seed >> 32) & _MASK32
+    a = _mix(_mix(low + 0x9E3779B9 * purpose & _MASK32) ^ high)
+    a = _mix(a ^ position)
+    return a, _mix(a ^ 0x85EBCA6B)
+
+
+def uniform(key: tuple[Tensor, Tensor], token: Tensor | int = 0) -> Tensor:
+    """Uniform numbers in (0, 1), float64, 24 bits, one for each key (and token)."""
+    h = _mix(_mix(key[0] ^ token) ^ key[1])
+    return ((h >> (32 - _UNIFORM_BITS)).double() + 0.5) * 2.0**-_UNIFORM_BITS
+
+
+def sequence_seed(seed: int, sample: int) -> int:
+    """The noise key of answer number ``sample`` to a request with this seed: 63 bits, so that it fits an int64."""
+    word = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03) & (2**64 - 1)
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (word ^ (word >> 31)) >> 1
+
+
+# --- the law -----------------------------------------------------------------
+
+
+def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Tensor:
+    """Bias, penalties, minimum length: logits [B, L, V] (not changed), guesses [B, >= first + L - 1] -> [B, L, V]."""
+    rows = batch.sampling
+    if not rows.adjusts:
+        return logits
+    logits = logits.clone()
+    if rows.bias is not None:
+        logits += rows.bias[: batch.rows, None]
+    if rows.any_penalty:
+        _penalise(logits, batch, guesses, first)
+    if rows.stop_tokens is not None:
+        position = _positions(batch, logits.shape[1], first)
+        early = position < rows.min_length[: batch.rows, None]
+        logits.masked_fill_(early[:, :, None] & (rows.stop_tokens[: batch.rows, None] > 0), -math.inf)
+    return logits
+
+
+def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
+    """[B, count]: the positions that the tokens drawn will have."""
+    return batch.live_length[:, None] + torch.arange(first, first + count, device=batch.device)
+
+
+def _penalise(logits: Tensor, batch: Batch, guesses: Tensor, first: int) -> None:
+    """Presence, frequency and repetition penalties, in place; position j counts the text and the guesses before it."""
+    rows, live = batch.sampling, batch.rows
+    column = torch.arange(batch.tokens.shape[1], device=batch.device)
+    text = column < batch.live_length[:, None]
+    answer = text & (column >= rows.prompt_length[:live, None])
+    counts = logits.new_zeros(live, batch.vocab_size)  # of tokens in the answer
+    counts.scatter_add_(1, batch.tokens[:live], answer.to(counts.dtype))
+    seen = torch.zeros_like(counts).scatter_add_(1, batch.tokens[:live], text.to(counts.dtype))
+    presence, frequency = rows.presence_penalty[:live, None], rows.frequency_penalty[:live, None]
+    repetition = rows.repetition_penalty[:live, None]
+    one = logits.new_ones(live, 1)
+    for guess in range(first + logits.shape[1]):
+        if guess >= first:
+            here = logits[:, guess - first]
+            repeated = torch.where(here > 0, here / repetition, here * repetition)
+            here.copy_(torch.where(seen > 0, repeated, here) - presence * (counts > 0) - frequency * counts)
+        if guess < guesses.shape[1]:
+            counts.scatter_add_(1, guesses[:, guess, None], one)
+            seen.scatter_add_(1, guesses[:, guess, None], one)
+
+
+def warp(logits: Tensor, batch: Batch) -> Tensor:
+    """Temperature, min-p, top-k, top-p: [B, L, V] -> logits whose softmax is the law; tokens cut have -inf.
+
+    Rows at temperature 0 are not divided: their draw is the argmax.
+    """
+    rows, live = batch.sampling, batch.rows
+    temperature = rows.temperature[:live, None, None]
+    scaled = logits / torch.where(temperature == 0, 1.0, temperature)
+    if not rows.any_cut:
+        return scaled
+    floor = scaled.amax(-1, keepdim=True) + rows.min_p[:live, None, None].log()  # log 0 = -inf cuts nothing
+    if rows.largest_top_k:
+        floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k[:live], rows.largest_top_k))
+    scaled = scaled.masked_fill(scaled < floor, -math.inf)
+    if rows.any_top_p:
+        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p[:live]), -math.inf)
+    return scaled
+
+
+def _top_k_floor(scaled: Tensor, top_k: Tensor, largest: int) -> Tensor:
+    """[B, L, 1]: each row's top_k-th logit (tokens tied with it stay too); -inf where top_k is 0."""
+    largest = min(largest, scaled.shape[-1])
+    best = scaled.topk(largest, dim=-1).values
+    place = (top_k.clamp(1, largest) - 1)[:, None, None].expand(-1, scaled.shape[1], 1)
+    return best.gather(-1, place).masked_fill((top_k == 0)[:, None, None], -math.inf)
+
+
+def _top_p_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """[B, L, 1]: the smallest logit of the nucleus: tokens before which less than top_p of the mass lies.
+
+    Only as many tokens are sorted as the widest nucleus has, found by doubling: nuclei are short, vocabularies are not.
+    """
+    limit = torch.where(top_p < 1, top_p, 0.0)[:, None, None]  # rows without a nucleus need no sorting
+    total = scaled.logsumexp(-1, keepdim=True)
+    size = min(_FIRST_NUCLEUS, scaled.shape[-1])
+    while True:
+        ordered = scaled.topk(size, dim=-1).values
+        mass = (ordered - total).exp()
+        before = mass.cumsum(-1) - mass
+        if size == scaled.shape[-1] or bool((before[..., -1:] >= limit).all()):
+            break
+        size = min(4 * size, scaled.shape[-1])
+    outside = before >= limit
+    outside[..., 0] = False  # the leader stays, however small top_p
+    floor = ordered.masked_fill(outside, math.inf).amin(-1, keepdim=True)
+    return torch.where((top_p < 1)[:, None, None], floor, -math.inf)
+
+
+def probabilities(logits: Tensor, batch: Batch) -> Tensor:
+    """The law that tokens are drawn from: adjusted logits [B, L, V] -> float32 [B, L, V]; one-hot at temperature 0."""
+    warped = warp(logits, batch)
+    greedy = (batch.sampling.temperature[: batch.rows] == 0)[:, None, None]
+    leader = torch.zeros_like(warped).scatter_(-1, warped.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy, leader, warped.softmax(-1))
+
+
+# --- the draw ----------------------------------------------------------------
+
+
+def draw(logits: Tensor, batch: Batch, first: int = 0, purpose: Purpose = Purpose.DRAW) -> Tensor:
+    """A token for every position: adjusted logits [B, L, V] -> [B, L] int64. Greedy rows take their argmax."""
+    rows = batch.sampling
+    if rows.all_greedy:
+        return logits.argmax(-1)
+    live, length, vocab = logits.shape
+    key = noise_key(rows.seed[:live, None], _positions(batch, length, first), purpose)
+    strength = (rows.temperature[:live, None] > 0).expand(live, length)
+    flat = (key[0].flatten(), key[1].flatten())
+    return noisy_argmax(warp(logits, batch).view(-1, vocab), flat, strength.flatten()).view(live, length)
+
+
+def noisy_argmax(scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None) -> Tensor:
+    """argmax of scores [N, V] + Gumbel noise, a sample of softmax(scores): [N] int64. Rows not ``noisy`` [N] get none.
+
+    The noise is bounded, so it is made only for tokens that it can carry past the leader. Ties go to the smaller token.
+    """
+    leader = scores.amax(-1)
+    line, token = (scores > (leader - NOISE_SPAN)[:, None]).nonzero(as_tuple=True)
+    gumbel = -torch.log(-torch.log(uniform((key[0][line], key[1][line]), token)))
+    if noisy is not None:
+        gumbel = gumbel * noisy[line]
+    value = scores[line, token].double() + gumbel
+    best = value.new_full(leader.shape, -math.inf).scatter_reduce_(0, line, value, "amax")
+    token = torch.where(value == best[line], token, scores.shape[-1])
+    return token.new_full(leader.shape, scores.shape[-1]).scatter_reduce_(0, line, token, "amin")

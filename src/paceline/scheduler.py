@@ -1,0 +1,275 @@
+"""Who runs: waiting sequences become rows, rows that finish leave at once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.batch import Batch, RowStart, Verdict
+from paceline.decoder import Decoder
+from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob
+from paceline.params import SamplingParams
+
+
+class TextStream(Protocol):
+    """Turns a sequence's tokens into text and looks for stop strings (tokenizer.Detokenizer)."""
+
+    text: str
+    stopped: str | None
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass
+class Sequence:
+    """One answer in the making: ``prompt`` and ``output.token_ids`` are its tokens, ``prefilled`` those cached."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_tokens: frozenset[int]
+    output: CompletionOutput
+    stream: TextStream | None = None
+    deadline: float | None = None  # on the clock of time.monotonic
+    prefilled: int = 0
+
+    @property
+    def prefill_stop(self) -> int:
+        """Prefill ends one token short of the prompt's end."""
+        return len(self.prompt) - 1
+
+
+@dataclass
+class Scheduler:
+    """Rows 0 .. len(running) - 1 decode, the next len(prefilling) are being prefilled, in the order of their rows.
+
+    Rows join the decoding ones in that order; when a row leaves, the last decoding row takes its place and the last
+    prefilling row takes that one's.
+    """
+
+    batch: Batch
+    decoders: list[Decoder]
+    capacity: int
+    prefill_chunk: int
+    waiting: deque[Sequence] = field(default_factory=deque)
+    prefilling: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def can_admit(self) -> bool:
+        """Whether a row is free, and the first in the queue need not wait for a sibling's prefill to share it."""
+        if not self.waiting or len(self.running) + len(self.prefilling) == self.capacity:
+            return False
+        return all(sequence.request_id != self.waiting[0].request_id for sequence in self.prefilling)
+
+    def admit(self) -> None:
+        """Give free rows to those who wait, feed the next chunk of prompts, let finished prefills join the batch."""
+        while self.can_admit():
+            self._start(self.waiting.popleft())
+            if self.prefilling[-1].prefilled == self.prefilling[-1].prefill_stop:
+                self._join()
+        if self.prefilling:
+            self._prefill()
+            self._join()
+
+    def _start(self, sequence: Sequence) -> None:
+        row = len(self.running) + len(self.prefilling)
+        stop_tokens = tuple(sorted(sequence.stop_tokens))
+        self.batch.set_row(row, RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens))
+        sequence.output.metrics.first_scheduled = time.monotonic()
+        sibling = self._sibling(sequence)
+        if sibling is not None:
+            sequence.prefilled = sequence.prefill_stop
+            for decoder in self.decoders:
+                decoder.copy_row(sibling, row, sequence.prefill_stop)
+        else:
+            sequence.prefilled = 0
+        self.prefilling.append(sequence)
+
+    def _sibling(self, sequence: Sequence) -> int | None:
+        """A decoding row of the same request: its cache still holds the whole prompt, for nothing is ever erased."""
+        for row, other in enumerate(self.running):
+            if other.request_id == sequence.request_id:
+                return row
+        return None
+
+    def _prefill(self) -> None:
+        """One chunk: as many prefilling rows, from the first on, as fit side by side into ``prefill_chunk`` tokens."""
+        count, width = 1, 0
+        for rows, sequence in enumerate(self.prefilling, 1):
+            widest = max(width, sequence.prefill_stop - sequence.prefilled)
+            if rows > 1 and widest * rows > self.prefill_chunk:
+                break
+            count, width = rows, widest
+        width = min(width, self.prefill_chunk)
+        group = self.prefilling[:count]
+        starts = [sequence.prefilled for sequence in group]
+        stops = [min(sequence.prefilled + width, sequence.prefill_stop) for sequence in group]
+        for decoder in self.decoders:
+            decoder.prefill(self.batch, len(self.running), starts, stops)
+        for sequence, stop in zip(group, stops, strict=True):
+            sequence.prefilled = stop
+
+    def _join(self) -> None:
+        while self.prefilling and self.prefilling[0].prefilled == self.prefilling[0].prefill_stop:
+            self.running.append(self.prefilling.pop(0))
+        self.batch.set_rows(len(self.running))
+
+    def settle(self, verdict: Verdict) -> list[Sequence]:
+        """Give each decoding row its new tokens, cut where the answer ends; rows that ended leave. All who gained."""
+        gained = list(self.running)
+        now = time.monotonic()
+        for row, sequence in enumerate(gained):
+            gain_tokens(sequence, verdict, row, now, at_limit=self.batch.positions)
+        for row in range(len(gained) - 1, -1, -1):
+            if gained[row].output.finished:
+                self.release(row)
+        return gained
+
+    def release(self, row: int) -> None:
+        """Free a row (decoding or prefilling); others move into the hole."""
+        if row < len(self.running):
+            last = len(self.running) - 1
+            self._move(last, row)
+            self.running[row] = self.running[last]
+            self.running.pop()
+            row = last  # the hole is now at the border to the prefilling rows
+        else:
+            self.prefilling.pop(row - len(self.running))
+            self._close_prefilling_hole(row)
+            self.batch.set_rows(len(self.running))
+            return
+        if self.prefilling:
+            self._move(row + len(self.prefilling), row)
+            self.prefilling.insert(0, self.prefilling.pop())
+        self.batch.set_rows(len(self.running))
+
+    def _close_prefilling_hole(self, row: int) -> None:
+        """The prefilling rows after a hole each move up by one, so that their order stays."""
+        for after in range(row + 1, len(self.running) + len(self.prefilling) + 1):
+            self._move(after, after - 1)
+
+    def _move(self, source: int, destination: int) -> None:
+        if source == destination:
+            return
+        self.batch.copy_row(source, destination)
+        length = self.batch.lengths[destination]
+        for decoder in self.decoders:
+            decoder.copy_row(source, destination, length)
+
+    def drop(self, request_id: str, reason: FinishReason) -> list[Sequence]:
+        """End every unfinished sequence of a request, wherever it is; returns them."""
+        dropped = [s for s in (*self.waiting, *self.prefilling, *self.running) if s.request_id == request_id]
+        for sequence in dropped:
+            finish(sequence, reason, time.monotonic())
+        self.sweep()
+        return dropped
+
+    def clear(self) -> None:
+        """Drop everything at once, whatever state an interrupted round left behind."""
+        for sequence in (*self.waiting, *self.prefilling, *self.running):
+            finish(sequence, "abort", time.monotonic())
+        self.waiting.clear()
+        self.prefilling.clear()
+        self.running.clear()
+        self.batch.set_rows(0)
+
+    def overdue(self, now: float) -> list[Sequence]:
+        """End the sequences whose deadline has passed; what they have so far stays theirs."""
+        late = [
+            s for s in (*self.waiting, *self.prefilling, *self.running) if s.deadline is not None and s.deadline <= now
+        ]
+        for sequence in late:
+            finish(sequence, "deadline", now)
+        if late:
+            self.sweep()
+        return late
+
+    def sweep(self) -> None:
+        """Remove finished sequences from every queue."""
+        self.waiting = deque(s for s in self.waiting if not s.output.finished)
+        rows = [*self.running, *self.prefilling]
+        for row in range(len(rows) - 1, -1, -1):
+            if rows[row].output.finished:
+                self.release(row)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues, rows and caches agree; cheap, called by tests and whenever idle."""
+        assert self.batch.rows == len(self.running), "decoding rows and running sequences differ"
+        assert len(self.running) + len(self.prefilling) <= self.capacity, "more rows than there are"
+        lengths = self.batch.length.tolist()
+        for row, sequence in enumerate([*self.running, *self.prefilling]):
+            assert not sequence.output.finished, f"row {row} is finished but was not freed"
+            size = len(sequence.prompt) + len(sequence.output.token_ids)
+            assert lengths[row] == self.batch.lengths[row] == size, f"row {row}: lengths disagree"
+            text = self.batch.tokens[row, :size].tolist()
+            assert text == sequence.prompt + sequence.output.token_ids, f"row {row}: tokens disagree"
+
+
+def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
+    """Append a row's new tokens up to the answer's end; only what is kept is counted."""
+    host, output = verdict.host, sequence.output
+    accepted, drafted = host.accepted[row], host.drafted[row]
+    kept = 0
+    for place, token in enumerate(host.tokens[row]):
+        output.token_ids.append(token)
+        output.token_kinds.append(_kind(place, accepted, drafted))
+        kept += 1
+        if output.logprobs is not None:
+            output.logprobs.append(_token_logprob(verdict, row, place, token, sequence.params))
+        _end_if_over(sequence, token, now, at_limit)
+        if output.finished:
+            break
+    metrics = output.metrics
+    metrics.first_token = now if metrics.first_token is None else metrics.first_token
+    metrics.rounds += 1
+    metrics.drafted += drafted if kept > accepted else min(drafted, kept)  # guesses beyond a cut were not judged
+    metrics.accepted += min(accepted, kept)
+    metrics.output_tokens = len(output.token_ids)
+
+
+def _kind(place: int, accepted: int, drafted: int) -> TokenKind:
+    if place < accepted:
+        return "accepted"
+    return "recovered" if accepted < drafted else "bonus"
+
+
+def _token_logprob(verdict: Verdict, row: int, place: int, token: int, params: SamplingParams) -> TokenLogprob:
+    assert verdict.logprobs is not None
+    assert params.logprobs is not None
+    own, ids, values = verdict.logprobs.host
+    best = zip(ids[row][place][: params.logprobs], values[row][place][: params.logprobs], strict=True)
+    return TokenLogprob(token, own[row][place], tuple(best))
+
+
+def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> None:
+    """Finish at a stop token, a stop string, max_tokens or the longest sequence there is room for, in this order."""
+    output, params = sequence.output, sequence.params
+    if token in sequence.stop_tokens:
+        output.stop_reason = token if token in params.stop_token_ids else None
+        finish(sequence, "stop", now)
+        return
+    if sequence.stream is not None:
+        sequence.stream.push(token)
+        if sequence.stream.stopped is not None:
+            output.stop_reason = sequence.stream.stopped
+            finish(sequence, "stop", now)
+            return
+    if len(output.token_ids) >= params.max_tokens or len(sequence.prompt) + len(output.token_ids) >= at_limit:
+        finish(sequence, "length", now)
+
+
+def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
+    """Close a sequence: its text is complete, its time is taken."""
+    if sequence.stream is not None:
+        sequence.stream.finish()
+    sequence.output.finish_reason = reason
+    sequence.output.metrics.finished = now

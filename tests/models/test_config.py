@@ -1,0 +1,75 @@
+import pytest
+import torch
+from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, rope
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from paceline.errors import ModelFormatError
+from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
+
+_SHORT_LONG = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
+_ROPES = {
+    "default": rope("default"),
+    "linear": rope("linear", factor=3.0),
+    "dynamic": rope("dynamic", factor=3.0),
+    "yarn": YARN_ROPE,
+    "llama3": LLAMA3_ROPE,
+    "longrope": rope("longrope", **_SHORT_LONG),
+}
+
+
+def _native(kind: str, **changes: object) -> ModelConfig | None:
+    fields = next(fields for family, fields in NATIVE.values() if family == kind)
+    return ModelConfig.from_huggingface({"model_type": kind, **fields, **changes})
+
+
+@pytest.mark.parametrize("kind", NATIVE_FAMILIES)
+def test_a_dictionary_and_a_configuration_object_give_the_same(kind: str) -> None:
+    fields = next(fields for family, fields in NATIVE.values() if family == kind)
+    assert _native(kind) == ModelConfig.from_huggingface(AutoConfig.for_model(kind, **fields))
+    assert _native(kind).family == kind
+
+
+@pytest.mark.parametrize("kind", _ROPES)
+def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
+    config = LlamaConfig(**NATIVE["llama"][1] | _ROPES[kind])
+    theirs = LlamaRotaryEmbedding(config)
+    ours = ModelConfig.from_huggingface(config).rotary
+    torch.testing.assert_close(torch.tensor(ours.inverse_frequencies), theirs.inv_freq, rtol=0, atol=0)
+    assert ours.scaling == theirs.attention_scaling
+
+
+def test_where_frequencies_depend_on_the_length_it_ends_before_they_change() -> None:
+    config = LlamaConfig(**NATIVE["llama"][1] | _ROPES["longrope"])
+    assert longest_sequence(config) == 16
+    assert ModelConfig.from_huggingface(config).max_positions == 16
+
+
+def test_windows_are_each_layers_own() -> None:
+    assert _native("mistral", sliding_window=4).windows == (4, 4, 4)
+    assert _native("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1).windows == (None, 4, 4)
+    assert _native("qwen3", layer_types=["full_attention"] * 3).windows == (None,) * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"hidden_act": "relu2"}),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        ("opt", {"activation_function": "quick_gelu"}),
+        ("gpt2", {"add_cross_attention": True}),
+    ],
+)
+def test_what_the_transformer_does_not_know_goes_to_transformers(kind: str, changes: dict[str, object]) -> None:
+    assert _native(kind, **changes) is None
+
+
+def test_another_family_goes_to_transformers() -> None:
+    assert ModelConfig.from_huggingface({"model_type": "gpt_neox"}) is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"model_type": "no such thing"}, {"model_type": "llama", "hidden_size": "x"}])
+def test_a_configuration_that_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ModelFormatError, match="cannot be used"):
+        ModelConfig.from_huggingface(fields)

