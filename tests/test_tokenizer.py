@@ -128,7 +128,8 @@ def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:
 def write_gguf(path: Path, splitting: str | None, architecture: str = "llama") -> Path:
     """A GGUF file without weights: the byte-level vocabulary of these tests."""
     state = json.loads(byte_level_backend(["hello", " 12"]).to_str())
-    tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get) + ["<eos>", "<tool call>", "<pad>"]
+    vocabulary = state["model"]["vocab"]
+    tokens = [*sorted(vocabulary, key=vocabulary.get), "<eos>", "<tool call>", "<pad>"]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)

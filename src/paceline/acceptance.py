@@ -71,7 +71,7 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
         verdict = rule(draft, logits, batch)
         if batch.sampling.logprobs is not None:
             law = logits.float().log_softmax(-1)
-            values, ids = law.topk(batch.sampling.logprobs, dim=-1)
+            values, ids = law.topk(min(batch.sampling.logprobs, law.shape[-1]), dim=-1)
             own = law.gather(-1, verdict.tokens[..., None]).squeeze(-1)
             verdict.logprobs = Logprobs(own, ids, values)
         return verdict

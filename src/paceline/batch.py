@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from paceline.history import AcceptanceHistory
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.rows import SamplingRows
 
@@ -33,6 +36,24 @@ class Draft:
     def empty(batch: Batch) -> Draft:
         """No guess for any row: the round is plain decoding."""
         return Draft(batch.length.new_empty((batch.rows, 0)), batch.length.new_zeros(batch.rows))
+
+    def capped(self, caps: Sequence[int] | None) -> Draft:
+        """At most caps[i] guesses for row i; None caps nothing."""
+        if caps is None:
+            return self
+        most = self.counts.new_tensor(caps)
+        return replace(self, counts=torch.minimum(self.counts, most))
+
+    def spread(self, first: int, rows: int) -> Draft:
+        """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
+
+        def widen(table: Tensor) -> Tensor:
+            wide = table.new_zeros(rows, *table.shape[1:])
+            wide[first : first + table.shape[0]] = table
+            return wide
+
+        laws = None if self.probabilities is None else widen(self.probabilities)
+        return Draft(widen(self.tokens), widen(self.counts), laws)
 
 
 @dataclass
@@ -98,6 +119,8 @@ class Batch:
     tokens [R, P + slack]: each row's text; what lies at or beyond its length is garbage.
     length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
     lengths: the same, known to the host.
+    caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
+    first: the place of row 0 in the caches; not 0 in a part of a batch.
     """
 
     def __init__(self, capacity: int, positions: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
@@ -109,9 +132,12 @@ class Batch:
         self.lengths = [0] * capacity
         self.limits = [0] * capacity  # the length at which a row must end
         self.rows = 0
+        self.first = 0
+        self.caps: list[int] | None = None
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
+        self.history = AcceptanceHistory(capacity)
 
     @property
     def device(self) -> torch.device:
@@ -138,6 +164,7 @@ class Batch:
         self.length[row] = self.lengths[row] = size
         self.limits[row] = min(size + start.params.max_tokens, self.positions)
         self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
+        self.history.reset(row)
 
     def copy_row(self, source: int, destination: int) -> None:
         """Put the row ``source`` in the place of ``destination``."""
@@ -146,11 +173,29 @@ class Batch:
         self.lengths[destination] = self.lengths[source]
         self.limits[destination] = self.limits[source]
         self.sampling.copy_row(source, destination)
+        self.history.copy_row(source, destination)
 
     def set_rows(self, rows: int) -> None:
         """From now on rows 0 .. rows - 1 decode."""
         self.rows = rows
         self.sampling.refresh(rows)
+
+    def part(self, first: int, stop: int) -> Batch:
+        """Decoding rows first .. stop - 1 as a batch of their own, for drafting: views of the same tensors."""
+        part = copy.copy(self)
+        part.first, part.rows, part.caps = self.first + first, stop - first, None
+        part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
+        part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
+        part.sampling = self.sampling.part(first, stop)
+        return part
+
+    @property
+    def guessing(self) -> tuple[int, int]:
+        """First and stop of the stretch of rows outside which no row may have guesses."""
+        if self.caps is None:
+            return 0, self.rows
+        rows = [row for row, cap in enumerate(self.caps) if cap > 0]
+        return (rows[0], rows[-1] + 1) if rows else (0, 0)
 
     def pending(self) -> Tensor:
         """[B, 1]: each row's one token that the target has not seen."""
@@ -164,3 +209,4 @@ class Batch:
         self.length[: self.rows] += verdict.accepted + 1
         for row, accepted in enumerate(verdict.host.accepted):
             self.lengths[row] += accepted + 1
+        self.caps = None

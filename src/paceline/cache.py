@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.errors import ParameterError
+
+_CACHE_LINE = 64  # bytes: a key that straddles two lines costs two loads
 
 
 class KVCache:
@@ -30,11 +35,9 @@ class KVCache:
             if value < 1:
                 raise ParameterError(name, value, "at least 1")
         shape = (layers, rows, heads, positions + 1, dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        # Uninitialised memory may hold NaN, and NaN x 0 is NaN: clear what masked attention multiplies by zero.
-        self.keys.zero_()
-        self.values.zero_()
+        # Zeros, not garbage, that may hold NaN: NaN x 0 is NaN, also where attention is masked.
+        self.keys = _zeros(shape, dtype, torch.device(device))
+        self.values = _zeros(shape, dtype, torch.device(device))
 
     @property
     def rows(self) -> int:
@@ -71,3 +74,13 @@ class KVCache:
         """Copy the first ``length`` positions of one row over another: to fill a hole, or to share a prefill."""
         self.keys[:, destination, :, :length] = self.keys[:, source, :, :length]
         self.values[:, destination, :, :length] = self.values[:, source, :, :length]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the pages are taken from the system only when a row grows into them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _CACHE_LINE, dtype=np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)

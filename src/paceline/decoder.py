@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -10,18 +11,21 @@ from torch import Tensor
 from paceline.attention import AttentionBackend
 from paceline.batch import Batch, Draft
 from paceline.cache import KVCache
-from paceline.models.base import Model
+from paceline.models.base import AnyModel, FlatModel, Model
+
+CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
 
 
 class Decoder:
     """Runs a model over the rows of a batch, each at its own position. B rows, L tokens a row, V vocabulary.
 
+    backend: how attention is run; a FlatModel runs its own and leaves it idle.
     seen [R] int64: how many tokens of each row the cache holds. For the target that is length - 1 between rounds; a
     draft model may lag further behind.
     """
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self, model: AnyModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         self.model = model
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size  # the batch's; the head may be padded
@@ -31,15 +35,23 @@ class Decoder:
         )
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
 
-    def forward(self, tokens: Tensor, start: Tensor, longest: int, first_row: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, start: Tensor, longest: int, first_row: int = 0, counts: Tensor | None = None
+    ) -> Tensor:
         """Feed tokens [B, L] of rows first_row, ... at positions start [B], start + 1, ... -> hidden [B, L, width].
 
         longest: no query stands at or beyond this position, padding at a row's tail excepted (the host knows it).
+        counts [B]: how many of a row's tokens are real, the rest being padding whose hidden states mean nothing.
         """
-        cache, backend = self.cache, self.backend
         if self.model.vocab_size < self.vocab_size:  # ids that only the other model's padded head can draw
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
         positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        if isinstance(self.model, FlatModel):
+            return self._forward_flat(self.model, tokens, positions, first_row, counts)
+        return self._forward_padded(self.model, tokens, positions, longest, first_row)
+
+    def _forward_padded(self, model: Model, tokens: Tensor, positions: Tensor, longest: int, first_row: int) -> Tensor:
+        cache, backend = self.cache, self.backend
         index = cache.write_index(first_row, positions)
         plan = backend.plan(positions, min(longest, cache.positions + 1))
         rows = slice(first_row, first_row + tokens.shape[0])
@@ -52,12 +64,28 @@ class Decoder:
                 q, cache.keys[layer, rows], cache.values[layer, rows], plan, scale=scale, window=window
             )
 
-        return self.model.hidden(tokens, positions, attend)
+        return model.hidden(tokens, positions, attend)
+
+    def _forward_flat(
+        self, model: FlatModel, tokens: Tensor, positions: Tensor, first_row: int, counts: Tensor | None
+    ) -> Tensor:
+        """Only the real tokens are run."""
+        rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
+        real = None if counts is None else _real(counts, tokens.shape[1])
+        if real is None or bool(real.all()):
+            flat = model.forward_flat(tokens.flatten(), rows.flatten(), positions.flatten(), self.cache)
+            return flat.view(*tokens.shape, -1)
+        flat = model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
+        return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
-        """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow."""
+        """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow.
+
+        Where a row has fewer than k guesses, the logits beyond them mean nothing.
+        """
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
-        hidden = self.forward(tokens, batch.live_length - 1, batch.longest + draft.k)
+        counts = draft.counts + 1
+        hidden = self.forward(tokens, batch.live_length - 1, batch.longest + draft.k, counts=counts)
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -68,34 +96,68 @@ class Decoder:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[..., : self.vocab_size]
 
+    def start_row(self, row: int) -> None:
+        """A new text begins: nothing of it is cached, whatever the row held before."""
+        self.seen[row] = 0
+
     def prefill(self, batch: Batch, first_row: int, starts: Sequence[int], stops: Sequence[int]) -> None:
         """Feed tokens starts[i] .. stops[i] - 1 of rows first_row + i, no logits; shorter rows are padded."""
         width = max(stop - start for start, stop in zip(starts, stops, strict=True))
         if width > 0:
             start = torch.tensor(starts, dtype=torch.int64, device=batch.device)
             place = start[:, None] + torch.arange(width, device=batch.device)
-            rows = slice(first_row, first_row + len(starts))
+            rows = slice(first_row - batch.first, first_row - batch.first + len(starts))
             tokens = batch.tokens[rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-            self.forward(tokens, start, max(starts) + width, first_row)
+            counts = torch.tensor(stops, dtype=torch.int64, device=batch.device) - start
+            self.forward(tokens, start, max(starts) + width, first_row, counts)
         for row, stop in enumerate(stops, first_row):
             self.seen[row] = stop
 
+    def seen_by(self, batch: Batch) -> Tensor:
+        """[B]: how many tokens of each of the batch's decoding rows the cache holds; a view."""
+        return self.seen[batch.first : batch.first + batch.rows]
+
+    def lags(self, batch: Batch) -> list[int]:
+        """How many tokens of each row the cache lacks; reads the device."""
+        return (batch.live_length - self.seen_by(batch)).tolist()
+
+    def catch_up(self, batch: Batch) -> None:
+        """Feed what the cache lacks except each row's last token: in chunks, and only to rows that lack something."""
+        seen = self.seen_by(batch).tolist()
+        for lacks, group in groupby(range(batch.rows), lambda row: seen[row] < batch.lengths[row] - 1):
+            if lacks:
+                self._feed_all(batch, list(group), seen)
+
+    def _feed_all(self, batch: Batch, rows: list[int], seen: list[int]) -> None:
+        """Neighbouring rows, side by side, up to their last token but one."""
+        starts, ends = [seen[row] for row in rows], [batch.lengths[row] - 1 for row in rows]
+        width = max(1, CATCH_UP_CHUNK // len(rows))
+        while starts != ends:
+            stops = [min(start + width, end) for start, end in zip(starts, ends, strict=True)]
+            self.prefill(batch, batch.first + rows[0], starts, stops)
+            starts = stops
+
     def next_hidden(self, batch: Batch, lag: int) -> Tensor:
         """Feed what the cache lacks, at most ``lag`` tokens a row -> hidden [B, width] at each row's last token."""
-        seen = self.seen[: batch.rows]
+        seen = self.seen_by(batch)
         place = seen[:, None] + torch.arange(lag, device=batch.device)
         tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-        hidden = self.forward(tokens, seen, batch.longest)
+        hidden = self.forward(tokens, seen, batch.longest, batch.first, batch.live_length - seen)
         last = (batch.live_length - seen - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         seen.copy_(batch.live_length)
         return hidden.gather(1, last).squeeze(1)
 
     def rewind(self, batch: Batch) -> None:
         """Forget guesses that were not kept: nothing moves, the row is just shorter."""
-        seen = self.seen[: batch.rows]
+        seen = self.seen_by(batch)
         torch.minimum(seen, batch.live_length - 1, out=seen)
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         """Put the first ``length`` positions of a row in the place of another row."""
         self.cache.copy_row(source, destination, length)
         self.seen[destination] = self.seen[source].clamp(max=length)
+
+
+def _real(counts: Tensor, width: int) -> Tensor:
+    """[B, width] bool: the first counts[i] places of row i."""
+    return torch.arange(width, device=counts.device) < counts[:, None]

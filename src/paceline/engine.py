@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.acceptance import RULES
-from paceline.attention import BACKENDS
+from paceline.attention import BACKENDS, AttentionBackend
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
-from paceline.lengths import make_policy
+from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths.cost import CostTable
+from paceline.lengths.profile import Identity, Profile, machine_name, model_hash
 from paceline.memory import check_memory
-from paceline.models.base import Model
+from paceline.models.base import AnyModel, FlatModel
+from paceline.models.prepare import why_not_native
 from paceline.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.params import EngineConfig, SamplingParams
 from paceline.round import Speculation, speculative_round
 from paceline.sampling import sequence_seed
 from paceline.scheduler import Scheduler, TextStream
 from paceline.scheduler import Sequence as Row
+
+log = logging.getLogger("paceline")
 
 
 @dataclass
@@ -47,10 +55,11 @@ class Request:
 class Models:
     """What the engine runs: a target, perhaps a draft model, and the tokens that end a text."""
 
-    target: Model
-    draft: Model | None = None
+    target: AnyModel
+    draft: AnyModel | None = None
     eos_token_ids: tuple[int, ...] = ()
     documents: Sequence[Sequence[int]] = field(default_factory=tuple)  # for the n-gram drafter
+    costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines on these models
 
 
 class Engine:
@@ -63,41 +72,107 @@ class Engine:
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
         self.config = config
-        self.max_model_len = _max_model_len(models.target, config)
+        self.max_model_len = _max_model_len(models, config)
+        _check_attention(models, config)
         check_memory(models.target, models.draft, config, self.max_model_len)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         target = self._decoder(models.target)
         drafter = self._drafter()
-        self.parts = Speculation(target, drafter, make_policy(config.num_speculative_tokens), RULES[config.acceptance])
+        self._profile = self._load_profile()
+        policy = self._policy(target, drafter)
+        self.parts = Speculation(target, drafter, policy, RULES[config.acceptance])
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
         self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, config.prefill_chunk)
 
-    def _decoder(self, model: Model) -> Decoder:
-        backend = BACKENDS[self.config.attention]()
+    def _backend(self) -> AttentionBackend:
+        """What models that do not run their own attention use."""
+        return BACKENDS.get(self.config.attention, BACKENDS["padded"])()
+
+    def _decoder(self, model: AnyModel) -> Decoder:
+        backend = self._backend()
         return Decoder(model, backend, self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size)
 
     def _drafter(self) -> Drafter:
         if self.config.drafter is None or self.config.num_speculative_tokens == 0:
             return NoDrafter()
         if self.config.drafter == "ngram":
+            for document in self.models.documents:
+                _check_tokens("reference_documents", document, self.models.target.vocab_size)
             return NgramDrafter(self.models.documents, self.models.target.device)
         if self.models.draft is None:
             raise ParameterError("drafter", "model", "needs a draft_model; or choose 'ngram' or None")
         return ModelDrafter(self._decoder(self.models.draft), self.config.acceptance)
 
+    def _policy(self, target: Decoder, drafter: Drafter) -> LengthPolicy:
+        if isinstance(drafter, NoDrafter):
+            return FixedLength(0)
+        means = Means(lambda: self._costs(target, drafter), self._need_profile, drafter.decoders)
+        return make_policy(self.config.num_speculative_tokens, means)
+
+    def _load_profile(self) -> Profile | None:
+        if self.config.profile is None:
+            return None
+        profile = Profile.load(Path(self.config.profile))
+        profile.check(self.identity())
+        return profile
+
+    def _need_profile(self) -> Profile:
+        if self._profile is None:
+            raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
+        return self._profile
+
+    def _costs(self, target: Decoder, drafter: Drafter) -> CostTable:
+        """From the profile, from an engine before this one on the same models, or measured now."""
+        if self._profile is not None:
+            return self._profile.costs
+        config, known = self.config, self.models.costs
+        key = (config.drafter, config.attention, config.acceptance, config.max_batch_size, self.max_model_len)
+        if key not in known:
+            started = time.perf_counter()
+            grid = Grid.coarse(config.max_batch_size)
+            known[key] = Calibration(target, drafter, RULES[config.acceptance], grid).run()
+            log.info(
+                "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
+                time.perf_counter() - started,
+                known[key].round_ms(1, 0),
+                known[key].round_ms(config.max_batch_size, 0),
+                config.max_batch_size,
+            )
+        return known[key]
+
+    def identity(self) -> Identity:
+        """What a profile of this engine is measured for."""
+        target, draft = self.models.target, self.models.draft if self.config.drafter == "model" else None
+        return Identity(
+            machine=machine_name(target.device),
+            device=target.device.type,
+            threads=torch.get_num_threads(),
+            target=model_hash(target),
+            drafter=str(self.config.drafter) if draft is None else model_hash(draft),
+            precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
+            attention="native" if isinstance(target, FlatModel) else self._backend().name,
+            acceptance=self.config.acceptance,
+        )
+
     def describe(self) -> str:
-        """What runs, in one line."""
-        target, config, drafter = self.models.target, self.config, self.parts.drafter
+        """What runs and why, in one line."""
+        config, drafter = self.config, self.parts.drafter
         guesses = "no speculation"
         if not isinstance(drafter, NoDrafter):
-            who = self.models.draft.name if drafter.decoders and self.models.draft is not None else drafter.name
+            draft = self.models.draft if drafter.decoders else None
+            who = drafter.name if draft is None else _describe_model(draft)
             guesses = f"drafter {who}, length {self.parts.policy.name}, acceptance {config.acceptance}"
         return (
-            f"target {target.name} ({str(target.dtype).removeprefix('torch.')} on {target.device}, "
-            f"{torch.get_num_threads()} threads); {guesses}; attention {config.attention}; "
-            f"{config.max_batch_size} rows of {self.max_model_len} tokens"
+            f"target {_describe_model(self.models.target)}, {torch.get_num_threads()} threads; {guesses}; "
+            f"attention {self._describe_attention()}; {config.max_batch_size} rows of {self.max_model_len} tokens"
         )
+
+    def _describe_attention(self) -> str:
+        if isinstance(self.models.target, FlatModel):
+            return "native (ragged, batch-invariant)"
+        why = why_not_native(self.models.target, self.config.attention)
+        return self.parts.target.backend.name + (f" (not native: {why})" if why else "")
 
     @property
     def busy(self) -> bool:
@@ -115,11 +190,10 @@ class Engine:
         now = time.monotonic()
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [])
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        for index in range(request.params.n):
-            row = self._sequence(request, request_id, index, seed, now)
-            output.outputs.append(row.output)
-            self.scheduler.waiting.append(row)
+        rows = [self._sequence(request, request_id, index, seed, now) for index in range(request.params.n)]
+        output.outputs.extend(row.output for row in rows)
         self._requests[request_id] = output
+        self.scheduler.waiting.extend(rows)
         return output
 
     def _sequence(self, request: Request, request_id: str, index: int, seed: int, now: float) -> Row:
@@ -156,9 +230,7 @@ class Engine:
             "logit_bias": request.params.logit_bias,
         }
         for name, tokens in ids.items():
-            for token in tokens:
-                if not 0 <= token < vocab:
-                    raise ParameterError(name, token, f"token ids from 0 to {vocab - 1}, the target's vocabulary")
+            _check_tokens(name, tokens, vocab)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -168,8 +240,11 @@ class Engine:
         if self.scheduler.running:
             verdict = speculative_round(self.parts, self.batch)
             changed += self.scheduler.settle(verdict)
+        if not self.busy:
+            self.scheduler.check_integrity()
         return self._collect(changed)
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its rows are free at once. None if there is no such request."""
         output = self._requests.get(request_id)
@@ -178,16 +253,13 @@ class Engine:
 
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
-        for output in self._requests.values():
+        self.scheduler.clear()
+        for output in self._requests.values():  # an interrupt may have caught a sequence between two queues
             for answer in output.outputs:
                 answer.finish_reason = answer.finish_reason or "abort"
-        self.scheduler.clear()
         self._requests.clear()
 
     def _collect(self, changed: list[Row]) -> list[RequestOutput]:
-        for row in changed:
-            if row.stream is not None:
-                row.output.text = row.stream.text
         ids = dict.fromkeys(row.request_id for row in changed)
         outputs = [self._requests[request_id] for request_id in ids]
         for output in outputs:
@@ -199,17 +271,49 @@ class Engine:
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
         model = self.models.target
-        decoder = Decoder(model, BACKENDS[self.config.attention](), 1, len(token_ids), model.vocab_size)
+        decoder = Decoder(model, self._backend(), 1, len(token_ids), model.vocab_size)
         tokens = torch.tensor([list(token_ids)], device=model.device)
         hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))
         return decoder.logits(hidden[:, -1])[0]
 
 
-def _max_model_len(target: Model, config: EngineConfig) -> int:
+def _check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:
+    for token in tokens:
+        if not (isinstance(token, int) and 0 <= token < vocab):
+            raise ParameterError(name, token, f"token ids from 0 to {vocab - 1}, the target's vocabulary")
+
+
+def _max_model_len(models: Models, config: EngineConfig) -> int:
+    running = [models.target]
+    if models.draft is not None and config.drafter == "model":
+        running.append(models.draft)
+    shortest = min(running, key=lambda model: model.max_positions)
     if config.max_model_len is None:
-        return min(target.max_positions, config.DEFAULT_MAX_MODEL_LEN)
-    if config.max_model_len > target.max_positions:
-        raise ParameterError(
-            "max_model_len", config.max_model_len, f"at most {target.max_positions}, the model's own limit"
-        )
+        return min(shortest.max_positions, config.DEFAULT_MAX_MODEL_LEN)
+    if config.max_model_len > shortest.max_positions:
+        allowed = f"at most {shortest.max_positions}, the limit of {shortest.name}"
+        raise ParameterError("max_model_len", config.max_model_len, allowed)
     return config.max_model_len
+
+
+def _describe_model(model: AnyModel) -> str:
+    where = "" if isinstance(model, FlatModel) else f" on {model.device}"
+    return f"{model.name} ({_precision(model)}{where})"
+
+
+def _precision(model: AnyModel) -> str:
+    precision = str(model.dtype).removeprefix("torch.")
+    if isinstance(model, FlatModel):
+        return f"{model.quantization or precision} on the CPU kernels {model.kernels}"
+    return precision
+
+
+def _check_attention(models: Models, config: EngineConfig) -> None:
+    """The weights were packed, or not, when they were loaded: refuse what can no longer be chosen."""
+    packed = isinstance(models.target, FlatModel)
+    if config.attention in ("padded", "split") and packed:
+        raise ParameterError(
+            "attention", config.attention, "'native' or 'auto' with weights loaded for the CPU kernels"
+        )
+    if config.attention == "native" and not packed:
+        raise ParameterError("attention", "native", "weights loaded with attention='native' or 'auto'")

@@ -9,6 +9,7 @@ PacelineError
 ├── RequestError                         one request cannot be served; the others go on
 │   ├── EmptyPromptError
 │   └── PromptTooLongError
+├── ProfileError                         a profile cannot be read, or is of another machine or model
 └── CapacityError                        the rows asked for do not fit into memory
 """
 
@@ -55,6 +56,10 @@ class EmptyPromptError(RequestError):
 
 class PromptTooLongError(RequestError):
     """The prompt does not fit into ``max_model_len``."""
+
+
+class ProfileError(PacelineError):
+    """A profile that cannot be read, or that was measured on another machine or with other models."""
 
 
 class CapacityError(PacelineError):

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from paceline.errors import ParameterError
+
 _CGROUP_LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -58,7 +60,13 @@ def resolve_device(name: str) -> torch.device:
     """Name to device; "auto" is the first CUDA device if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ParameterError("device", name, "'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ParameterError("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, Unpack
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import torch
 from tqdm import tqdm
@@ -13,10 +14,11 @@ from tqdm import tqdm
 from paceline.engine import Engine, Models, Request
 from paceline.errors import ParameterError
 from paceline.hardware import resolve_device, resolve_dtype
-from paceline.models.base import Model
+from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
+from paceline.models.prepare import prepare
 from paceline.outputs import RequestOutput
-from paceline.params import DEFAULT_MODEL, EngineConfig, EngineOptions, SamplingParams
+from paceline.params import DEFAULT_MODEL, DtypeName, EngineConfig, EngineOptions, QuantizationName, SamplingParams
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
 if TYPE_CHECKING:
@@ -53,19 +55,20 @@ class LLM:
         config = EngineConfig(**options)
         if config.drafter == "model" and draft_model is None:
             raise ParameterError("drafter", "model", "needs a draft_model; or choose 'ngram' or None")
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        _set_threads(config)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         draft = None
         if draft_model is not None:
             self._check_vocabulary(draft_model)
-            draft = _load(draft_model, config)
+            draft = _load_draft(draft_model, config)
         documents = [self._encode(document) for document in reference_documents]
-        self._models = Models(_load(model, config), draft, self._eos(model), documents)
+        target = _load(model, config, config.dtype, config.quantization)
+        self._models = Models(target, draft, self._eos(model), documents)
         self.engine = Engine(self._models, config)
 
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
+        _set_threads(config)
         llm = cls.__new__(cls)
         llm.tokenizer = other.tokenizer
         llm._models = other._models
@@ -73,8 +76,8 @@ class LLM:
         return llm
 
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
-        """Another engine on the same weights, with some options changed (dtype and device cannot change)."""
-        for fixed in ("dtype", "device"):
+        """Another engine on the same weights, with some options changed (but not how the weights were loaded)."""
+        for fixed in ("dtype", "quantization", "draft_dtype", "draft_quantization", "device"):
             if fixed in options:
                 raise ParameterError(fixed, options[fixed], "what the weights were loaded with; make a new LLM")
         return self._sharing(self, replace(self.engine.config, **options))
@@ -140,13 +143,20 @@ class LLM:
         max_time: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Like ``generate``, but yields a request's (growing) result whenever it gained tokens."""
-        for request in self._requests(_as_prompts(prompts), params, max_time):
-            self.engine.add(request)
+        requests = self._requests(_as_prompts(prompts), params, max_time)
+        outputs = [self.engine.add(request) for request in requests]
+        shown = {output.request_id: 0 for output in outputs}  # tokens
         try:
-            while self.engine.busy:
-                yield from self.engine.step()
+            while not all(output.finished for output in outputs):
+                self.engine.step()  # which may also serve another stream of this object
+                for output in outputs:
+                    tokens = sum(len(answer.token_ids) for answer in output.outputs)
+                    if tokens > shown[output.request_id]:
+                        shown[output.request_id] = tokens
+                        yield output
         finally:
-            self.engine.clear()
+            for request_id in shown:
+                self.engine.abort(request_id)
 
     def close(self) -> None:
         """Give the caches back. The object cannot be used afterwards."""
@@ -192,7 +202,7 @@ class LLM:
         return Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else _as_tokens(prompt)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -200,9 +210,18 @@ class LLM:
         return self.tokenizer
 
 
-def _load(source: ModelSource, config: EngineConfig) -> Model:
+def _load(
+    source: ModelSource, config: EngineConfig, dtype: DtypeName, quantization: QuantizationName | None
+) -> AnyModel:
     device = resolve_device(config.device)
-    return load_model(source, dtype=resolve_dtype(config.dtype, device), device=device)
+    model = load_model(source, dtype=resolve_dtype(dtype, device), device=device)
+    return prepare(model, config.attention, quantization)
+
+
+def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:
+    dtype = config.dtype if config.draft_dtype == "same" else config.draft_dtype
+    quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
+    return _load(source, config, dtype, quantization)
 
 
 def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) -> Tokenizer | None:
@@ -216,6 +235,17 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def _as_tokens(prompt: Sequence[int]) -> list[int]:
+    """numpy's and torch's whole numbers as Python's; what is no whole number stays for the engine to refuse."""
+    given: Sequence[Any] = prompt
+    return [token.__index__() if isinstance(token, (Integral, torch.Tensor)) else token for token in given]
+
+
+def _set_threads(config: EngineConfig) -> None:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
 
 
 def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:

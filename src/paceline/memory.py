@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from paceline.cache import KVCache
 from paceline.errors import CapacityError
 from paceline.hardware import available_memory
-from paceline.models.base import Model
+from paceline.lengths.goodput import LONGEST_AUTO
+from paceline.models.base import AnyModel
 from paceline.params import MAX_SPECULATION_LENGTH, EngineConfig
 
 GIB = 2**30
@@ -32,18 +33,22 @@ class MemoryPlan:
         return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
 
 
-def plan_memory(target: Model, draft: Model | None, config: EngineConfig, rows: int, positions: int) -> MemoryPlan:
+def plan_memory(
+    target: AnyModel, draft: AnyModel | None, config: EngineConfig, rows: int, positions: int
+) -> MemoryPlan:
     """What ``rows`` rows of ``positions`` tokens take."""
     models = [target] if draft is None else [target, draft]
-    caches = sum(KVCache.bytes_for(m.layers, rows, m.kv_heads, positions, m.head_dim, m.dtype) for m in models)
+    cached = models if config.drafter == "model" else [target]
+    caches = sum(KVCache.bytes_for(m.layers, rows, m.kv_heads, positions, m.head_dim, m.dtype) for m in cached)
     k = config.num_speculative_tokens
-    tokens = rows * ((k if isinstance(k, int) else MAX_SPECULATION_LENGTH) + 1)
+    longest = k if isinstance(k, int) else LONGEST_AUTO if k == "auto" else MAX_SPECULATION_LENGTH
+    tokens = rows * (longest + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, logits + activations)
 
 
-def check_memory(target: Model, draft: Model | None, config: EngineConfig, positions: int) -> MemoryPlan:
+def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> MemoryPlan:
     """The plan for ``config.max_batch_size`` rows of ``positions`` tokens; CapacityError if it does not fit.
 
     The weights are loaded already; the caches and the workspace are not.

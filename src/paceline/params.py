@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 from paceline.errors import ParameterError
 
 AcceptanceName = Literal["coupled", "rejection"]
-AttentionName = Literal["padded", "split"]
+AttentionName = Literal["auto", "native", "padded", "split"]
+QuantizationName = Literal["int8", "int4"]
 DrafterName = Literal["model", "ngram"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+LengthName = Literal["auto", "bass", "profiled"]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4
@@ -26,6 +28,18 @@ def _check(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token(value: object) -> bool:
+    return _is_int(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    _check(value in choices, name, value, "one of " + ", ".join(repr(choice) for choice in choices))
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -92,23 +106,23 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check(
-            all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "token ids (whole numbers of at least 0)",
-        )
-        _check(
-            all(_is_int(t) and t >= 0 and math.isfinite(b) and -100 <= b <= 100 for t, b in self.logit_bias.items()),
-            "logit_bias",
-            self.logit_bias,
-            "token ids (whole numbers of at least 0) to numbers in [-100, 100]",
-        )
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, 20)
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        """Also takes copies, so that nobody changes them under a running request."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        ok = isinstance(stop, Sequence) and all(isinstance(s, str) and s for s in stop)
+        _check(ok, "stop", self.stop, "strings that are not empty")
+        ok = isinstance(self.stop_token_ids, Sequence) and all(_is_token(t) for t in self.stop_token_ids)
+        _check(ok, "stop_token_ids", self.stop_token_ids, "token ids (whole numbers of at least 0)")
+        bias, allowed = self.logit_bias, "token ids (whole numbers of at least 0) to numbers in [-100, 100]"
+        _check(isinstance(bias, Mapping) and all(_is_token(t) for t in bias), "logit_bias", bias, allowed)
+        _check(all(_is_number(b) and -100 <= b <= 100 for b in bias.values()), "logit_bias", bias, allowed)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(bias))
 
     @property
     def greedy(self) -> bool:
@@ -120,10 +134,15 @@ class EngineConfig:
     """How the engine runs.
 
     drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), None (plain decoding).
-    num_speculative_tokens: guesses a round: a number, or "bass" (BASS, Algorithm 1).
+    num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
+        and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: a profile's, by batch size).
+    profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
-    attention: "padded" (BASS-PAD) or "split" (BASS-SPLIT).
-    dtype: of target and draft model. "auto" is bfloat16 where the machine multiplies it natively, else float32.
+    attention: "native" (the C++ kernels for CPUs, ragged and batch-invariant), "padded" (BASS-PAD) or "split"
+        (BASS-SPLIT). "auto" is native where it can run the model, else padded.
+    dtype: "auto" is bfloat16 where the machine multiplies it natively, else float32.
+    quantization: "int8" or "int4" weights, made at load, on the native kernels; None leaves them in ``dtype``.
+    draft_dtype, draft_quantization: the draft model's; "same" is the target's.
     max_batch_size: rows, that is sequences decoded at once.
     max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
     prefill_chunk: most prompt tokens fed in one step, all rows together, so that a long prompt does not stall the rest.
@@ -133,10 +152,14 @@ class EngineConfig:
     """
 
     drafter: DrafterName | None = None
-    num_speculative_tokens: int | Literal["bass"] = DEFAULT_SPECULATION_LENGTH
+    num_speculative_tokens: int | LengthName = "auto"
+    profile: str | None = None
     acceptance: AcceptanceName = "coupled"
-    attention: AttentionName = "padded"
+    attention: AttentionName = "auto"
     dtype: DtypeName = "auto"
+    quantization: QuantizationName | None = None
+    draft_dtype: DtypeName | Literal["same"] = "same"
+    draft_quantization: QuantizationName | Literal["same"] | None = "same"
     max_batch_size: int = 16
     max_model_len: int | None = None
     prefill_chunk: int = 1024
@@ -147,17 +170,25 @@ class EngineConfig:
     DEFAULT_MAX_MODEL_LEN = 4096
 
     def __post_init__(self) -> None:
-        _check(self.drafter in ("model", "ngram", None), "drafter", self.drafter, "'model', 'ngram' or None")
-        if self.num_speculative_tokens != "bass":
+        _check_choice("drafter", self.drafter, (None, "model", "ngram"))
+        if self.num_speculative_tokens not in get_args(LengthName):
             _check(
-                _is_int(self.num_speculative_tokens) and 0 <= self.num_speculative_tokens <= MAX_SPECULATION_LENGTH,
+                _is_int(self.num_speculative_tokens) and 0 <= self.num_speculative_tokens <= MAX_SPECULATION_LENGTH,  # type: ignore[operator]
                 "num_speculative_tokens",
                 self.num_speculative_tokens,
-                f"a whole number from 0 to {MAX_SPECULATION_LENGTH}, or 'bass'",
+                f"a whole number from 0 to {MAX_SPECULATION_LENGTH}, or one of 'auto', 'bass', 'profiled'",
             )
-        _check(self.acceptance in ("coupled", "rejection"), "acceptance", self.acceptance, "'coupled' or 'rejection'")
-        _check(self.attention in ("padded", "split"), "attention", self.attention, "'padded' or 'split'")
-        _check(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "'auto', 'float32' or 'bfloat16'")
+        if self.num_speculative_tokens == "profiled":
+            _check(self.profile is not None, "profile", None, "the file of a profile; make one with: paceline profile")
+        _check_choice("acceptance", self.acceptance, ("coupled", "rejection"))
+        _check_choice("attention", self.attention, ("auto", "native", "padded", "split"))
+        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _check_choice("quantization", self.quantization, (None, "int8", "int4"))
+        _check_choice("draft_dtype", self.draft_dtype, ("same", "auto", "float32", "bfloat16"))
+        _check_choice("draft_quantization", self.draft_quantization, ("same", None, "int8", "int4"))
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
         _check_int("max_batch_size", self.max_batch_size, 1, 4096)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
@@ -172,10 +203,14 @@ class EngineOptions(TypedDict, total=False):
     """EngineConfig's fields as keyword arguments; their meaning and defaults are EngineConfig's."""
 
     drafter: DrafterName | None
-    num_speculative_tokens: int | Literal["bass"]
+    num_speculative_tokens: int | LengthName
+    profile: str | None
     acceptance: AcceptanceName
     attention: AttentionName
     dtype: DtypeName
+    quantization: QuantizationName | None
+    draft_dtype: DtypeName | Literal["same"]
+    draft_quantization: QuantizationName | Literal["same"] | None
     max_batch_size: int
     max_model_len: int | None
     prefill_chunk: int

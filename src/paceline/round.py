@@ -24,7 +24,7 @@ class Speculation:
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     """Draft, verify, accept, commit. Before and after, each row has exactly one token that the target has not seen."""
     k = min(parts.policy.choose(batch), batch.room - 1)  # the last token of a row needs no guess
-    draft = parts.drafter.propose(batch, k) if k > 0 else Draft.empty(batch)
+    draft = parts.drafter.propose(batch, k).capped(batch.caps) if k > 0 else Draft.empty(batch)
     logits = parts.target.verify(batch, draft)  # [B, k + 1, V], one forward pass
     verdict = parts.accept(draft, logits, batch)  # every row gains accepted + 1 tokens
     batch.commit(verdict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class SamplingRows:
 
     Tensors [R]: temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
     prompt_length, min_length (tokens of prompt and answer before which no stop token may come).
-    bias [R, V] and stop_tokens [R, V] exist only while some row needs them.
+    bias [R, V] and stop_tokens [R, V] are None while no live row needs them.
     """
 
     temperature: Tensor
@@ -42,9 +44,17 @@ class SamplingRows:
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.prompt_length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.min_length = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.bias: Tensor | None = None
-        self.stop_tokens: Tensor | None = None
+        self._bias: Tensor | None = None  # made when the first row needs it; rows still in prefill may hold entries
+        self._stop_tokens: Tensor | None = None
         self.refresh(0)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias if self.any_bias else None
+
+    @property
+    def stop_tokens(self) -> Tensor | None:
+        return self._stop_tokens if self.any_minimum else None
 
     def set(
         self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_tokens: tuple[int, ...]
@@ -56,9 +66,9 @@ class SamplingRows:
         self.seed[row] = seed
         self.prompt_length[row] = prompt_length
         self.min_length[row] = prompt_length + params.min_tokens
-        self.bias = self._fill(self.bias, row, dict(params.logit_bias))
-        self.stop_tokens = self._fill(
-            self.stop_tokens, row, dict.fromkeys(stop_tokens, 1.0) if params.min_tokens else {}
+        self._bias = self._fill(self._bias, row, dict(params.logit_bias))
+        self._stop_tokens = self._fill(
+            self._stop_tokens, row, dict.fromkeys(stop_tokens, 1.0) if params.min_tokens else {}
         )
 
     def _fill(self, table: Tensor | None, row: int, entries: dict[int, float]) -> Tensor | None:
@@ -74,10 +84,20 @@ class SamplingRows:
     def copy_row(self, source: int, destination: int) -> None:
         self.params[destination] = self.params[source]
         names = [*_SCALARS, "seed", "prompt_length", "min_length"]
-        tables = [getattr(self, name) for name in names] + [self.bias, self.stop_tokens]
+        tables = [getattr(self, name) for name in names] + [self._bias, self._stop_tokens]
         for table in tables:
             if table is not None:
                 table[destination] = table[source]
+
+    def part(self, first: int, stop: int) -> SamplingRows:
+        """Rows first .. stop - 1, as views of the same tensors."""
+        part = copy.copy(self)
+        part.params = self.params[first:stop]
+        for name in [*_SCALARS, "seed", "prompt_length", "min_length", "_bias", "_stop_tokens"]:
+            table = getattr(self, name)
+            setattr(part, name, None if table is None else table[first:stop])
+        part.refresh(stop - first)
+        return part
 
     def refresh(self, rows: int) -> None:
         """Note which features rows 0 .. rows - 1 use; called whenever rows come, go or move."""
@@ -91,10 +111,6 @@ class SamplingRows:
         )
         self.any_bias = any(p.logit_bias for p in live)
         self.any_minimum = any(p.min_tokens > 0 for p in live)
-        if not self.any_bias:
-            self.bias = None
-        if not self.any_minimum:
-            self.stop_tokens = None
         self.logprobs = max((p.logprobs for p in live if p.logprobs is not None), default=None)
 
     @property

@@ -48,9 +48,10 @@ def _mix(x: Tensor) -> Tensor:
 def noise_key(seed: Tensor, position: Tensor, purpose: Purpose) -> tuple[Tensor, Tensor]:
     """Two 32-bit words for (seed, position, purpose); seed and position int64, broadcast together."""
     low, high = seed & _MASK32, (seed >> 32) & _MASK32
-    a = _mix(_mix(low + 0x9E3779B9 * purpose & _MASK32) ^ high)
-    a = _mix(a ^ position)
-    return a, _mix(a ^ 0x85EBCA6B)
+    salt = (0x9E3779B9 * purpose) & _MASK32
+    a = _mix(_mix(_mix(low ^ salt) ^ high) ^ position)
+    b = _mix(_mix(_mix(high ^ 0x85EBCA6B) ^ low) ^ position ^ salt)
+    return a, b
 
 
 def uniform(key: tuple[Tensor, Tensor], token: Tensor | int = 0) -> Tensor:
@@ -121,10 +122,11 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
     """
     rows, live = batch.sampling, batch.rows
     temperature = rows.temperature[:live, None, None]
-    scaled = logits / torch.where(temperature == 0, 1.0, temperature)
+    # The leader's logit becomes 0: next to temperature 0 the others' distance to it survives rounding.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature == 0, 1.0, temperature)
     if not rows.any_cut:
         return scaled
-    floor = scaled.amax(-1, keepdim=True) + rows.min_p[:live, None, None].log()  # log 0 = -inf cuts nothing
+    floor = rows.min_p[:live, None, None].log()  # under the leader's 0; log 0 = -inf cuts nothing
     if rows.largest_top_k:
         floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k[:live], rows.largest_top_k))
     scaled = scaled.masked_fill(scaled < floor, -math.inf)

@@ -48,8 +48,8 @@ class Sequence:
 class Scheduler:
     """Rows 0 .. len(running) - 1 decode, the next len(prefilling) are being prefilled, in the order of their rows.
 
-    Rows join the decoding ones in that order; when a row leaves, the last decoding row takes its place and the last
-    prefilling row takes that one's.
+    Rows join the decoding ones in that order; when a row leaves, the last decoding row takes its place and the
+    prefilling rows move up by one.
     """
 
     batch: Batch
@@ -92,6 +92,8 @@ class Scheduler:
                 decoder.copy_row(sibling, row, sequence.prefill_stop)
         else:
             sequence.prefilled = 0
+            for decoder in self.decoders:
+                decoder.start_row(row)
         self.prefilling.append(sequence)
 
     def _sibling(self, sequence: Sequence) -> int | None:
@@ -138,30 +140,26 @@ class Scheduler:
         """Free a row (decoding or prefilling); others move into the hole."""
         if row < len(self.running):
             last = len(self.running) - 1
-            self._move(last, row)
+            self._move(last, row, self.batch.lengths[last])
             self.running[row] = self.running[last]
             self.running.pop()
             row = last  # the hole is now at the border to the prefilling rows
         else:
             self.prefilling.pop(row - len(self.running))
-            self._close_prefilling_hole(row)
-            self.batch.set_rows(len(self.running))
-            return
-        if self.prefilling:
-            self._move(row + len(self.prefilling), row)
-            self.prefilling.insert(0, self.prefilling.pop())
+        self._close_prefilling_hole(row)
         self.batch.set_rows(len(self.running))
 
     def _close_prefilling_hole(self, row: int) -> None:
-        """The prefilling rows after a hole each move up by one, so that their order stays."""
-        for after in range(row + 1, len(self.running) + len(self.prefilling) + 1):
-            self._move(after, after - 1)
+        """The prefilling rows after a hole each move up by one: who came first is prefilled first."""
+        first = row - len(self.running)
+        for after, sequence in enumerate(self.prefilling[first:], row + 1):
+            self._move(after, after - 1, sequence.prefilled)
 
-    def _move(self, source: int, destination: int) -> None:
+    def _move(self, source: int, destination: int, length: int) -> None:
+        """Copy a row, ``length`` positions of its caches."""
         if source == destination:
             return
         self.batch.copy_row(source, destination)
-        length = self.batch.lengths[destination]
         for decoder in self.decoders:
             decoder.copy_row(source, destination, length)
 
@@ -176,7 +174,8 @@ class Scheduler:
     def clear(self) -> None:
         """Drop everything at once, whatever state an interrupted round left behind."""
         for sequence in (*self.waiting, *self.prefilling, *self.running):
-            finish(sequence, "abort", time.monotonic())
+            if not sequence.output.finished:
+                finish(sequence, "abort", time.monotonic())
         self.waiting.clear()
         self.prefilling.clear()
         self.running.clear()
@@ -259,6 +258,7 @@ def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> N
         return
     if sequence.stream is not None:
         sequence.stream.push(token)
+        output.text = sequence.stream.text
         if sequence.stream.stopped is not None:
             output.stop_reason = sequence.stream.stopped
             finish(sequence, "stop", now)
@@ -271,5 +271,6 @@ def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
     """Close a sequence: its text is complete, its time is taken."""
     if sequence.stream is not None:
         sequence.stream.finish()
+        sequence.output.text = sequence.stream.text
     sequence.output.finish_reason = reason
     sequence.output.metrics.finished = now

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from paceline.attention.base import Attend, AttentionBackend, Plan
 from paceline.attention.padded import PaddedAttention
 from paceline.attention.split import SplitAttention
-from paceline.params import AttentionName
 
-BACKENDS: dict[AttentionName, Callable[[], AttentionBackend]] = {"padded": PaddedAttention, "split": SplitAttention}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"padded": PaddedAttention, "split": SplitAttention}
 
 __all__ = ["BACKENDS", "Attend", "AttentionBackend", "Plan"]

@@ -12,6 +12,8 @@ from paceline.decoder import Decoder
 from paceline.params import AcceptanceName
 from paceline.sampling import Purpose, adjust, draw, probabilities
 
+USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
+
 
 class ModelDrafter:
     """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
@@ -27,23 +29,36 @@ class ModelDrafter:
         self.decoder = decoder
         self._independent = acceptance == "rejection"
         self._lag = 1  # no row's cache lacks more tokens than this
+        self._all_rows = True  # whether the last draft was for every row
 
     @property
     def decoders(self) -> Sequence[Decoder]:
         return (self.decoder,)
 
     def propose(self, batch: Batch, k: int) -> Draft:
+        first, stop = batch.guessing
+        self._all_rows = stop - first == batch.rows
+        if self._all_rows:
+            return self._propose(batch, k)
+        if first == stop:
+            return Draft.empty(batch)
+        return self._propose(batch.part(first, stop), k).spread(first, batch.rows)
+
+    def _propose(self, batch: Batch, k: int) -> Draft:
         decoder = self.decoder
-        hidden = decoder.next_hidden(batch, self._lag)
+        if self._lag > USUAL_LAG:
+            decoder.catch_up(batch)
+        hidden = decoder.next_hidden(batch, 1 if self._lag > USUAL_LAG else self._lag)
         guesses = batch.tokens.new_empty((batch.rows, 0))
         laws: list[Tensor] = []
         for step in range(k):
             if step:
-                hidden = decoder.forward(guesses[:, -1:], batch.live_length + step - 1, batch.longest + step)[:, 0]
+                start, longest = batch.live_length + step - 1, batch.longest + step
+                hidden = decoder.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
             logits = adjust(decoder.logits(hidden)[:, None], batch, guesses, step)
             guess = self._draw(logits, batch, step, laws)
             guesses = torch.cat([guesses, guess], dim=1)
-        decoder.seen[: batch.rows] += k - 1
+        decoder.seen_by(batch).add_(k - 1)
         counts = guesses.new_full((batch.rows,), k)
         return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None)
 
@@ -57,7 +72,8 @@ class ModelDrafter:
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         k = verdict.tokens.shape[1] - 1
         self.decoder.rewind(batch)
-        if k == 0:
-            self._lag += 1
+        most = max(verdict.host.accepted)
+        if k == 0 or not self._all_rows:
+            self._lag += most + 1
         else:
-            self._lag = 2 if max(verdict.host.accepted) == k else 1
+            self._lag = USUAL_LAG if most == k else 1

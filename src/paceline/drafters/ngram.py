@@ -28,6 +28,7 @@ class NgramDrafter:
     def __init__(self, documents: Sequence[Sequence[int]] = (), device: torch.device | str = "cpu") -> None:
         joined = [token for document in documents for token in (*document, _SEPARATOR)]
         self._documents = torch.tensor(joined, dtype=torch.int64, device=device)
+        self._leads_on = (self._documents >= 0) & (self._documents.roll(-1) >= 0)  # something follows in the document
 
     def propose(self, batch: Batch, k: int) -> Draft:
         longest = batch.longest
@@ -37,7 +38,7 @@ class NgramDrafter:
         guesses = _continue_cyclically(text, length, own_place, k)
         counts = torch.where(own_score > 0, k, 0)
         if self._documents.numel():
-            score, place = _best_match(self._documents[None], suffix, self._documents[None] >= 0)
+            score, place = _best_match(self._documents[None], suffix, self._leads_on[None])
             copied = self._documents[
                 (place[:, None] + 1 + torch.arange(k, device=place.device)).clamp(max=len(self._documents) - 1)
             ]

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.lengths.base import LengthPolicy
+from paceline.lengths.base import LengthPolicy, Means
 from paceline.lengths.bass import BassLength
+from paceline.lengths.cost import CostModel
 from paceline.lengths.fixed import FixedLength
+from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength
+from paceline.lengths.profiled import ProfiledLength
 
-POLICIES: dict[str, Callable[[], LengthPolicy]] = {"bass": BassLength}
+POLICIES: dict[str, Callable[[Means], LengthPolicy]] = {
+    "auto": lambda means: GoodputLength(CostModel(means.costs(), LONGEST_AUTO), means.decoders),
+    "bass": lambda _: BassLength(),
+    "profiled": lambda means: ProfiledLength(means.profile().best),
+}
 
 
-def make_policy(num_speculative_tokens: int | str) -> LengthPolicy:
+def make_policy(num_speculative_tokens: int | str, means: Means) -> LengthPolicy:
     """A number is a fixed length, a name a policy that chooses."""
     if isinstance(num_speculative_tokens, int):
         return FixedLength(num_speculative_tokens)
-    return POLICIES[num_speculative_tokens]()
+    return POLICIES[num_speculative_tokens](means)
 
 
-__all__ = ["POLICIES", "LengthPolicy", "make_policy"]
+__all__ = ["POLICIES", "FixedLength", "LengthPolicy", "Means", "make_policy"]

@@ -106,7 +106,7 @@ class GGUFFile:
         self.tensors: Mapping[str, PackedTensor] = {}
         try:
             self._read()
-        except (struct.error, ValueError, KeyError, OSError, OverflowError, MemoryError) as error:
+        except (struct.error, ValueError, TypeError, KeyError, OSError, ArithmeticError, MemoryError) as error:
             raise ModelFormatError(
                 f"{self.path}: broken or truncated GGUF file ({error}); fetch it again and compare its size"
             ) from error

@@ -107,24 +107,29 @@ def huggingface_config(file: GGUFFile) -> PretrainedConfig:
     Raises ModelFormatError for other architectures than ``ARCHITECTURES`` and for metadata that cannot be honoured.
     """
     found = _fields(file)
+    try:
+        config = _translated(file, found)
+    except Exception as error:  # values of a wrong kind, or any of the many errors that transformers raises
+        raise ModelFormatError(f"{file.path}: the metadata cannot be used: {error!r}") from error
+    if found.get("rope.dimension_count", config.head_dim) != config.head_dim:
+        raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
+    return config
+
+
+def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
-    if found.get("rope.dimension_count", fields["head_dim"]) != fields["head_dim"]:
-        raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
-    try:
-        return AutoConfig.for_model(
-            _architecture(file),
-            **fields,
-            vocab_size=file.tensors["token_embd.weight"].shape[0],
-            rope_parameters=_rope(found),
-            tie_word_embeddings="output.weight" not in file.tensors,
-            attention_bias="blk.0.attn_q.bias" in file.tensors,
-            bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
-            pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
-        )
-    except Exception as error:  # a missing embedding, or any of the many kinds transformers raises
-        raise ModelFormatError(f"{file.path}: the metadata cannot be used: {error!r}") from error
+    return AutoConfig.for_model(
+        _architecture(file),
+        **fields,
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        rope_parameters=_rope(found),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
+        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+    )
 
 
 def native_config(file: GGUFFile) -> ModelConfig:

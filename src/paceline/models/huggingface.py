@@ -89,7 +89,7 @@ class _Probe:
         k: Tensor,
         v: Tensor,
         *,
-        scale: float | None = None,  # noqa: ARG002 - part of the protocol
+        scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:
         self.layers.append(layer)

@@ -195,6 +195,7 @@ class Transformer:
         self.vocab_size, self.layers = config.vocab_size, config.layers
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.max_positions = config.max_positions
+        self.weights = weights
         self._embedding = weights["embed.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         parts = _Parts(config, weights, linear)

@@ -1,0 +1,419 @@
+// Everything but the matrix products: written once over F16, compiled once for each instruction set.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace paceline {
+namespace {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kSmallestAmplitude = 1e-30f;  // rows below it count as zero: 127 / amplitude must stay finite
+
+// One group of 64; returns its scale. Sums go out by `span` values (32 or 64), times `factor`.
+inline float quantise_group(const float* x, int8_t* out, int32_t* sums, int span, int factor) {
+  F16 top = zero();
+  for (int i = 0; i < kActivationGroup; i += 16) top = max(top, abs(load(x + i)));
+  const float amplitude = largest(top);
+  const bool silent = !(amplitude > kSmallestAmplitude);
+  const F16 inverse = set1(silent ? 0.0f : 127.0f / amplitude);
+  for (int start = 0; start < kActivationGroup; start += span) {
+    I16 total = izero();
+    for (int i = start; i < start + span; i += 16) {
+      const I16 q = round_to_int(load(x + i) * inverse);
+      store_int8(out + i, q);
+      total = total + q;
+    }
+    *sums++ = factor * sum(total);
+  }
+  return silent ? 0.0f : amplitude / 127.0f;
+}
+
+inline void quantise_int8(const float* x, const Linear& consumer, const Activations& to, int row) {
+  int8_t* out = reinterpret_cast<int8_t*>(to.data + to.stride * static_cast<size_t>(row));
+  int32_t* sums = to.sums + to.sum_stride * static_cast<size_t>(row);
+  float* scales = to.scales + to.scale_stride * static_cast<size_t>(row);
+  const bool int4 = consumer.format == kInt4;
+  const int span = int4 ? consumer.group : kActivationGroup;
+  for (int i = 0; i < consumer.inputs; i += kActivationGroup) {
+    *scales++ = quantise_group(x + i, out + i, sums + i / span, span, int4 ? 1 : -kInt8Zero);
+  }
+}
+
+inline void quantise_bf16(const float* x, int inputs, const Activations& to, int row) {
+  uint8_t* out = to.data + to.stride * static_cast<size_t>(row);
+  for (int i = 0; i < inputs; i += 16) {
+#ifdef PL_FP32_ACTIVATIONS
+    store(reinterpret_cast<float*>(out) + i, through_bf16(load(x + i)));
+#else
+    store_bf16(reinterpret_cast<uint16_t*>(out) + i, load(x + i));
+#endif
+  }
+}
+
+inline void quantise(const float* x, const Linear& consumer, const Activations& to, int row) {
+  if (consumer.format == kBf16) return quantise_bf16(x, consumer.inputs, to, row);
+  quantise_int8(x, consumer, to, row);
+}
+
+inline float inverse_rms(const float* x, int padded_width, int width, float epsilon) {
+  F16 squares = zero();
+  for (int i = 0; i < padded_width; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + epsilon);
+}
+
+inline void rms_norm(const float* x, const Norm& norm, int padded_width, float* out) {
+  const F16 inverse = set1(inverse_rms(x, padded_width, norm.width, norm.epsilon));
+  for (int i = 0; i < padded_width; i += 16) store(out + i, load(x + i) * inverse * load(norm.weight + i));
+}
+
+inline void rotate(float* x, const float* cosine, const float* sine, int half) {
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const F16 a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cosine[i] - b * sine[i];
+    x[half + i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+inline size_t cache_offset(const Attention& a, int64_t row, int head, int64_t position) {
+  return static_cast<size_t>(row) * a.row_stride + static_cast<size_t>(head) * a.head_stride +
+         static_cast<size_t>(position) * a.position_stride;
+}
+
+inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const float* x) {
+  for (int i = 0; i < a.dim; i += 16) {
+    if (a.bf16) store_bf16(reinterpret_cast<uint16_t*>(cache) + offset + i, load(x + i));
+    else store(reinterpret_cast<float*>(cache) + offset + i, load(x + i));
+  }
+}
+
+inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token, int64_t row) {
+  float* q = a.qkv + a.qkv_stride * static_cast<size_t>(token);
+  float* k = q + static_cast<size_t>(a.heads) * static_cast<size_t>(a.dim);
+  const float* v = k + static_cast<size_t>(a.kv_heads) * static_cast<size_t>(a.dim);
+  const int64_t position = a.positions[token];
+  const int64_t angle = position < rotary.positions ? position : rotary.positions - 1;  // beyond: padding, nobody looks
+  const float* cosine = rotary.cosine + angle * rotary.half;
+  const float* sine = rotary.sine + angle * rotary.half;
+  const F16 scale = set1(a.scale);
+  for (int head = 0; head < a.heads; ++head, q += a.dim) {
+    if (a.q_norm) rms_norm(q, Norm{a.q_norm, a.dim, a.epsilon}, a.dim, q);
+    rotate(q, cosine, sine, rotary.half);
+    for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
+  }
+  const int64_t slot = position < a.capacity ? position : a.capacity;
+  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
+    if (a.k_norm) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
+    rotate(k, cosine, sine, rotary.half);
+    const size_t offset = cache_offset(a, row, head, slot);
+    write_cache(a, a.keys, offset, k);
+    write_cache(a, a.values, offset, v);
+  }
+}
+
+// --- attention ---------------------------------------------------------------------------------------------------------
+// Per query and block of 256 keys: scores, their maximum, exponentials, weighted values, all from zero; then the block is
+// merged into the query's running result. Blocks are aligned to absolute positions and merged in order, so neither the
+// number of queries nor the work split changes a bit. A hidden key has weight exactly zero, and adding zero changes none.
+// The cache is read from memory in many short pieces: values are fetched while keys are scored, the next keys while values
+// are weighed.
+
+struct Query {
+  const float* q;
+  float* out;
+  int low, high;  // visible keys
+};
+
+struct Partial {  // the running result of one query
+  float top, total;
+};
+
+template <int Q, int V>
+inline void score_tile(const Query* queries, const float* keys, int dim, float* scores) {
+  F16 s[Q][V];
+  for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
+  for (int d = 0; d < dim; ++d) {
+    F16 k[V];
+    for (int v = 0; v < V; ++v) k[v] = load(keys + static_cast<size_t>(d) * 32 + 16 * v);
+    for (int i = 0; i < Q; ++i) {
+      const F16 q = set1(queries[i].q[d]);
+      for (int v = 0; v < V; ++v) s[i][v] = fma(q, k[v], s[i][v]);
+    }
+  }
+  for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) store(scores + i * kKeyBlock + 16 * v, s[i][v]);
+}
+
+using ScoreTile = void (*)(const Query*, const float*, int, float*);
+
+template <int V>
+inline ScoreTile score_function(int queries) {
+  static constexpr ScoreTile table[] = {score_tile<1, V>, score_tile<2, V>, score_tile<3, V>,
+                                        score_tile<4, V>, score_tile<5, V>, score_tile<6, V>};
+  return table[queries - 1];
+}
+
+template <class T> inline F16 load_cached(const T* p);
+template <> inline F16 load_cached<float>(const float* p) { return load(p); }
+template <> inline F16 load_cached<uint16_t>(const uint16_t* p) { return load_bf16(p); }
+
+inline void transpose_keys(const float* const* rows, int dim, float* out) {
+  for (int d = 0; d < dim; d += 16) transpose_floats(rows, d, out + static_cast<size_t>(d) * 32, 32);
+}
+inline void transpose_keys(const uint16_t* const* rows, int dim, float* out) {
+  int d = 0;
+  for (; d + 32 <= dim; d += 32) transpose_bf16_pairs(rows, d, out + static_cast<size_t>(d) * 32, 32);
+  if (d == dim) return;
+  float wide[16][16];
+  const float* wide_rows[16];
+  for (int i = 0; i < 16; ++i) {
+    store(wide[i], load_bf16(rows[i] + d));
+    wide_rows[i] = wide[i];
+  }
+  transpose_floats(wide_rows, 0, out + static_cast<size_t>(d) * 32, 32);
+}
+
+inline void prefetch(const void* from, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
+}
+
+// Scores of all queries against the keys [begin, end) of one block, begin and the block's start multiples of 16.
+template <class T>
+inline void score_block(const Attention& a, const T* keys, const Query* queries, int count, int start, int begin, int end,
+                        float* scores, float* tile, const T* values) {
+  for (int key = begin; key < end; key += 32) {
+    const int vectors = end - key > 16 ? 2 : 1;
+    prefetch(values + static_cast<size_t>(key) * a.position_stride, static_cast<size_t>(16 * vectors) * a.position_stride * sizeof(T));
+    for (int v = 0; v < vectors; ++v) {
+      const T* rows[16];
+      for (int i = 0; i < 16; ++i) {
+        const int64_t at = key + 16 * v + i < a.capacity ? key + 16 * v + i : a.capacity;  // never read beyond the cache
+        rows[i] = keys + static_cast<size_t>(at) * a.position_stride;
+      }
+      transpose_keys(rows, a.dim, tile + 16 * v);
+    }
+    for (int i = 0; i < count; i += kQueryBlock) {
+      const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
+      float* to = scores + static_cast<size_t>(i) * kKeyBlock + (key - start);
+      (vectors == 2 ? score_function<2>(n) : score_function<1>(n))(queries + i, tile, a.dim, to);
+    }
+  }
+}
+
+// Scores become weights e^(score - top); hidden keys get zero. Returns top and the sum of the weights.
+inline Partial soften(float* scores, int start, int begin, int end, int low, int high) {
+  F16 top = set1(kMinusInfinity);
+  for (int key = begin; key < end; key += 16) {
+    float* s = scores + (key - start);
+    const F16 visible = select(lanes_within(key, low, high), load(s), set1(kMinusInfinity));
+    store(s, visible);
+    top = max(top, visible);
+  }
+  const float highest = largest(top);
+  F16 total = zero();
+  for (int key = begin; key < end; key += 16) {
+    float* s = scores + (key - start);
+    const F16 weight = select(lanes_within(key, low, high), exponential(load(s) - set1(highest)), zero());
+    store(s, weight);
+    total = total + weight;
+  }
+  return {highest, sum(total)};
+}
+
+struct Merge {  // running = running * old + block * fresh
+  float old, fresh;
+};
+
+template <class T, int Q, int V>
+inline void weigh_values(const float* weights, const T* values, size_t stride, int keys, const Merge* merge, float* running,
+                         int dim, const T* upcoming) {
+  F16 s[Q][V];
+  for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
+  for (int key = 0; key < keys; ++key) {
+    if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
+    F16 x[V];
+    for (int v = 0; v < V; ++v) x[v] = load_cached<T>(values + static_cast<size_t>(key) * stride + 16 * v);
+    for (int i = 0; i < Q; ++i) {
+      const F16 w = set1(weights[i * kKeyBlock + key]);
+      for (int v = 0; v < V; ++v) s[i][v] = fma(w, x[v], s[i][v]);
+    }
+  }
+  for (int i = 0; i < Q; ++i) {
+    for (int v = 0; v < V; ++v) {
+      float* to = running + i * dim + 16 * v;
+      store(to, fma(s[i][v], set1(merge[i].fresh), load(to) * set1(merge[i].old)));
+    }
+  }
+}
+
+template <class T> using WeighValues = void (*)(const float*, const T*, size_t, int, const Merge*, float*, int, const T*);
+
+template <class T, int V>
+inline WeighValues<T> weigh_for(int queries) {
+  static constexpr WeighValues<T> table[] = {weigh_values<T, 1, V>, weigh_values<T, 2, V>, weigh_values<T, 3, V>,
+                                             weigh_values<T, 4, V>, weigh_values<T, 5, V>, weigh_values<T, 6, V>};
+  return table[queries - 1];
+}
+
+template <class T>
+inline WeighValues<T> weigh_function(int queries, int vectors) {
+  if constexpr (kVectorBlock > 1) {
+    if (vectors == 2) return weigh_for<T, 2>(queries);
+    if (vectors == 3) return weigh_for<T, 3>(queries);
+    if (vectors == 4) return weigh_for<T, 4>(queries);
+  }
+  return weigh_for<T, 1>(queries);
+}
+
+template <class T>
+inline void weigh_block(const Attention& a, const T* values, int count, int keys, const float* weights, const Merge* merge,
+                        float* running, const T* upcoming) {
+  for (int i = 0; i < count; i += kQueryBlock) {
+    const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
+    for (int d = 0; d < a.dim; d += 16 * kVectorBlock) {
+      const int left = (a.dim - d) / 16;
+      weigh_function<T>(n, left < kVectorBlock ? left : kVectorBlock)(
+          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, keys, merge + i,
+          running + static_cast<size_t>(i) * static_cast<size_t>(a.dim) + d, a.dim, i + d == 0 ? upcoming : nullptr);
+    }
+  }
+}
+
+// A query that sees no key of the block keeps its result: old = 1, fresh = 0, weights zero.
+inline Merge merge_block(Partial& running, float* scores, const Query& query, int start, int begin, int end) {
+  if (query.high <= begin || query.low >= end) {
+    memset(scores + (begin - start), 0, static_cast<size_t>((end - begin + 15) / 16 * 16) * sizeof(float));
+    return {1.0f, 0.0f};
+  }
+  const Partial block = soften(scores, start, begin, end, query.low, query.high);
+  const float top = block.top > running.top ? block.top : running.top;
+  float scales[16];
+  F16 distance = select(lanes_within(0, 0, 1), set1(running.top - top), set1(block.top - top));
+  store(scales, exponential(distance));
+  running = {top, running.total * scales[0] + block.total * scales[1]};
+  return {scales[0], scales[1]};
+}
+
+template <class T>
+inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, float* scratch,
+                        const uint8_t* then) {
+  constexpr int kMost = 64;
+  float* scores = scratch;
+  float* running = scores + static_cast<size_t>(count) * kKeyBlock;
+  float* tile = running + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
+  Partial partial[kMost];
+  Merge merge[kMost];
+  int low = queries[0].low, high = 0;
+  for (int i = 0; i < count; ++i) {
+    partial[i] = {kMinusInfinity, 0.0f};
+    low = queries[i].low < low ? queries[i].low : low;
+    high = queries[i].high > high ? queries[i].high : high;
+  }
+  memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.dim) * sizeof(float));
+  const size_t base = cache_offset(a, row, kv_head, 0);
+  const T* keys = reinterpret_cast<const T*>(a.keys) + base;
+  const T* values = reinterpret_cast<const T*>(a.values) + base;
+  for (int start = low / kKeyBlock * kKeyBlock; start < high; start += kKeyBlock) {
+    const int begin = start > low ? start : low / 16 * 16;
+    const int end = start + kKeyBlock < high ? start + kKeyBlock : high;
+    score_block(a, keys, queries, count, start, begin, end, scores, tile, values);
+    for (int i = 0; i < count; ++i) {
+      merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, end);
+    }
+    const T* upcoming = end < high ? keys + static_cast<size_t>(end) * a.position_stride : reinterpret_cast<const T*>(then);
+    weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, count, end - begin, scores + (begin - start),
+                merge, running, upcoming);
+  }
+  for (int i = 0; i < count; ++i) {
+    const F16 inverse = set1(1.0f / partial[i].total);
+    const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.dim);
+    for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
+  }
+}
+
+inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
+  Query queries[64];
+  const int shared = a.heads / a.kv_heads;
+  int n = 0;
+  for (int token = first; token < first + count; ++token) {
+    const int64_t position = a.positions[token];
+    const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
+    const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
+    for (int i = 0; i < shared; ++i) {
+      const size_t at = static_cast<size_t>(kv_head * shared + i) * static_cast<size_t>(a.dim);
+      queries[n++] = {a.qkv + a.qkv_stride * static_cast<size_t>(token) + at, a.out + a.out_stride * static_cast<size_t>(token) + at,
+                      static_cast<int>(low), static_cast<int>(high)};
+    }
+  }
+  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, scratch, then);
+  else attend_over<float>(a, row, kv_head, queries, n, scratch, then);
+}
+
+// --- the embedding, read from the packed head ----------------------------------------------------------------------------
+
+inline void embed(const Linear& table, int64_t token, float* out) {
+  const size_t column = static_cast<size_t>(token) % kPanel;
+  const uint8_t* panel = table.weights + panel_bytes(table) * (static_cast<size_t>(token) / kPanel);
+  for (int i = 0; i < table.inputs; i += 4) {
+    for (int j = 0; j < 4; ++j) {
+      const size_t at = static_cast<size_t>(i + j);
+      if (table.format == kInt8) {
+        const int value = panel[at / 4 * (kPanel * 4) + column * 4 + at % 4] - kInt8Zero;
+        out[at] = static_cast<float>(value) * table.scales[token];
+      } else {
+        const uint16_t half = reinterpret_cast<const uint16_t*>(panel)[at / 2 * (kPanel * 2) + column * 2 + at % 2];
+        const uint32_t bits = static_cast<uint32_t>(half) << 16;
+        memcpy(out + at, &bits, sizeof bits);
+      }
+    }
+  }
+}
+
+// --- the end of a matrix product -----------------------------------------------------------------------------------------
+
+// y: the 32 sums of one row and panel.
+inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
+  const Linear& linear = *call.linear;
+  const int column = panel * kPanel;
+  float* out = call.out + call.out_stride * static_cast<size_t>(row);
+  if (linear.bias) {
+    y0 = y0 + load(linear.bias + column);
+    y1 = y1 + load(linear.bias + column + 16);
+  }
+  if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
+  if (call.epilogue == Epilogue::kAdd) {
+    y0 = load(out + column) + y0;
+    y1 = load(out + column + 16) + y1;
+  }
+  const int left = linear.outputs - column;  // the caller's rows may end within the panel
+  if (left >= kPanel) {
+    store(out + column, y0);
+    store(out + column + 16, y1);
+    return;
+  }
+  store_first(out + column, y0, left < 16 ? left : 16);
+  if (left > 16) store_first(out + column + 16, y1, left - 16);
+}
+
+// The scale of a row's group of 64 that input i belongs to.
+inline F16 scale_of(const Activations& a, int row, int i) {
+  return set1(a.scales[static_cast<size_t>(row) * a.scale_stride + static_cast<size_t>(i / kActivationGroup)]);
+}
+inline int32_t sum_of(const Activations& a, int row, int group) {
+  return a.sums[static_cast<size_t>(row) * a.sum_stride + static_cast<size_t>(group)];
+}
+
+// Rows are cut into equal blocks of at most `most`: a block of one row is then as rare as can be.
+struct RowBlocks {
+  int rows, blocks;
+  RowBlocks(int rows_, int most) : rows(rows_), blocks((rows_ + most - 1) / most) {}
+  int start(int block) const { return static_cast<int>(static_cast<int64_t>(rows) * block / blocks); }
+};
+
+}  // namespace
+}  // namespace paceline

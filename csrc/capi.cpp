@@ -1,0 +1,155 @@
+// The C interface: what src/paceline/kernels/native.py calls. Functions that can fail return null or a message.
+#include <sys/mman.h>
+
+#include <cstring>
+#include <exception>
+
+#include "model.h"
+
+#define PL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace paceline {
+namespace {
+
+bool has(const char* name) {
+  __builtin_cpu_init();
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (!std::strcmp(name, "avx512-vnni")) return avx512;
+  if (!std::strcmp(name, "avx512-vnni-bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+  return false;
+}
+
+template <class Work>
+void in_parallel(Pool& pool, Work work) {
+  pool.run([](void* context, int thread) { (*static_cast<Work*>(context))(thread); }, &work);
+}
+
+}  // namespace
+}  // namespace paceline
+
+using namespace paceline;
+
+PL_EXPORT int pl_abi_version() { return kAbiVersion; }
+
+PL_EXPORT const Kernels* pl_kernels(const char* name) {
+  if (!has(name)) return nullptr;
+  if (!std::strcmp(name, "avx2")) return avx2_kernels();
+  if (!std::strcmp(name, "avx512-vnni")) return avx512_kernels();
+  return avx512bf16_kernels();
+}
+
+PL_EXPORT Pool* pl_pool_new(int threads) { return new Pool(threads); }
+PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
+
+// Memory for weights: huge pages, so that a linear stream over gigabytes does not stop for address translation.
+PL_EXPORT void* pl_arena_new(size_t bytes) {
+  constexpr size_t kHuge = size_t{2} << 20;
+  bytes = (bytes + kHuge - 1) / kHuge * kHuge;
+  uint8_t* raw = static_cast<uint8_t*>(mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  if (raw == MAP_FAILED) return nullptr;
+  const size_t skip = (kHuge - reinterpret_cast<uintptr_t>(raw) % kHuge) % kHuge;
+  if (skip) munmap(raw, skip);
+  if (kHuge - skip) munmap(raw + skip + bytes, kHuge - skip);
+  madvise(raw + skip, bytes, MADV_HUGEPAGE);
+  return raw + skip;
+}
+
+PL_EXPORT void pl_arena_free(void* memory, size_t bytes) {
+  constexpr size_t kHuge = size_t{2} << 20;
+  munmap(memory, (bytes + kHuge - 1) / kHuge * kHuge);
+}
+
+// Asks for huge pages under memory that is in use already; where the kernel declines, small pages do as well.
+PL_EXPORT void pl_use_huge_pages(void* memory, size_t bytes) {
+  constexpr size_t kHuge = size_t{2} << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHuge * kHuge;
+  if (end <= start) return;
+  madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+  madvise(reinterpret_cast<void*>(start), end - start, kCollapse);
+}
+
+PL_EXPORT Model* pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return new Model(*spec, *kernels); }
+PL_EXPORT void pl_model_free(Model* model) { delete model; }
+
+PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions, int count,
+                                 const Cache* cache, float* hidden, double* seconds) {
+  for (int i = 0; i < count; ++i) {
+    if (tokens[i] < 0 || tokens[i] >= model->vocabulary()) return "a token is outside the vocabulary";
+    if (rows[i] < 0 || rows[i] >= cache->rows) return "a row is outside the cache";
+    if (positions[i] < 0 || positions[i] > INT32_MAX) return "a position is negative or absurdly large";
+    if (i > 0 && rows[i] == rows[i - 1] && positions[i] <= positions[i - 1]) return "positions of a row do not ascend";
+  }
+  model->forward(*pool, Tokens{tokens, rows, positions, count}, *cache, hidden, seconds);
+  return nullptr;
+}
+
+PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out) { model->logits(*pool, hidden, rows, out); }
+
+PL_EXPORT void pl_argmax(Model* model, Pool* pool, const float* hidden, int rows, int64_t* tokens, float* values) {
+  model->argmax(*pool, hidden, rows, tokens, values);
+}
+
+// --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------
+
+// x [rows][padded inputs] -> out [rows][out_stride]; epilogue: 0 store, 1 add, 2 SwiGLU.
+PL_EXPORT void pl_linear(const Kernels* kernels, Pool* pool, const Linear* linear, const float* x, int rows, int epilogue, float* out,
+                         size_t out_stride) {
+  Quantised quantised;
+  quantised.grow(rows, linear->inputs);
+  for (int i = 0; i < rows; ++i) kernels->quantise(x + static_cast<size_t>(i) * static_cast<size_t>(linear->inputs), *linear, quantised.view, i);
+  const LinearCall call = {linear, quantised.view, rows, static_cast<Epilogue>(epilogue), out, out_stride};
+  in_parallel(*pool, [&](int thread) {
+    const Share share(panels(linear->outputs), thread, pool->threads());
+    kernels->linear(call, share.first, share.last);
+  });
+}
+
+// int8 values [padded inputs], the scales of their groups, their sums as the consumer wants them.
+PL_EXPORT void pl_quantise(const Kernels* kernels, const Linear* consumer, const float* x, int8_t* values, float* scales, int32_t* sums) {
+  const Activations to = {reinterpret_cast<uint8_t*>(values), 0, scales, sums, 0, 0};
+  kernels->quantise(x, *consumer, to, 0);
+}
+
+PL_EXPORT void pl_rms_norm(const Kernels* kernels, const float* x, const float* weight, int width, int padded_width, float epsilon, float* out) {
+  kernels->rms_norm(x, Norm{weight, width, epsilon}, padded_width, out);
+}
+
+PL_EXPORT void pl_embed(const Kernels* kernels, const Linear* table, int64_t token, float* out) { kernels->embed(*table, token, out); }
+
+// Rotary, cache write and attention of one layer, single-threaded; `tokens` are all of one row.
+PL_EXPORT void pl_attend(const Kernels* kernels, const Attention* attention, const Rotary* rotary, int64_t row, int tokens) {
+  for (int i = 0; i < tokens; ++i) kernels->rotate_and_write(*attention, *rotary, i, row);
+  Buffer scratch;
+  scratch.grow(sizeof(float) * attend_scratch_floats(kernels->max_queries, attention->dim));
+  const int most = kernels->max_queries / (attention->heads / attention->kv_heads);
+  for (int head = 0; head < attention->kv_heads; ++head) {
+    for (int i = 0; i < tokens; i += most) {
+      kernels->attend(*attention, row, i, tokens - i < most ? tokens - i : most, head, scratch.as<float>(), nullptr);
+    }
+  }
+}
+
+// Reads the memory once on all threads: what any kernel can hope for. The sum keeps the compiler honest.
+PL_EXPORT uint64_t pl_read(Pool* pool, const uint64_t* memory, size_t words) {
+  std::vector<uint64_t> sums(static_cast<size_t>(pool->threads()) * 8);
+  in_parallel(*pool, [&](int thread) {
+    const size_t threads = static_cast<size_t>(pool->threads()), t = static_cast<size_t>(thread);
+    uint64_t a = 0, b = 0, c = 0, d = 0;
+    for (size_t i = words / 8 * t / threads * 8; i < words / 8 * (t + 1) / threads * 8; i += 8) {
+      a += memory[i] ^ memory[i + 4];
+      b += memory[i + 1] ^ memory[i + 5];
+      c += memory[i + 2] ^ memory[i + 6];
+      d += memory[i + 3] ^ memory[i + 7];
+    }
+    sums[t * 8] = a + b + c + d;
+  });
+  uint64_t total = 0;
+  for (const uint64_t x : sums) total += x;
+  return total;
+}
+
+PL_EXPORT const char* pl_source_hash() { return PL_SOURCE_HASH; }

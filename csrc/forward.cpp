@@ -1,0 +1,329 @@
+// The whole forward pass in one job of the pool: no thread leaves it between layers.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "model.h"
+
+namespace paceline {
+namespace {
+
+constexpr int kChunk = 256;              // tokens a pass: bounds the buffers, costs one more reading of the weights each
+constexpr int kRedundant = 16384;        // values up to which every thread prepares all rows itself: cheaper than meeting
+constexpr int kQueriesPerUnit = 48;      // of attention: enough to share a key tile, few enough to share the work
+
+// Tokens of one row that attend together.
+struct Unit {
+  int64_t row;
+  int first, count;
+};
+
+std::vector<Unit> cut_into_units(const Tokens& tokens, int most) {
+  std::vector<Unit> units;
+  for (int i = 0; i < tokens.count; ++i) {
+    const bool joins = !units.empty() && units.back().row == tokens.rows[i] && units.back().count < most;
+    if (joins) ++units.back().count;
+    else units.push_back({tokens.rows[i], i, 1});
+  }
+  return units;
+}
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double* seconds) : seconds_(seconds), last_(seconds ? now() : 0.0) {}
+  void lap(Phase phase) {
+    if (!seconds_) return;
+    const double t = now();
+    seconds_[phase] += t - last_;
+    last_ = t;
+  }
+
+ private:
+  static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+  double* seconds_;
+  double last_;
+};
+
+}  // namespace
+
+class Pass {
+ public:
+  Pass(Model& model, Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds)
+      : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), cache_(cache), hidden_(hidden), seconds_(seconds) {
+    units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
+    for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
+  }
+
+  static void job(void* self, int thread) { static_cast<Pass*>(self)->run(thread); }
+
+ private:
+  void run(int thread) const {
+    Stopwatch watch(thread == 0 ? seconds_ : nullptr);
+    embed(thread);
+    watch.lap(kEmbed);
+    for (size_t layer = 0; layer < m_.layers.size(); ++layer) run_layer(layer, thread, watch);
+    const Share share(tokens_.count, thread, pool_.threads());
+    float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    for (int i = share.first; i < share.last; ++i) {
+      k_.rms_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
+      std::memcpy(hidden_ + static_cast<size_t>(i) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
+    }
+    watch.lap(kPrepare);
+  }
+
+  void run_layer(size_t index, int thread, Stopwatch& watch) const {
+    const Layer& layer = m_.layers[index];
+    const Attention attention = describe(layer, index);
+    const Norm first = norm(layer.input_norm), second = norm(layer.post_norm);
+    float* residual = m_.residual_.as<float>();
+
+    auto input = prepare(residual, m_.padded_width, &first, layer.qkv, thread);
+    watch.lap(kPrepare);
+    multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread);
+    watch.lap(kProducts);
+    rotate(attention, thread);
+    watch.lap(kRotary);
+    attend(attention, index, thread);
+    watch.lap(kAttention);
+    input = prepare(attention.out, m_.padded_attention, nullptr, layer.attention_out, thread);
+    watch.lap(kPrepare);
+    multiply(layer.attention_out, input, Epilogue::kAdd, residual, static_cast<size_t>(m_.padded_width), thread);
+    watch.lap(kProducts);
+    input = prepare(residual, m_.padded_width, &second, layer.gate_up, thread);
+    watch.lap(kPrepare);
+    multiply(layer.gate_up, input, Epilogue::kSwiglu, m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
+    watch.lap(kProducts);
+    input = prepare(m_.activated_.as<float>(), m_.padded_ffn, nullptr, layer.down, thread);
+    watch.lap(kPrepare);
+    multiply(layer.down, input, Epilogue::kAdd, residual, static_cast<size_t>(m_.padded_width), thread);
+    watch.lap(kProducts);
+  }
+
+  void embed(int thread) const {
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      if (!s_.embedding) {
+        k_.embed(s_.head, tokens_.tokens[i], residual(i));
+        continue;
+      }
+      const uint16_t* from = s_.embedding + static_cast<size_t>(tokens_.tokens[i]) * static_cast<size_t>(m_.padded_width);
+      for (int j = 0; j < m_.padded_width; ++j) {
+        const uint32_t bits = static_cast<uint32_t>(from[j]) << 16;
+        std::memcpy(residual(i) + j, &bits, sizeof bits);
+      }
+    }
+    pool_.meet();
+  }
+
+  // Norm (if any) and quantisation of every row. Few rows: each thread makes its own copy and need not wait for others.
+  Activations prepare(const float* x, int inputs, const Norm* norm, const Linear& consumer, int thread) const {
+    Scratch& own = *m_.scratch_[static_cast<size_t>(thread)];
+    const bool redundant = tokens_.count * inputs <= kRedundant;
+    const Activations to = redundant ? own.rows.view : m_.shared_.view;
+    const Share share = redundant ? Share(tokens_.count, 0, 1) : Share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      const float* row = x + static_cast<size_t>(i) * static_cast<size_t>(inputs);
+      if (norm) k_.rms_norm(row, *norm, inputs, own.normed.as<float>());
+      k_.quantise(norm ? own.normed.as<float>() : row, consumer, to, i);
+    }
+    if (!redundant) pool_.meet();
+    return to;
+  }
+
+  void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread) const {
+    const Share share(panels(linear.outputs), thread, pool_.threads());
+    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride}, share.first, share.last);
+    pool_.meet();
+  }
+
+  void rotate(const Attention& attention, int thread) const {
+    const Rotary rotary = {s_.cosine, s_.sine, s_.rotary_half, s_.positions};
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) k_.rotate_and_write(attention, rotary, i, tokens_.rows[i]);
+    pool_.meet();
+  }
+
+  void attend(const Attention& attention, size_t layer, int thread) const {
+    float* scratch = m_.scratch_[static_cast<size_t>(thread)]->attention.as<float>();
+    const int count = static_cast<int>(units_.size()) * s_.kv_heads;
+    for (int i = m_.next_unit_[layer]++, next = i; i < count; i = next) {
+      next = m_.next_unit_[layer]++;
+      const Unit& unit = units_[static_cast<size_t>(i / s_.kv_heads)];
+      k_.attend(attention, unit.row, unit.first, unit.count, i % s_.kv_heads, scratch, next < count ? keys_of(attention, next) : nullptr);
+    }
+    pool_.meet();
+  }
+
+  const uint8_t* keys_of(const Attention& a, int unit) const {
+    const size_t row = static_cast<size_t>(units_[static_cast<size_t>(unit / s_.kv_heads)].row);
+    return a.keys + (row * a.row_stride + static_cast<size_t>(unit % s_.kv_heads) * a.head_stride) * (a.bf16 ? 2 : 4);
+  }
+
+  Attention describe(const Layer& layer, size_t index) const {
+    const size_t offset = index * static_cast<size_t>(cache_.layer_stride) * (cache_.bf16 ? 2 : 4);
+    Attention a{};
+    a.qkv = m_.qkv_.as<float>();
+    a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
+    a.out = m_.attended_.as<float>();
+    a.out_stride = static_cast<size_t>(m_.padded_attention);
+    a.positions = tokens_.positions;
+    a.keys = cache_.keys + offset;
+    a.values = cache_.values + offset;
+    a.row_stride = static_cast<size_t>(cache_.row_stride);
+    a.head_stride = static_cast<size_t>(cache_.head_stride);
+    a.position_stride = static_cast<size_t>(cache_.position_stride);
+    a.bf16 = cache_.bf16 != 0;
+    a.heads = s_.heads;
+    a.kv_heads = s_.kv_heads;
+    a.dim = s_.dim;
+    a.capacity = cache_.capacity;
+    a.window = layer.window;
+    a.scale = s_.attention_scale;
+    a.q_norm = layer.q_norm;
+    a.k_norm = layer.k_norm;
+    a.epsilon = s_.epsilon;
+    return a;
+  }
+
+  float* residual(int i) const { return m_.residual_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_width); }
+  Norm norm(const float* weight) const { return {weight, s_.width, s_.epsilon}; }
+
+  Model& m_;
+  const Kernels& k_;
+  const ModelSpec& s_;
+  Pool& pool_;
+  const Tokens& tokens_;
+  const Cache& cache_;
+  float* hidden_;
+  double* seconds_;
+  std::vector<Unit> units_;
+};
+
+void Model::grow(int threads, int tokens) {
+  const size_t n = static_cast<size_t>(tokens) * sizeof(float);
+  const int widest = std::max({padded_width, padded_attention, padded_ffn});
+  residual_.grow(n * static_cast<size_t>(padded_width));
+  qkv_.grow(n * static_cast<size_t>(padded_qkv));
+  attended_.grow(n * static_cast<size_t>(padded_attention));
+  activated_.grow(n * static_cast<size_t>(padded_ffn));
+  shared_.grow(tokens, widest);
+  while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
+  for (auto& scratch : scratch_) {
+    const int narrowest = std::min({padded_width, padded_attention, padded_ffn});
+    scratch->rows.grow(std::min(tokens, kRedundant / narrowest + 1), widest);
+    scratch->normed.grow(sizeof(float) * static_cast<size_t>(widest));
+    scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, spec.dim));
+  }
+}
+
+void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds) {
+  std::lock_guard<std::mutex> lock(one_call_at_a_time_);
+  for (int start = 0; start < tokens.count; start += kChunk) {
+    const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start, std::min(kChunk, tokens.count - start)};
+    grow(pool.threads(), chunk.count);
+    Pass pass(*this, pool, chunk, cache, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), seconds);
+    pool.run(Pass::job, &pass);
+  }
+}
+
+// Hidden states to logits, or to the largest logit alone: then the vocabulary never leaves the cache.
+class HeadPass {
+ public:
+  HeadPass(Model& model, Pool& pool, const float* hidden, int rows) : m_(model), pool_(pool), hidden_(hidden), rows_(rows) {}
+
+  float* logits = nullptr;
+  std::vector<int64_t> best_token;  // [thread][row]
+  std::vector<float> best_value;
+
+  static void job(void* self, int thread) { static_cast<HeadPass*>(self)->run(thread); }
+
+ private:
+  void run(int thread) {
+    const Linear& head = m_.spec.head;
+    const Share rows(rows_, thread, pool_.threads());
+    float* padded_row = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    const size_t width = static_cast<size_t>(m_.spec.width);
+    for (int i = rows.first; i < rows.last; ++i) {
+      std::memset(padded_row, 0, sizeof(float) * static_cast<size_t>(m_.padded_width));
+      std::memcpy(padded_row, hidden_ + static_cast<size_t>(i) * width, sizeof(float) * width);
+      m_.kernels.quantise(padded_row, head, m_.shared_.view, i);
+    }
+    pool_.meet();
+    const Share share(panels(head.outputs), thread, pool_.threads());
+    if (logits) {
+      const LinearCall call = {&head, m_.shared_.view, rows_, Epilogue::kStore, logits, static_cast<size_t>(head.outputs)};
+      m_.kernels.linear(call, share.first, share.last);
+    } else {
+      find_best(share, thread);
+    }
+  }
+
+  void find_best(const Share& share, int thread) {
+    std::vector<float> out(static_cast<size_t>(rows_) * kPanel);
+    int64_t* token = best_token.data() + static_cast<size_t>(thread) * static_cast<size_t>(rows_);
+    float* value = best_value.data() + static_cast<size_t>(thread) * static_cast<size_t>(rows_);
+    for (int panel = share.first; panel < share.last; ++panel) {
+      // The kernel adds panel * 32 to the output pointer: start that much earlier, in arithmetic that stays in bounds.
+      Linear one = panel_of(m_.spec.head, panel);
+      m_.kernels.linear(LinearCall{&one, m_.shared_.view, rows_, Epilogue::kStore, out.data(), kPanel}, 0, 1);
+      for (int row = 0; row < rows_; ++row) {
+        for (int column = 0; column < one.outputs; ++column) {
+          const float x = out[static_cast<size_t>(row) * kPanel + static_cast<size_t>(column)];
+          if (!(x > value[row])) continue;
+          value[row] = x;
+          token[row] = static_cast<int64_t>(panel) * kPanel + column;
+        }
+      }
+    }
+  }
+
+  // The linear layer that has this one panel.
+  static Linear panel_of(const Linear& head, int panel) {
+    Linear one = head;
+    const size_t first = static_cast<size_t>(panel) * kPanel;
+    one.weights += panel_bytes(head) * static_cast<size_t>(panel);
+    if (one.scales) one.scales += first;
+    if (one.bias) one.bias += first;
+    one.outputs = std::min(kPanel, head.outputs - panel * kPanel);
+    return one;
+  }
+
+  Model& m_;
+  Pool& pool_;
+  const float* hidden_;
+  int rows_;
+};
+
+void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
+  std::lock_guard<std::mutex> lock(one_call_at_a_time_);
+  for (int start = 0; start < rows; start += kChunk) {
+    const int count = std::min(kChunk, rows - start);
+    grow(pool.threads(), count);
+    HeadPass pass(*this, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count);
+    pass.logits = out + static_cast<size_t>(start) * static_cast<size_t>(vocabulary());
+    pool.run(HeadPass::job, &pass);
+  }
+}
+
+void Model::argmax(Pool& pool, const float* hidden, int rows, int64_t* tokens, float* values) {
+  std::lock_guard<std::mutex> lock(one_call_at_a_time_);
+  for (int start = 0; start < rows; start += kChunk) {
+    const int count = std::min(kChunk, rows - start);
+    grow(pool.threads(), count);
+    HeadPass pass(*this, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count);
+    const size_t cells = static_cast<size_t>(count) * static_cast<size_t>(pool.threads());
+    pass.best_token.assign(cells, 0);
+    pass.best_value.assign(cells, -__builtin_inff());
+    pool.run(HeadPass::job, &pass);
+    for (int row = 0; row < count; ++row) {
+      size_t best = static_cast<size_t>(row);  // threads hold ascending columns: the first of equals wins, as in torch
+      for (size_t at = best; at < cells; at += static_cast<size_t>(count)) {
+        if (pass.best_value[at] > pass.best_value[best]) best = at;
+      }
+      tokens[start + row] = pass.best_token[best];
+      values[start + row] = pass.best_value[best];
+    }
+  }
+}
+
+}  // namespace paceline

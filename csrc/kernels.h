@@ -1,0 +1,123 @@
+// What an instruction set provides to the forward pass. Every function gives each token the same bits whatever other
+// tokens are in the call: the order of additions is fixed by K, by the head width and by absolute key positions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paceline {
+
+enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
+enum class Epilogue { kStore, kAdd, kSwiglu };
+
+constexpr int kPanel = 32;           // output columns that are packed and computed together
+constexpr int kInputMultiple = 64;   // inputs are padded to it: the depth of an AMX tile of bytes
+constexpr int kKeyBlock = 256;       // keys, aligned to absolute positions, that share one softmax partial
+constexpr int kActivationGroup = 64;  // inputs of a row that share a scale: outliers cost their neighbours alone
+constexpr int kInt8Zero = 128;       // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
+
+// Packed weights: panels of 32 columns, each one linear stream.
+//   int8  [inputs / 4][32][4] bytes, w + 128
+//   bf16  [inputs / 2][32][2] bf16
+//   int4  per group of inputs: 32 fp16 scales, 32 byte zero points, then [group / 8][32][4] bytes; a byte holds the
+//         values of input i (low bits) and of input i + 4 (high bits)
+// SwiGLU panels hold 16 columns of the gate, then the same 16 of up.
+struct Linear {
+  const uint8_t* weights;
+  const float* scales;  // int8: one a column
+  const float* bias;    // or null
+  int32_t inputs;       // padded
+  int32_t outputs;      // not padded
+  int32_t format;
+  int32_t group;  // int4: inputs that share a scale
+};
+
+// The rows that a linear layer reads, quantised once.
+struct Activations {
+  uint8_t* data;     // int8 or int4 weights: int8; bf16 weights: bf16, or fp32 rounded to bf16 where the ISA lacks bf16
+  size_t stride;     // bytes from row to row
+  float* scales;     // of each row's groups of 64
+  int32_t* sums;     // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
+  size_t scale_stride, sum_stride;
+};
+
+struct LinearCall {
+  const Linear* linear;
+  Activations input;
+  int rows;
+  Epilogue epilogue;
+  float* out;
+  size_t out_stride;
+};
+
+struct Norm {
+  const float* weight;  // padded with zeros
+  int width;            // not padded
+  float epsilon;
+};
+
+struct Rotary {
+  const float* cosine;  // [positions][half]
+  const float* sine;
+  int half;
+  int64_t positions;
+};
+
+// One layer's attention over the shared cache.
+struct Attention {
+  float* qkv;  // [tokens][qkv_stride]: all heads of q, then of k, then of v
+  size_t qkv_stride;
+  float* out;  // [tokens][out_stride]
+  size_t out_stride;
+  const int64_t* positions;
+  uint8_t* keys;  // this layer's: [row][head][position][dim]
+  uint8_t* values;
+  size_t row_stride, head_stride, position_stride;  // in elements
+  bool bf16;
+  int heads, kv_heads, dim;
+  int64_t capacity;  // usable positions: what lies beyond is written at this one and never read
+  int64_t window;    // 0: unlimited
+  float scale;
+  const float* q_norm;  // [dim] or null
+  const float* k_norm;
+  float epsilon;
+};
+
+struct Kernels {
+  const char* name;
+  bool fp32_activations;  // bf16 weights meet activations that are rounded to bf16 but stored as fp32
+  int max_queries;        // queries of one call of attend
+
+  void (*linear)(const LinearCall& call, int first_panel, int last_panel);
+  // Quantises one row of `padded` values (padding holds zeros) for a linear layer.
+  void (*quantise)(const float* x, const Linear& consumer, const Activations& to, int row);
+  void (*rms_norm)(const float* x, const Norm& norm, int padded, float* out);
+  // Norm (if any), rotary and cache write of one token.
+  void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);
+  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(); then: the
+  // keys that this thread reads next, or null.
+  void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
+  void (*embed)(const Linear& table, int64_t token, float* out);
+};
+
+static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+static inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }
+
+static inline size_t panel_bytes(const Linear& l) {
+  const size_t inputs = static_cast<size_t>(l.inputs);
+  if (l.format == kInt8) return inputs * kPanel;
+  if (l.format == kBf16) return inputs * kPanel * 2;
+  return inputs / static_cast<size_t>(l.group) * (static_cast<size_t>(l.group) * kPanel / 2 + 3 * kPanel);
+}
+
+// Scores of every query, its running sums, one transposed key tile.
+static inline size_t attend_scratch_floats(int queries, int dim) {
+  return static_cast<size_t>(queries) * (kKeyBlock + static_cast<size_t>(dim) + 16) + 32 * static_cast<size_t>(dim) + 64;
+}
+
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();      // VNNI, without bf16 instructions
+const Kernels* avx512bf16_kernels();
+const Kernels* amx_kernels();
+
+}  // namespace paceline

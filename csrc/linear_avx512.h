@@ -1,0 +1,204 @@
+// Matrix products on AVX-512: up to 12 rows by one panel of 32 columns in registers, over all of K.
+#pragma once
+
+#include "body.h"
+
+namespace paceline {
+namespace {
+
+constexpr int kMostRows = 12;        // 24 sums, 2 weights, 1 activation: 27 of the 32 registers
+constexpr size_t kAhead = 4096;      // bytes that the only pass over a panel prefetches ahead
+constexpr size_t kStepBytes = 128;   // of weights: 32 columns of 4 bytes
+
+struct Prefetch {
+  const uint8_t* at;
+  // Both lines of a step ahead in the stream, or one line of the next panel.
+  template <bool kOnlyPass>
+  void step(size_t step) const {
+    const uint8_t* p = at + step * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+    if (kOnlyPass) _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
+  }
+};
+
+inline __m512i weight_line(const uint8_t* w) { return _mm512_loadu_si512(w); }
+inline __m512i four_bytes(const uint8_t* x) {
+  int32_t value;
+  memcpy(&value, x, sizeof value);
+  return _mm512_set1_epi32(value);
+}
+
+// Pins two sums to their registers: GCC 12 otherwise copies every sum, every step, for the code after the loop.
+inline void stay(__m512i (&pair)[2]) { asm("" : "+v"(pair[0]), "+v"(pair[1])); }
+
+// Sums over groups live in memory, so that all registers serve the sums within the group. The fence keeps the compiler
+// from moving them into registers, which it would then have to spill in the inner loop.
+template <int R>
+struct Totals {
+  alignas(64) float sums[R][2][16];
+  Totals() {
+    for (int r = 0; r < R; ++r) for (int v = 0; v < 2; ++v) store(sums[r][v], zero());
+    asm volatile("" ::: "memory");
+  }
+  void fence() { asm volatile("" : "+m"(sums)); }
+  void add(int r, int v, F16 x, F16 scale) { store(sums[r][v], fma(x, scale, load(sums[r][v]))); }
+  F16 of(int r, int v) const { return load(sums[r][v]); }
+};
+
+// Integer sums within a group are exact; groups are added in order.
+template <int R, bool kOnlyPass>
+struct Int8Block {
+  static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
+    constexpr size_t kSteps = kActivationGroup / 4;
+    const size_t stride = call.input.stride;
+    const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
+    const int groups = call.linear->inputs / kActivationGroup;
+    Totals<R> totals;
+    for (int g = 0; g < groups; ++g) {
+      __m512i s[R][2];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_set1_epi32(sum_of(call.input, first + r, g));
+#pragma GCC unroll 2
+      for (size_t k = 0; k < kSteps; ++k, w += kStepBytes, x += 4) {
+        prefetch.step<kOnlyPass>(k);
+        const __m512i w0 = weight_line(w), w1 = weight_line(w + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+          const __m512i a = four_bytes(x + stride * static_cast<size_t>(r));
+          s[r][0] = _mm512_dpbusd_epi32(s[r][0], w0, a);
+          s[r][1] = _mm512_dpbusd_epi32(s[r][1], w1, a);
+          stay(s[r]);
+        }
+      }
+      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const F16 scale = scale_of(call.input, first + r, g * kActivationGroup);
+        totals.add(r, 0, to_float(I16{s[r][0]}), scale);
+        totals.add(r, 1, to_float(I16{s[r][1]}), scale);
+      }
+      totals.fence();
+    }
+    const F16 scale0 = load(call.linear->scales + panel * kPanel), scale1 = load(call.linear->scales + panel * kPanel + 16);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals.of(r, 0) * scale0, totals.of(r, 1) * scale1);
+  }
+};
+
+template <int R, bool kOnlyPass>
+struct Bf16Block {
+  static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
+    const size_t stride = call.input.stride;
+    const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
+    const size_t steps = static_cast<size_t>(call.linear->inputs) / 2;
+    __m512 s[R][2];
+    for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
+    for (size_t k = 0; k < steps; ++k) {
+      prefetch.step<kOnlyPass>(k);
+      const __m512i w0 = weight_line(w + k * kStepBytes), w1 = weight_line(w + k * kStepBytes + 64);
+#ifdef PL_FP32_ACTIVATIONS
+      const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+      const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16)), even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));
+      const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(w0, high)), odd1 = _mm512_castsi512_ps(_mm512_and_si512(w1, high));
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const float* a = reinterpret_cast<const float*>(x + stride * static_cast<size_t>(r)) + 2 * k;
+        const __m512 even = _mm512_set1_ps(a[0]), odd = _mm512_set1_ps(a[1]);
+        s[r][0] = _mm512_fmadd_ps(odd, odd0, _mm512_fmadd_ps(even, even0, s[r][0]));
+        s[r][1] = _mm512_fmadd_ps(odd, odd1, _mm512_fmadd_ps(even, even1, s[r][1]));
+      }
+#else
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const __m512bh a = reinterpret_cast<__m512bh>(four_bytes(x + stride * static_cast<size_t>(r) + 4 * k));
+        s[r][0] = _mm512_dpbf16_ps(s[r][0], reinterpret_cast<__m512bh>(w0), a);
+        s[r][1] = _mm512_dpbf16_ps(s[r][1], reinterpret_cast<__m512bh>(w1), a);
+      }
+#endif
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) finish(call, panel, first + r, F16{s[r][0]}, F16{s[r][1]});
+  }
+};
+
+template <int R, bool kOnlyPass>
+struct Int4Block {
+  static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
+    const size_t stride = call.input.stride;
+    const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
+    const size_t steps = static_cast<size_t>(call.linear->group) / 8;
+    const int groups = call.linear->inputs / call.linear->group;
+    const __m512i low = _mm512_set1_epi8(15);
+    Totals<R> totals;
+    for (int g = 0; g < groups; ++g) {
+      const uint8_t* head = w;
+      w += 3 * kPanel;
+      __m512i s[R][2];
+      for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_si512();
+      for (size_t k = 0; k < steps; ++k, w += kStepBytes, x += 8) {
+        prefetch.step<kOnlyPass>(k);
+        const __m512i w0 = weight_line(w), w1 = weight_line(w + 64);
+        const __m512i low0 = _mm512_and_si512(w0, low), low1 = _mm512_and_si512(w1, low);
+        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi32(w0, 4), low), high1 = _mm512_and_si512(_mm512_srli_epi32(w1, 4), low);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+          const __m512i a = four_bytes(x + stride * static_cast<size_t>(r)), b = four_bytes(x + stride * static_cast<size_t>(r) + 4);
+          s[r][0] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[r][0], low0, a), high0, b);
+          s[r][1] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[r][1], low1, a), high1, b);
+          stay(s[r]);
+        }
+      }
+      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 3 * kPanel : 0);
+      const F16 scale0 = load_fp16(reinterpret_cast<const uint16_t*>(head)), scale1 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 16);
+      const __m512i zero0 = load_bytes(head + 64).v, zero1 = load_bytes(head + 80).v;
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const __m512i sum = _mm512_set1_epi32(sum_of(call.input, first + r, g));
+        const F16 scale = scale_of(call.input, first + r, g * call.linear->group);
+        const I16 exact0 = {_mm512_sub_epi32(s[r][0], _mm512_mullo_epi32(zero0, sum))};
+        const I16 exact1 = {_mm512_sub_epi32(s[r][1], _mm512_mullo_epi32(zero1, sum))};
+        totals.add(r, 0, to_float(exact0) * scale0, scale);
+        totals.add(r, 1, to_float(exact1) * scale1, scale);
+      }
+      totals.fence();
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals.of(r, 0), totals.of(r, 1));
+  }
+};
+
+using Block = void (*)(const LinearCall&, const uint8_t*, int, int, Prefetch);
+
+template <template <int, bool> class B, bool kOnlyPass>
+inline Block block_for(int rows) {
+  static constexpr Block table[kMostRows] = {
+      B<1, kOnlyPass>::run, B<2, kOnlyPass>::run, B<3, kOnlyPass>::run, B<4, kOnlyPass>::run, B<5, kOnlyPass>::run, B<6, kOnlyPass>::run,
+      B<7, kOnlyPass>::run, B<8, kOnlyPass>::run, B<9, kOnlyPass>::run, B<10, kOnlyPass>::run, B<11, kOnlyPass>::run, B<12, kOnlyPass>::run};
+  return table[rows - 1];
+}
+
+// A panel's weights come from memory in the first pass and from the cache in the others. Two passes of several fetch the
+// next panel meanwhile, so that neither memory nor arithmetic waits for the other.
+template <template <int, bool> class B>
+inline void multiply(const LinearCall& call, int first_panel, int last_panel) {
+  const RowBlocks cut(call.rows, kMostRows);
+  const size_t bytes = panel_bytes(*call.linear);
+  for (int panel = first_panel; panel < last_panel; ++panel) {
+    const uint8_t* w = call.linear->weights + bytes * static_cast<size_t>(panel);
+    for (int b = 0; b < cut.blocks; ++b) {
+      const int start = cut.start(b), rows = cut.start(b + 1) - start;
+      if (cut.blocks == 1) block_for<B, true>(rows)(call, w, panel, start, Prefetch{w + kAhead});
+      else block_for<B, false>(rows)(call, w, panel, start, Prefetch{w + (b == 0 ? bytes : b == 1 ? bytes + bytes / 2 : 0)});
+    }
+  }
+}
+
+inline void linear(const LinearCall& call, int first_panel, int last_panel) {
+  if (call.rows == 0) return;
+  if (call.linear->format == kInt8) multiply<Int8Block>(call, first_panel, last_panel);
+  else if (call.linear->format == kBf16) multiply<Bf16Block>(call, first_panel, last_panel);
+  else multiply<Int4Block>(call, first_panel, last_panel);
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,44 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace paceline {
+
+Buffer::~Buffer() { std::free(data_); }
+
+void Buffer::grow(size_t bytes) {
+  if (bytes <= bytes_) return;
+  std::free(data_);
+  bytes_ = (bytes + 63) / 64 * 64;
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
+  if (!data_) throw std::bad_alloc();
+  std::memset(data_, 0, bytes_);
+}
+
+void Quantised::grow(int rows, int inputs) {
+  // 4 bytes an input fit every kind of activation; one line more a row keeps rows out of each other's cache sets.
+  view.stride = static_cast<size_t>(inputs) * 4 + 64;
+  view.scale_stride = static_cast<size_t>(inputs) / kActivationGroup;
+  view.sum_stride = static_cast<size_t>(inputs) / 16;
+  data.grow(view.stride * static_cast<size_t>(rows));
+  scales.grow(sizeof(float) * view.scale_stride * static_cast<size_t>(rows));
+  sums.grow(sizeof(int32_t) * view.sum_stride * static_cast<size_t>(rows));
+  view.data = data.as<uint8_t>();
+  view.scales = scales.as<float>();
+  view.sums = sums.as<int32_t>();
+}
+
+Model::Model(const ModelSpec& s, const Kernels& k)
+    : spec(s),
+      kernels(k),
+      layers(s.layers, s.layers + s.layer_count),
+      padded_width(padded(s.width, kInputMultiple)),
+      padded_qkv(padded((s.heads + 2 * s.kv_heads) * s.dim, kPanel)),
+      padded_attention(padded(s.heads * s.dim, kInputMultiple)),
+      padded_ffn(padded(s.ffn, kInputMultiple)),
+      next_unit_(static_cast<size_t>(s.layer_count)) {}
+
+}  // namespace paceline

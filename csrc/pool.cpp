@@ -1,0 +1,85 @@
+#include "pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace paceline {
+namespace {
+
+constexpr int kBarrierSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer than any wait without a preemption
+constexpr int kIdleSpins = 1000;     // between two calls: enough to catch the next one of a busy decoding loop
+constexpr unsigned kDefaultMxcsr = 0x1f80;  // round to nearest even, denormals kept: the bits must not depend on the caller
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+// Returns when word no longer holds value. Sleepers are counted so that the waker saves the system call when none sleeps.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& sleepers, int spins) {
+  for (int i = 0; i < spins; ++i) {
+    if (word.load(std::memory_order_acquire) != value) return;
+    _mm_pause();
+  }
+  sleepers.fetch_add(1);
+  while (word.load() == value) sleep_while(word, value);
+  sleepers.fetch_sub(1);
+}
+
+}  // namespace
+
+void Barrier::wait() {
+  if (threads_ == 1) return;
+  const uint32_t generation = generation_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads_) {
+    wait_while(generation_, generation, sleepers_, kBarrierSpins);
+    return;
+  }
+  arrived_.store(0, std::memory_order_relaxed);
+  generation_.store(generation + 1);
+  if (sleepers_.load() > 0) wake_all(generation_);
+}
+
+Pool::Pool(int threads) : threads_(threads), barrier_(threads) {
+  for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+}
+
+Pool::~Pool() {
+  stopping_.store(true);
+  announce();
+  for (auto& worker : workers_) worker.join();
+}
+
+void Pool::announce() {
+  jobs_.fetch_add(1);
+  if (idle_.load() > 0) wake_all(jobs_);
+}
+
+void Pool::run(Job job, void* context) {
+  std::lock_guard<std::mutex> lock(one_job_at_a_time_);
+  job_ = job;
+  context_ = context;
+  if (threads_ > 1) announce();
+  const unsigned callers_mxcsr = _mm_getcsr();
+  _mm_setcsr(kDefaultMxcsr);
+  job(context, 0);
+  _mm_setcsr(callers_mxcsr);
+  barrier_.wait();
+}
+
+void Pool::work(int thread) {
+  _mm_setcsr(kDefaultMxcsr);
+  for (uint32_t seen = 0;; ++seen) {
+    wait_while(jobs_, seen, idle_, kIdleSpins);
+    if (stopping_.load()) return;
+    job_(context_, thread);
+    barrier_.wait();
+  }
+}
+
+}  // namespace paceline

@@ -1,0 +1,54 @@
+// A persistent pool of threads for one forward pass at a time.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace paceline {
+
+// Threads meet here: spin for a few microseconds (phases of a forward pass are that short), then sleep in the kernel.
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+  void wait();
+
+ private:
+  const int threads_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  std::atomic<int> sleepers_{0};
+};
+
+class Pool {
+ public:
+  using Job = void (*)(void* context, int thread);
+
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // Runs job(context, thread) on every thread, the caller's being thread 0; returns when all are done.
+  void run(Job job, void* context);
+  void meet() { barrier_.wait(); }
+  int threads() const { return threads_; }
+
+ private:
+  void work(int thread);
+  void announce();
+
+  const int threads_;
+  Barrier barrier_;
+  std::mutex one_job_at_a_time_;
+  Job job_ = nullptr;
+  void* context_ = nullptr;
+  alignas(64) std::atomic<uint32_t> jobs_{0};
+  std::atomic<int> idle_{0};
+  std::atomic<bool> stopping_{false};
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,258 @@
+// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register or two AVX2 ones: the same operations in the same
+// order, so that all but the matrix kernels give the same bits on both. Everything is in an unnamed namespace: an inline
+// function that the linker may merge across files compiled for different instruction sets would crash the older CPU.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace paceline {
+namespace {
+
+#if defined(__AVX512F__)
+
+constexpr int kQueryBlock = 6;   // queries that share one pass over keys or values, in registers
+constexpr int kVectorBlock = 4;  // times 16 dimensions of the values
+
+struct F16 { __m512 v; };
+struct I16 { __m512i v; };
+struct Mask { __mmask16 v; };
+
+inline F16 zero() { return {_mm512_setzero_ps()}; }
+inline F16 set1(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
+inline void store_first(float* p, F16 x, int n) { _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), x.v); }
+inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+inline I16 round_to_int(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I16 operator-(I16 a, I16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline I16 izero() { return {_mm512_setzero_si512()}; }
+inline I16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline F16 scale_by_power_of_two(F16 x, I16 n) {
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_slli_epi32(n.v, 23)))};
+}
+inline void store_int8(int8_t* p, I16 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
+// Lanes whose index + start lies in [low, high).
+inline Mask lanes_within(int start, int low, int high) {
+  const __m512i at = _mm512_add_epi32(_mm512_set1_epi32(start), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  return {_kand_mask16(_mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(low)), _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(high)))};
+}
+inline F16 select(Mask m, F16 yes, F16 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+
+inline __m512i round_bf16_bits(__m512 x) {  // to nearest even, in the upper half of every lane
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+inline F16 load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
+}
+inline void store_bf16(uint16_t* p, F16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16_bits(x.v), 16)));
+}
+inline F16 through_bf16(F16 x) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(round_bf16_bits(x.v), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+inline F16 load_fp16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline I16 load_bytes(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+
+inline __m256 lower(F16 x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 upper(F16 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)); }
+inline __m256i lower(I16 x) { return _mm512_castsi512_si256(x.v); }
+inline __m256i upper(I16 x) { return _mm512_extracti64x4_epi64(x.v, 1); }
+
+// rows[i] points to 16 floats; out[16 * d + i] = rows[i][d].
+inline void transpose16(__m512* r) {
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 4) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    t[i + 2] = _mm512_unpacklo_ps(r[i + 2], r[i + 3]);
+    t[i + 3] = _mm512_unpackhi_ps(r[i + 2], r[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+inline void transpose_floats(const float* const* rows, size_t offset, float* out, size_t out_stride) {
+  __m512 r[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + offset);
+  transpose16(r);
+  for (int d = 0; d < 16; ++d) _mm512_storeu_ps(out + static_cast<size_t>(d) * out_stride, r[d]);
+}
+// 32 bf16 of 16 rows: pairs are transposed as one word, then taken apart.
+inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, float* out, size_t out_stride) {
+  __m512 r[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
+  transpose16(r);
+  for (int d = 0; d < 16; ++d) {
+    const __m512i pair = _mm512_castps_si512(r[d]);
+    float* even = out + static_cast<size_t>(2 * d) * out_stride;
+    _mm512_storeu_ps(even, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+    _mm512_storeu_ps(even + out_stride, _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+  }
+}
+
+#else  // AVX2
+
+constexpr int kQueryBlock = 4;
+constexpr int kVectorBlock = 1;
+
+struct F16 { __m256 a, b; };
+struct I16 { __m256i a, b; };
+struct Mask { __m256 a, b; };
+
+inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+inline void store_first(float* p, F16 x, int n) {
+  float all[16];
+  store(all, x);
+  memcpy(p, all, static_cast<size_t>(n) * sizeof(float));
+}
+inline F16 operator+(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F16 operator-(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F16 operator*(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F16 operator/(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F16 max(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F16 min(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F16 abs(F16 x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline I16 round_to_int(F16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I16 operator+(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I16 operator-(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I16 iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline __m256 scale_half(__m256 x, __m256i n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)));
+}
+inline F16 scale_by_power_of_two(F16 x, I16 n) { return {scale_half(x.a, n.a), scale_half(x.b, n.b)}; }
+inline void store_int8(int8_t* p, I16 x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+inline __m256 within_half(int start, int low, int high) {
+  const __m256i at = _mm256_add_epi32(_mm256_set1_epi32(start), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i yes = _mm256_and_si256(_mm256_cmpgt_epi32(at, _mm256_set1_epi32(low - 1)), _mm256_cmpgt_epi32(_mm256_set1_epi32(high), at));
+  return _mm256_castsi256_ps(yes);
+}
+inline Mask lanes_within(int start, int low, int high) { return {within_half(start, low, high), within_half(start + 8, low, high)}; }
+inline F16 select(Mask m, F16 yes, F16 no) { return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)}; }
+
+inline __m256i round_bf16_bits(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+inline __m256 load_bf16_half(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+inline F16 load_bf16(const uint16_t* p) { return {load_bf16_half(p), load_bf16_half(p + 8)}; }
+inline void store_bf16(uint16_t* p, F16 x) {
+  const __m256i a = _mm256_srli_epi32(round_bf16_bits(x.a), 16), b = _mm256_srli_epi32(round_bf16_bits(x.b), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8));
+}
+inline __m256 through_bf16_half(__m256 x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(round_bf16_bits(x), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline F16 through_bf16(F16 x) { return {through_bf16_half(x.a), through_bf16_half(x.b)}; }
+inline F16 load_fp16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline I16 load_bytes(const uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+
+inline __m256 lower(F16 x) { return x.a; }
+inline __m256 upper(F16 x) { return x.b; }
+inline __m256i lower(I16 x) { return x.a; }
+inline __m256i upper(I16 x) { return x.b; }
+
+inline void transpose_floats(const float* const* rows, size_t offset, float* out, size_t out_stride) {
+  for (int i = 0; i < 16; ++i) {
+    for (size_t d = 0; d < 16; ++d) out[d * out_stride + static_cast<size_t>(i)] = rows[i][offset + d];
+  }
+}
+inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, float* out, size_t out_stride) {
+  for (int i = 0; i < 16; ++i) {
+    float values[32];
+    store(values, load_bf16(rows[i] + offset));
+    store(values + 16, load_bf16(rows[i] + offset + 16));
+    for (size_t d = 0; d < 32; ++d) out[d * out_stride + static_cast<size_t>(i)] = values[d];
+  }
+}
+
+#endif
+
+inline float sum(F16 x) {
+  const __m256 eight = _mm256_add_ps(lower(x), upper(x));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float largest(F16 x) {
+  const __m256 eight = _mm256_max_ps(lower(x), upper(x));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline int32_t sum(I16 x) {
+  const __m256i eight = _mm256_add_epi32(lower(x), upper(x));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+// e^x to about 2 ulp (Cephes); exactly 1 at 0; x is clamped to where the result is a normal number.
+inline F16 exponential(F16 x) {
+  x = min(max(x, set1(-87.33654f)), set1(88.0f));
+  const I16 n = round_to_int(x * set1(1.44269504088896341f));
+  const F16 whole = to_float(n);
+  F16 r = fma(whole, set1(-0.693359375f), x);
+  r = fma(whole, set1(2.12194440e-4f), r);
+  F16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  return scale_by_power_of_two(fma(p, r * r, r) + set1(1.0f), n);
+}
+
+inline F16 silu(F16 x) { return x / (set1(1.0f) + exponential(zero() - x)); }
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,1 @@
+"""Benchmarks: every number comes with the machine, the versions and the command that measured it."""

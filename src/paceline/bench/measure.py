@@ -1,0 +1,73 @@
+"""One batch, timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.outputs import Metrics, RequestOutput
+from paceline.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """What a batch gave and what it cost. seconds: from the first request's arrival to the last answer's end."""
+
+    seconds: float
+    outputs: list[RequestOutput]
+
+    @property
+    def metrics(self) -> list[Metrics]:
+        """Of every answer."""
+        return [answer.metrics for output in self.outputs for answer in output.outputs]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Of every answer."""
+        return [answer.token_ids for output in self.outputs for answer in output.outputs]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all answers."""
+        return sum(len(ids) for ids in self.token_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens of all answers per second of the whole run, prefill included."""
+        return self.tokens / self.seconds
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds per token of a sequence, first token not counted: the mean over the sequences."""
+        return statistics.fmean(m.ms_per_token for m in self.metrics if m.ms_per_token is not None)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the slowest sequence."""
+        return max(m.rounds for m in self.metrics)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted, all sequences together; None if nothing was drafted."""
+        drafted = sum(m.drafted for m in self.metrics)
+        return sum(m.accepted for m in self.metrics) / drafted if drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds, all sequences together: tokens a round gave a sequence."""
+        return 1 + sum(m.accepted for m in self.metrics) / sum(m.rounds for m in self.metrics)
+
+
+def run_batch(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], *, progress: bool = False
+) -> BatchRun:
+    """Run all prompts at once and time it."""
+    started = time.perf_counter()
+    outputs = llm.generate(list(prompts), params, use_tqdm=progress)
+    return BatchRun(time.perf_counter() - started, outputs)

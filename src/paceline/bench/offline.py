@@ -1,0 +1,216 @@
+"""Offline throughput: one batch at a time, speculation against plain decoding and, if wanted, against transformers.
+
+Prefill and decoding are timed apart by two runs of the same batch: one of a single token, which takes P + r seconds
+(prefill and one round), and one of N tokens, which takes P + R x r seconds in R rounds. So r = (long - short) / (R - 1)
+and P = short - r; decoding took R x r. Every answer has exactly N tokens (no end-of-text token ends it), so all sides
+do the same work. Sides take turns within one process, after a warm-up of each; the median of the repeats counts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline import __version__
+from paceline.bench.measure import BatchRun, run_batch
+from paceline.bench.prompts import COPYING, OPEN
+from paceline.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+Ids = list[int]
+PROMPTS = {
+    "copying": COPYING,
+    "open": OPEN,
+    "mixed": tuple(prompt for pair in zip(COPYING, OPEN, strict=True) for prompt in pair),
+}
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One batch on one side, once. acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: int
+    acceptance_rate: float | None = None
+    mean_acceptance_length: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One side at one batch size: the repeat with the median decoding time, and the decoding times of all repeats.
+
+    ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
+    """
+
+    side: str
+    batch_size: int
+    prompt_tokens: int
+    output_tokens: int
+    median: Timing
+    decode_seconds_of_all: list[float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch_size * self.output_tokens / self.median.decode_seconds
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.median.decode_seconds / self.output_tokens
+
+    def as_document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        document = asdict(self) | asdict(self.median)
+        del document["median"]
+        return document | {"tokens_per_second": self.tokens_per_second, "ms_per_token": self.ms_per_token}
+
+
+class Side(Protocol):
+    """Something that continues a batch of prompts."""
+
+    @property
+    def name(self) -> str: ...
+
+    def time(self, prompts: Sequence[Ids], tokens: int) -> Timing: ...
+
+
+def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
+    """Prefill and decoding seconds from the seconds of a one-token run and of one with ``rounds`` rounds."""
+    a_round = max(0.0, long - short) / max(1, rounds - 1)
+    prefill = max(0.0, short - a_round)
+    return prefill, max(long - prefill, 1e-9)
+
+
+@dataclass(frozen=True)
+class Paceline:
+    """paceline itself, with or without speculation."""
+
+    name: str
+    llm: LLM
+
+    def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
+        short, long = self._run(prompts, 1), self._run(prompts, tokens)
+        prefill, decode = split_times(short.seconds, long.seconds, long.rounds)
+        return Timing(prefill, decode, long.rounds, long.acceptance_rate, long.mean_acceptance_length)
+
+    def _run(self, prompts: Sequence[Ids], tokens: int) -> BatchRun:
+        return run_batch(self.llm, prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+
+
+class Transformers:
+    """The same checkpoint in transformers' ``generate``, greedy, the batch padded on the left."""
+
+    name = "transformers"
+
+    def __init__(self, source: str, like: LLM) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from paceline.models.hub import resolve
+
+        target, path = like.engine.models.target, resolve(source)
+        where, extra = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        self._model = AutoModelForCausalLM.from_pretrained(str(where), dtype=target.dtype, **extra).to(target.device)
+        self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
+
+    def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
+        prefill, decode = split_times(self._run(prompts, 1), self._run(prompts, tokens), tokens)
+        return Timing(prefill, decode, tokens)
+
+    def _run(self, prompts: Sequence[Ids], tokens: int) -> float:
+        import torch
+
+        width = max(map(len, prompts))
+        padded = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=self._model.device)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=self._model.device)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            answer = self._model.generate(
+                padded, attention_mask=mask, do_sample=False, max_new_tokens=tokens, pad_token_id=0
+            )
+        seconds = time.perf_counter() - started
+        assert answer.shape[1] == width + tokens, "transformers stopped early"
+        return seconds
+
+
+def sides_for(llm: LLM, batch_size: int, others: Sequence[Side] = ()) -> list[Side]:
+    """Plain decoding, speculation if there is a drafter, and the others."""
+    plain = Paceline("plain", llm.with_options(drafter=None, max_batch_size=batch_size))
+    if llm.config.drafter is None:
+        return [plain, *others]
+    return [plain, Paceline("speculation", llm.with_options(max_batch_size=batch_size)), *others]
+
+
+def prompts_for(llm: LLM, kind: str, batch_size: int) -> list[Ids]:
+    """``batch_size`` of the built-in prompts, from the first one again when they are used up."""
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+    texts = [PROMPTS[kind][number % len(PROMPTS[kind])] for number in range(batch_size)]
+    return [llm.tokenizer.encode(text) for text in texts]
+
+
+def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int) -> Iterator[Result]:
+    """Time all sides on one batch: warm-up first, then turn by turn."""
+    for side in sides:
+        side.time(prompts, WARM_UP_TOKENS)
+    timings: dict[str, list[Timing]] = {side.name: [] for side in sides}
+    for _ in range(repeats):
+        for side in sides:
+            timings[side.name].append(side.time(prompts, tokens))
+    prompt_tokens = round(statistics.fmean(map(len, prompts)))
+    for name, repeated in timings.items():
+        ordered = sorted(repeated, key=lambda timing: timing.decode_seconds)
+        every = [timing.decode_seconds for timing in repeated]
+        yield Result(name, len(prompts), prompt_tokens, tokens, ordered[(len(ordered) - 1) // 2], every)
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    import psutil
+    import torch
+
+    from paceline.hardware import cpu_name
+
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that matters for speed."""
+    import torch
+    import transformers
+
+    return {
+        "paceline": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def document(llm: LLM, command: str, results: Sequence[Result]) -> dict[str, Any]:
+    """The benchmark as one JSON document."""
+    target = llm.engine.models.target
+    return {
+        "command": command,
+        "machine": machine(),
+        "versions": versions(),
+        "engine": llm.engine.describe(),
+        "model": target.name,
+        "draft_model": None if llm.engine.models.draft is None else llm.engine.models.draft.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "options": asdict(llm.config),
+        "results": [result.as_document() for result in results],
+    }

@@ -1,0 +1,213 @@
+"""Traffic and acceptance that change at once, from phase to phase: does ``auto`` keep up with whoever knew it before?
+
+The models are real and so is all the time that is measured. Acceptance is SYNTHETIC: whether a guess is kept is drawn
+with the phase's probability, after the real rule has run. So the text means nothing, and the costs are those of real
+rounds.
+
+Every fixed length plays the same phases. The oracle's time is, phase by phase, that of the fixed length that was the
+fastest there: it knows the phase and its best length, and pays nothing for changing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.acceptance import AcceptanceRule
+from paceline.batch import Batch, Draft, Verdict
+from paceline.bench.plots import new_figure, save
+from paceline.bench.recording import Recorder, Round
+from paceline.decoder import Decoder
+from paceline.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths.profile import Profile
+from paceline.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+
+@dataclass(frozen=True)
+class Phase:
+    """So many rows, each guess of which is kept with this probability, until each has gained ``tokens``."""
+
+    rows: int
+    acceptance: float
+
+
+PHASES = (Phase(1, 0.9), Phase(16, 0.9), Phase(16, 0.1), Phase(1, 0.1), Phase(1, 0.9))
+LENGTHS = (0, 1, 2, 4, 8)
+PROMPT = tuple(range(1, 33))
+
+
+class SyntheticAcceptance:
+    """The real rule, and then a coin for every guess instead of its verdict. What comes after is the target's draw."""
+
+    def __init__(self, rule: AcceptanceRule, seed: int = 0) -> None:
+        self.rule, self.rate = rule, 1.0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        verdict = self.rule(draft, logits, batch)
+        coins = torch.rand(draft.tokens.shape, generator=self._generator).to(draft.tokens.device) < self.rate
+        accepted = torch.minimum(coins.long().cumprod(1).sum(1), draft.counts)
+        place = torch.arange(verdict.tokens.shape[1], device=accepted.device)
+        padded = torch.cat([draft.tokens, verdict.tokens[:, -1:]], dim=1)
+        tokens = torch.where(place < accepted[:, None], padded, verdict.tokens)
+        return Verdict(tokens, accepted, draft.counts)
+
+
+class FreeGuesses:
+    """A drafter that takes no time: guesses token 0. For targets without a draft model."""
+
+    name = "free"
+    decoders: Sequence[Decoder] = ()
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        tokens = batch.tokens.new_zeros(batch.rows, k)
+        return Draft(tokens, tokens.new_full((batch.rows,), k))
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy through all phases. seconds: of each phase, for exactly ``tokens`` a row; rounds: of each phase."""
+
+    policy: str
+    seconds: list[float]
+    rounds: list[list[Round]]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+
+class Stage:
+    """An engine whose acceptance follows a script, for one policy after the other."""
+
+    def __init__(self, llm: LLM, phases: Sequence[Phase] = PHASES, tokens: int = 300) -> None:
+        rows = max(phase.rows for phase in phases)
+        length = len(PROMPT) + (len(phases) + 1) * (tokens + 34)
+        if length > llm.engine.max_model_len:
+            raise ParameterError(
+                "tokens", tokens, f"less: a row grows to {length} tokens, of {llm.engine.max_model_len}"
+            )
+        draft = llm.engine.models.draft is not None
+        options = llm.with_options(drafter="model" if draft else None, max_batch_size=rows, num_speculative_tokens=1)
+        self.engine: Engine = options.engine
+        self.phases, self.tokens = tuple(phases), tokens
+        parts = self.engine.parts
+        if not draft:
+            parts.drafter = FreeGuesses()
+        self.accept = parts.accept = SyntheticAcceptance(parts.accept)
+        self.costs = Calibration(parts.target, parts.drafter, parts.accept, Grid.coarse(rows)).run()
+
+    def policy(self, name: str) -> LengthPolicy:
+        """The policy of a name ("auto", "bass") or of a number, made anew."""
+        if name.isdigit():
+            return FixedLength(int(name))
+        return make_policy(name, Means(lambda: self.costs, _no_profile, self.engine.parts.drafter.decoders))
+
+    def play(self, name: str) -> Run:
+        engine, recorder = self.engine, Recorder(self.policy(name))
+        engine.parts.policy = recorder
+        seconds, rounds = [], []
+        ids: list[str] = []
+        for phase in self.phases:
+            self.accept.rate = phase.acceptance
+            while len(ids) > phase.rows:
+                engine.abort(ids.pop())
+            while len(ids) < phase.rows:
+                ids.append(engine.add(Request(list(PROMPT), self._params())).request_id)
+            while len(engine.scheduler.running) < phase.rows:
+                engine.step()
+            first = len(recorder.rounds)
+            seconds.append(self._play_phase(recorder, phase.rows * self.tokens))
+            rounds.append(recorder.rounds[first:])
+        engine.clear()
+        return Run(name, seconds, rounds)
+
+    def _params(self) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=self.engine.max_model_len, ignore_eos=True)
+
+    def _play_phase(self, recorder: Recorder, goal: int) -> float:
+        """Seconds for ``goal`` tokens; the last round's surplus is taken off in proportion."""
+        tokens, started = 0, time.perf_counter()
+        while tokens < goal:
+            self.engine.step()
+            tokens += recorder.rounds[-1].tokens
+        return (time.perf_counter() - started) * goal / tokens
+
+
+def _no_profile() -> Profile:
+    raise ParameterError("policy", "profiled", "'auto', 'bass' or a number: phases have no profile")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Medians of the repeats. oracle: the fastest fixed length's seconds, phase by phase."""
+
+    phases: tuple[Phase, ...]
+    runs: dict[str, Run]
+    totals: dict[str, list[float]]
+    oracle: list[float]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "acceptance": "synthetic",
+            "phases": [{"rows": phase.rows, "acceptance": phase.acceptance} for phase in self.phases],
+            "seconds": {name: run.seconds for name, run in self.runs.items()},
+            "totals_of_all": self.totals,
+            "oracle_seconds": self.oracle,
+            "over_oracle": {name: run.total / sum(self.oracle) for name, run in self.runs.items()},
+            "k_of_auto": [[played.k for played in rounds] for rounds in self.runs["auto"].rounds],
+        }
+
+
+def compare(
+    stage: Stage,
+    repeats: int,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+    policies: Sequence[str] = (*map(str, LENGTHS), "bass", "auto"),
+) -> Comparison:
+    """All policies through all phases, turn by turn; of each, the run with the median total."""
+    runs: dict[str, list[Run]] = {}
+    for _, name in progress([(repeat, name) for repeat in range(repeats) for name in policies]):
+        runs.setdefault(name, []).append(stage.play(name))
+    middle = {name: sorted(each, key=lambda run: run.total)[(len(each) - 1) // 2] for name, each in runs.items()}
+    fixed = [each for name, each in runs.items() if name.isdigit()]
+    oracle = [
+        min(statistics.median(run.seconds[place] for run in each) for each in fixed)
+        for place in range(len(stage.phases))
+    ]
+    totals = {name: [run.total for run in each] for name, each in runs.items()}
+    return Comparison(stage.phases, middle, totals, oracle)
+
+
+def draw(comparison: Comparison, path: Path, title: str) -> None:
+    """k of auto, round by round, over the phases; and everybody's time over the oracle's."""
+    figure, (left, right) = new_figure(columns=2)
+    lengths = [played.k for rounds in comparison.runs["auto"].rounds for played in rounds]
+    left.step(range(len(lengths)), lengths, where="post", linewidth=0.8)
+    start = 0
+    for phase, rounds in zip(comparison.phases, comparison.runs["auto"].rounds, strict=True):
+        left.axvline(start, color="0.7", linewidth=0.8)
+        left.text(start, max(lengths), f" {phase.rows} rows\n a = {phase.acceptance}", fontsize=7, va="top")
+        start += len(rounds)
+    left.set(xlabel="round", ylabel="k of auto")
+    over = {name: run.total / sum(comparison.oracle) for name, run in comparison.runs.items()}
+    right.bar(list(over), list(over.values()))
+    right.axhline(1, color="k", linewidth=0.8)
+    right.set(ylabel="time over the oracle's", xlabel="speculation length")
+    save(figure, path, f"{title}\nacceptance is synthetic")

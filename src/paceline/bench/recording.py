@@ -1,0 +1,62 @@
+"""Writes down every round of an engine, whoever chooses the lengths."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from paceline.batch import Batch, Verdict
+from paceline.lengths import LengthPolicy
+
+
+@dataclass(frozen=True)
+class Round:
+    """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for. accepted: row by row."""
+
+    began: float
+    ended: float
+    k: int
+    accepted: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.accepted) + self.rows
+
+    @property
+    def ms(self) -> float:
+        return 1000 * (self.ended - self.began)
+
+
+@dataclass
+class Recorder:
+    """A length policy that lets ``inner`` choose and notes what came of it."""
+
+    inner: LengthPolicy
+    rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name = self.inner.name
+
+    def choose(self, batch: Batch) -> int:
+        self._began = time.perf_counter()
+        self._k = min(self.inner.choose(batch), batch.room - 1)
+        return self._k
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.inner.observe(batch, verdict)
+        accepted = tuple(verdict.host.accepted)
+        self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted))
+
+
+def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:
+    """The longest run of rounds with exactly so many rows."""
+    best: list[Round] = []
+    here: list[Round] = []
+    for played in rounds:
+        here = [*here, played] if played.rows == rows else []
+        best = here if len(here) > len(best) else best
+    return best

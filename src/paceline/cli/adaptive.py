@@ -1,0 +1,127 @@
+"""``paceline bench traffic`` and ``paceline bench phases``: does the speculation length follow what changes?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.console import note, stderr, table
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
+from paceline.errors import ParameterError
+
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few short requests: only to see that it works.")]
+
+
+def traffic(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    traces: Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several.")] = "steady,busy,varying",
+    requests: Annotated[int, typer.Option("--requests", min=2, help="Requests of a trace.")] = 120,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between arrivals, on average.")] = 1.0,
+    cv: Annotated[float, typer.Option("--cv", help="Coefficient of variation of the intervals.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of every answer.")] = 64,
+    repeats: Repeats = 1,
+    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
+        "traffic.json"
+    ),
+    quick: Quick = False,
+    quiet: Quiet = False,
+) -> None:
+    """Requests arrive by themselves; every length policy serves the same. The last line is one JSON document."""
+    from paceline.bench.offline import machine, versions
+    from paceline.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
+
+    wanted = _known_traces(traces)
+    if interval <= 0 or cv <= 0:
+        raise ParameterError("--interval, --cv", (interval, cv), "numbers above 0")
+    load = Load(requests, interval, cv, max_tokens, engine.max_batch_size)
+    if quick:
+        load = Load(6, 0.02, 1.0, 8, 4)
+    llm = engine.load(model, quiet)
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    results = list(measure(llm, prompts, wanted, load, repeats, _bar(quiet)))
+    if not quiet:
+        rows = [_traffic_row(result) for result in as_json(results)]
+        columns = ["", "mean s", "p50 s", "p99 s", "tokens/s", "rows", "k"]
+        stderr().print(table(f"latency, {load.requests} requests, median of {repeats}", columns, rows))
+    plot = output.with_suffix(".png")
+    draw(results, plot, llm.engine.describe())
+    document = {"load": asdict(load), "summary": summary(results), "results": as_json(results)}
+    _finish(document | {"machine": machine(), "versions": versions()}, llm.engine.describe(), output, plot, quiet)
+
+
+def phases(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of a row in each phase.")] = 300,
+    repeats: Repeats = 3,
+    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
+        "phases.json"
+    ),
+    quick: Quick = False,
+    quiet: Quiet = False,
+) -> None:
+    """Batch 1, 16, 1 and SYNTHETIC acceptance 0.9, 0.1, 0.9: auto, every fixed length, and an oracle."""
+    from paceline.bench.offline import machine, versions
+    from paceline.bench.phases import PHASES, Phase, Stage, compare, draw
+
+    llm = engine.load(model, quiet)
+    if quick:
+        stage = Stage(llm, [Phase(1, 0.9), Phase(2, 0.1)], tokens=8)
+        repeats = 1
+    else:
+        stage = Stage(llm, PHASES, max_tokens)
+    comparison = compare(stage, repeats, _bar(quiet))
+    document = comparison.as_json()
+    if not quiet:
+        names = [f"{phase.rows} x {phase.acceptance}" for phase in comparison.phases]
+        rows = [
+            [name, *(f"{s:.2f}" for s in run.seconds), f"{document['over_oracle'][name]:.3f}"]
+            for name, run in comparison.runs.items()
+        ]
+        stderr().print(table("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
+    plot = output.with_suffix(".png")
+    draw(comparison, plot, stage.engine.describe())
+    _finish(document | {"machine": machine(), "versions": versions()}, stage.engine.describe(), output, plot, quiet)
+
+
+def _known_traces(text: str) -> list[str]:
+    from paceline.bench.traffic import TRACES
+
+    wanted = text.split(",")
+    if not set(wanted) <= set(TRACES):
+        raise ParameterError("--traces", text, f"names out of {', '.join(TRACES)}, separated by commas")
+    return wanted
+
+
+def _bar(quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    def bar(steps: Iterable[Any]) -> Iterable[Any]:
+        return tqdm(steps, desc="runs", disable=True if quiet else None)  # type: ignore[no-any-return]
+
+    return bar
+
+
+def _traffic_row(result: dict[str, Any]) -> list[str]:
+    numbers = [f"{result[name]:.3f}" for name in ("mean", "p50", "p99")]
+    rest = [f"{result[name]:.1f}" for name in ("tokens_per_second", "mean_rows", "mean_k")]
+    return [f"{result['trace']}: {result['policy']}", *numbers, *rest]
+
+
+def _finish(document: dict[str, Any], engine: str, output: Path, plot: Path, quiet: bool) -> None:
+    """The document to the file and, as the last line, to stdout."""
+    whole = {"command": shlex.join(["paceline", *sys.argv[1:]]), "engine": engine, "plot": str(plot)} | document
+    output.write_text(json.dumps(whole) + "\n")
+    if not quiet:
+        note(f"written: {output}, {plot}")
+    typer.echo(json.dumps(whole))

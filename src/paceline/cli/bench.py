@@ -1,0 +1,88 @@
+"""``paceline bench``: how fast it is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from paceline.cli.adaptive import phases, traffic
+from paceline.cli.console import stderr, table, working
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers, with_flags
+from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    from paceline.bench.offline import Result
+
+app = typer.Typer(no_args_is_help=True, help="How fast it is.")
+
+
+@app.callback()
+def _bench() -> None:
+    pass
+
+
+def offline(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Prompts at once.")] = "1,2,4,8",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of every answer.")] = 64,
+    prompts: Annotated[
+        Literal["mixed", "copying", "open"],
+        typer.Option("--prompts", help="Built-in prompts: copying repeats its prompt (good for ngram), open does not."),
+    ] = "mixed",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = 3,
+    compare: Annotated[
+        Literal["transformers"] | None, typer.Option("--compare", help="Time another program on the same batches.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
+    from paceline.bench.offline import Transformers, document, measure, prompts_for, sides_for
+
+    sizes = whole_numbers("--batch-sizes", batch_sizes)
+    if max_tokens < 2:
+        raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
+    llm = engine.load(model, quiet)
+    others = [Transformers(model, llm)] if compare == "transformers" else []
+    results: list[Result] = []
+    for size in sizes:
+        with working(f"batch of {size}"):
+            batch = prompts_for(llm, prompts, size)
+            results += measure(sides_for(llm, size, others), batch, max_tokens, repeats)
+    stderr().print(_table(results, max_tokens, prompts))
+    text = json.dumps(document(llm, shlex.join(["paceline", *sys.argv[1:]]), results))
+    if output is not None:
+        output.write_text(text + "\n")
+    typer.echo(text)
+
+
+app.command()(with_flags(offline))
+app.command()(with_flags(traffic))
+app.command()(with_flags(phases))
+
+
+def _table(results: list[Result], tokens: int, prompts: str) -> object:
+    columns = ["", "batch", "prefill s", "decode s", "tokens/s", "ms/token\na sequence", "accepted", "speed-up"]
+    plain = {result.batch_size: result.median.decode_seconds for result in results if result.side == "plain"}
+    rows = []
+    for result in results:
+        timing = result.median
+        rows.append(
+            [
+                result.side,
+                str(result.batch_size),
+                f"{timing.prefill_seconds:.3f}",
+                f"{timing.decode_seconds:.3f}",
+                f"{result.tokens_per_second:.1f}",
+                f"{result.ms_per_token:.1f}",
+                "" if timing.acceptance_rate is None else f"{timing.acceptance_rate:.0%}",
+                f"{plain[result.batch_size] / timing.decode_seconds:.2f}x",
+            ]
+        )
+    return table(f"{tokens} tokens an answer, {prompts} prompts, greedy, median", columns, rows)

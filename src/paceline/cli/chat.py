@@ -1,0 +1,75 @@
+"""``paceline chat``: talk to a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.console import note, report_error, stderr
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.errors import RequestError
+from paceline.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+Messages = list[dict[str, str]]
+
+
+def chat(
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    model: Model = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Talk to a model. /clear forgets what was said, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
+    params = sampling.params()
+    llm = engine.load(model, quiet)
+    start: Messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    while (line := _read_line()) is not None and line != "/exit":
+        if line == "/clear":
+            messages = list(start)
+        elif line:
+            messages = _turn(llm, messages, line, params, quiet)
+
+
+def _read_line() -> str | None:
+    """The next line without its end; None at the end of the input."""
+    if sys.stdin.isatty():
+        stderr().print("[bold]> [/bold]", end="")
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams, quiet: bool) -> Messages:
+    asked = [*messages, {"role": "user", "content": line}]
+    try:
+        prompt = llm.tokens_of_chat(asked)
+        answer = _stream(llm, prompt, params, quiet)
+    except RequestError as error:  # this turn cannot be served (too long, perhaps): the conversation goes on without it
+        report_error(error)
+        return messages
+    return [*asked, {"role": "assistant", "content": answer}]
+
+
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) -> str:
+    """Write the answer as it grows; Ctrl-C ends it and keeps what there is."""
+    shown = ""
+    try:
+        for output in llm.stream(prompt, params):
+            answer = output.outputs[0]
+            typer.echo(answer.text[len(shown) :], nl=False)
+            shown = answer.text
+        typer.echo()
+        if not quiet:
+            metrics = answer.metrics
+            rate = metrics.acceptance_rate
+            kept = "" if rate is None else f", {rate:.0%} of the guesses kept"
+            note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}")
+    except KeyboardInterrupt:
+        typer.echo()
+    return shown

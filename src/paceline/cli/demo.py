@@ -1,0 +1,119 @@
+"""``paceline demo``: a real model answers eight prompts at once, with speculation and without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from tqdm import tqdm
+
+from paceline.bench.measure import BatchRun, run_batch
+from paceline.bench.prompts import COPYING
+from paceline.cli.console import note, stdout, table, working
+from paceline.cli.options import DEFAULT_MODEL, Model
+from paceline.params import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+REPEATS = 3
+LONGEST_PROMPT = 416  # tokens, whatever the vocabulary
+ABOUT_THE_PROMPTS = (
+    "The eight prompts ask to copy, correct or edit a text that stands in them, so that the answers repeat much of it: "
+    "the natural field of n-gram speculation (prompt lookup), which guesses that what followed some words before "
+    "follows them again. On open questions it guesses rarely, and gains little."
+)
+
+
+def demo(
+    model: Model = DEFAULT_MODEL,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = 96,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--num-speculative-tokens", "-k", help="Guesses a round.")
+    ] = DEFAULT_SPECULATION_LENGTH,
+    dtype: Annotated[DtypeName, typer.Option("--dtype", help="Precision.")] = EngineConfig.dtype,
+) -> None:
+    """Complete eight prompts in one batch with n-gram speculation and again without: texts, times, equal or not."""
+    from paceline.models import hub
+
+    if model in hub.EMBEDDED:
+        hub.pull(model)
+    with working(f"loading {model}"):
+        from paceline.llm import LLM
+
+        llm = LLM(
+            model,
+            drafter="ngram",
+            num_speculative_tokens=num_speculative_tokens,
+            dtype=dtype,
+            max_batch_size=len(COPYING),
+            max_model_len=LONGEST_PROMPT + max_tokens,
+        )
+    note(llm.engine.describe())
+    speculative, plain = compare(llm, max_tokens)
+    show(stdout(), llm, speculative, plain)
+
+
+def compare(llm: LLM, max_tokens: int, repeats: int = REPEATS) -> tuple[BatchRun, BatchRun]:
+    """The same batch with speculation and without, greedy: warm-up first, then in turns; the median runs."""
+    prompts = [llm.tokens_of_chat([{"role": "user", "content": prompt}]) for prompt in COPYING]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    sides = [llm, llm.plain()]
+    with working("warming up"):
+        for side in sides:
+            run_batch(side, prompts, SamplingParams(temperature=0, max_tokens=4))
+    runs: list[list[BatchRun]] = [[], []]
+    with tqdm(total=2 * repeats, desc="batches", disable=None) as bar:
+        for _ in range(repeats):
+            for side, done in zip(sides, runs, strict=True):
+                done.append(run_batch(side, prompts, params))
+                bar.update()
+    speculative, plain = (sorted(done, key=lambda run: run.seconds)[repeats // 2] for done in runs)
+    return speculative, plain
+
+
+def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> None:
+    """Texts, table, verdict."""
+    for prompt, output in zip(COPYING, speculative.outputs, strict=True):
+        text = output.outputs[0].text.strip()
+        console.print(Panel(f"[dim]{escape(prompt)}[/dim]\n\n{escape(text)}", width=min(console.width, 120)))
+    console.print(ABOUT_THE_PROMPTS + "\n")
+    columns = ["", "tokens/s", "ms/token\na sequence", "acceptance\nrate", "mean acc.\nlength", "rounds", "speed-up"]
+    rows = [_row("plain", plain, plain), _row("speculation", speculative, plain)]
+    console.print(
+        table(
+            f"{len(COPYING)} prompts in one batch, {plain.tokens} tokens, greedy, median of {REPEATS} runs",
+            columns,
+            rows,
+        )
+    )
+    console.print(verdict(llm, speculative, plain))
+
+
+def _row(name: str, run: BatchRun, plain: BatchRun) -> list[str]:
+    rate = run.acceptance_rate
+    return [
+        name,
+        f"{run.tokens_per_second:.1f}",
+        f"{run.ms_per_token:.1f}",
+        "" if rate is None else f"{rate:.1%}",
+        f"{run.mean_acceptance_length:.2f}",
+        str(run.rounds),
+        f"{plain.seconds / run.seconds:.2f}x",
+    ]
+
+
+def verdict(llm: LLM, speculative: BatchRun, plain: BatchRun) -> str:
+    """Whether both outputs are the same, token by token, and if not, where they part."""
+    pairs = list(zip(speculative.token_ids, plain.token_ids, strict=True))
+    differing = [number for number, (ours, theirs) in enumerate(pairs, 1) if ours != theirs]
+    if not differing:
+        return "[bold green]The two outputs are equal, token by token.[/bold green]"
+    precision = str(llm.engine.models.target.dtype).removeprefix("torch.")
+    return (
+        f"[bold yellow]{len(pairs) - len(differing)} of {len(pairs)} outputs are equal token by token[/bold yellow]; "
+        f"prompts {', '.join(map(str, differing))} part at near-ties of {precision}: `paceline verify` shows each."
+    )

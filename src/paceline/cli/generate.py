@@ -1,0 +1,95 @@
+"""``paceline generate``: continue prompts, all in one batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.rule import Rule
+from rich.text import Text
+
+from paceline.cli.console import report_error, stdout
+from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.errors import ParameterError
+from paceline.outputs import CompletionOutput
+from paceline.params import SamplingParams
+
+
+def generate(
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    model: Model = DEFAULT_MODEL,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts-file",
+            help='JSON lines, or - for stdin: {"prompt": ...} or {"messages": [...]}, with sampling parameters if any.',
+        ),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat every --prompt as a user's message.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a prompt, one a line.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Run the good lines of a file in spite of bad ones (exit code 2).")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Continue prompts, all in one batch."""
+    if not prompt and prompts_file is None:
+        raise ParameterError("--prompt", prompt, "at least one, or --prompts-file")
+    params = sampling.params()
+    entries: list[Job | Failure] = [_from_option(text, params, chat) for text in prompt or ()]
+    if prompts_file is not None:
+        entries += parse_lines(_lines(prompts_file), params)
+    bad = next((entry for entry in entries if isinstance(entry, Failure)), None)
+    if bad is not None and not keep_going:
+        raise bad.error
+    show = _show_json if as_json else _show_titled if len(entries) * params.n > 1 else _show_bare
+    if run_jobs(engine.load(model, quiet), entries, show, keep_going=keep_going, progress=not quiet):
+        raise typer.Exit(2)
+
+
+def _from_option(text: str, params: SamplingParams, chat: bool) -> Job:
+    if chat:
+        return Job("--prompt", params, messages=[{"role": "user", "content": text}])
+    return Job("--prompt", params, prompt=text)
+
+
+def _lines(name: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError("--prompts-file", name, f"a file that can be read as UTF-8 ({error})") from error
+    return text.split("\n")
+
+
+def _show_json(number: int, result: Result) -> None:
+    _warn(result)
+    typer.echo(json.dumps(as_document(number, result), ensure_ascii=False))
+
+
+def _show_bare(_: int, result: Result) -> None:
+    for output in _answers(result):
+        typer.echo(output.text)
+
+
+def _show_titled(number: int, result: Result) -> None:
+    answers = _answers(result)
+    for output in answers:
+        sample = f", answer {output.index + 1}" if len(answers) > 1 else ""
+        stdout().print(Rule(Text(f"prompt {number + 1}{sample}"), align="left", style="dim"))
+        typer.echo(output.text)
+
+
+def _answers(result: Result) -> list[CompletionOutput]:
+    _warn(result)
+    return [] if isinstance(result, Failure) else result.outputs
+
+
+def _warn(result: Result) -> None:
+    if isinstance(result, Failure):
+        report_error(result.error)

@@ -1,0 +1,210 @@
+"""Prompts from the command line and from JSON lines, run as one batch, given back in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from paceline.errors import ParameterError, RequestError
+from paceline.outputs import CompletionOutput, RequestOutput
+from paceline.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine import Request
+    from paceline.llm import LLM
+
+PROMPT_KEYS = ("prompt", "messages")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, or a conversation, and how to continue it. where: for messages, such as "line 3"."""
+
+    where: str
+    params: SamplingParams
+    prompt: str | list[int] | None = None
+    messages: list[Mapping[str, str]] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A prompt that cannot be served."""
+
+    where: str
+    error: RequestError
+
+
+Result = RequestOutput | Failure
+
+
+def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | Failure]:
+    """Jobs from JSON lines: {"prompt": ...} or {"messages": [...]}, with sampling parameters of their own if any."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"line {number}"
+        try:
+            yield _parse(where, line, params)
+        except (ValueError, TypeError, ParameterError) as error:
+            yield Failure(where, RequestError(f"{where}: {error}"))
+
+
+def _parse(where: str, line: str, params: SamplingParams) -> Job:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
+        raise ValueError('a line is an object with either "prompt" or "messages"')
+    prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
+    if messages is None and not isinstance(prompt, str) and not _are_tokens(prompt):
+        raise ValueError('"prompt" is a string or a list of token ids')
+    if messages is not None and not isinstance(messages, list):
+        raise ValueError('"messages" is a list of objects with role and content')
+    return Job(where, _with_own(params, entry), prompt, messages)
+
+
+def _are_tokens(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+
+
+def _with_own(params: SamplingParams, entry: dict[str, Any]) -> SamplingParams:
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}; sampling parameters are {', '.join(sorted(known))}")
+    if isinstance(entry.get("logit_bias"), dict):  # JSON has no other keys than strings
+        entry["logit_bias"] = {int(token): bias for token, bias in entry["logit_bias"].items()}
+    return dataclasses.replace(params, **entry)
+
+
+def run_jobs(
+    llm: LLM,
+    entries: Sequence[Job | Failure],
+    show: Callable[[int, Result], None],
+    *,
+    keep_going: bool = False,
+    progress: bool = True,
+) -> int:
+    """Run all jobs in one batch and show their results in order, each as soon as those before it are there.
+
+    A job that cannot be served is an error before anything runs, unless ``keep_going``: then it is shown as a Failure.
+    Returns how many failed. After an interrupt, everything that had finished is shown.
+    """
+    engine, order = llm.engine, _InOrder(show)
+    try:
+        served = [_add(llm, number, entry, keep_going) for number, entry in enumerate(entries)]
+        failed = [(number, result) for number, result in enumerate(served) if isinstance(result, Failure)]
+        for number, failure in failed:
+            order.add(number, failure)
+        with tqdm(total=len(served) - len(failed), desc="answers", disable=None if progress else True) as bar:
+            while engine.busy:
+                for output in engine.step():
+                    if output.finished:
+                        bar.update()
+                        order.add(int(output.request_id), output)
+    except KeyboardInterrupt:
+        order.show_rest()
+        raise
+    finally:
+        engine.clear()
+    return len(failed)
+
+
+def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> Result:
+    try:
+        if isinstance(entry, Failure):
+            raise entry.error
+        return llm.engine.add(_request(llm, entry, str(number)))
+    except (RequestError, ParameterError) as error:
+        text = str(error)
+        located = RequestError(text if text.startswith(entry.where) else f"{entry.where}: {text}")
+        if not keep_going:
+            raise located from error
+        return Failure(entry.where, located)
+
+
+@dataclass
+class _InOrder:
+    """Shows results in the order of their numbers, whatever order they come in."""
+
+    show: Callable[[int, Result], None]
+    next: int = 0
+    early: dict[int, Result] = field(default_factory=dict)
+
+    def add(self, number: int, result: Result) -> None:
+        self.early[number] = result
+        while self.next in self.early:
+            self.show(self.next, self.early.pop(self.next))
+            self.next += 1
+
+    def show_rest(self) -> None:
+        for number in sorted(self.early):
+            self.show(number, self.early[number])
+
+
+def _request(llm: LLM, job: Job, request_id: str) -> Request:
+    from paceline.engine import Request
+    from paceline.tokenizer import Detokenizer, Tokenizer
+
+    tokenizer = llm.tokenizer
+    assert isinstance(tokenizer, Tokenizer), "models that have a name have a tokenizer"
+    if job.messages is not None:
+        ids = tokenizer.chat(job.messages)
+    else:
+        ids = tokenizer.encode(job.prompt) if isinstance(job.prompt, str) else list(job.prompt or ())
+
+    def make_stream(params: SamplingParams) -> Detokenizer:
+        return Detokenizer(tokenizer, tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
+
+    text = job.prompt if isinstance(job.prompt, str) else None
+    return Request(ids, job.params, prompt=text, request_id=request_id, make_stream=make_stream)
+
+
+# Results as JSON
+
+
+def as_document(number: int, result: Result) -> dict[str, Any]:
+    """One prompt's results as a JSON document."""
+    if isinstance(result, Failure):
+        return {"index": number, "error": {"where": result.where, "message": str(result.error)}}
+    return {
+        "index": number,
+        "prompt": result.prompt,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "outputs": [_answer(output) for output in result.outputs],
+    }
+
+
+def _answer(output: CompletionOutput) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "index": output.index,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "metrics": _metrics(output),
+    }
+    if output.logprobs is not None:
+        document["cumulative_logprob"] = output.cumulative_logprob
+        document["logprobs"] = [dataclasses.asdict(entry) for entry in output.logprobs]
+    return document
+
+
+def _metrics(output: CompletionOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "output_tokens": metrics.output_tokens,
+        "rounds": metrics.rounds,
+        "drafted": metrics.drafted,
+        "accepted": metrics.accepted,
+        "acceptance_rate": metrics.acceptance_rate,
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "time_to_first_token": metrics.time_to_first_token,
+        "ms_per_token": metrics.ms_per_token,
+    }

@@ -1,0 +1,64 @@
+"""``paceline``: every command, and what happens to errors and Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline import __version__
+from paceline.cli.bench import app as bench_app
+from paceline.cli.chat import chat
+from paceline.cli.console import report_error
+from paceline.cli.demo import demo
+from paceline.cli.generate import generate
+from paceline.cli.options import with_flags
+from paceline.cli.profile import profile
+from paceline.cli.pull import pull
+from paceline.cli.verify import verify
+from paceline.errors import PacelineError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    """Errors that paceline raises on purpose are one line on stderr and exit code 2; Ctrl-C is exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PacelineError as error:
+            report_error(error)
+            raise typer.Exit(EXIT_ERROR) from error
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from interrupt
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Batched speculative decoding for language models, without changing the output.",
+)
+for command in (generate, chat, pull, demo, verify, profile):
+    app.command()(with_flags(command))
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,229 @@
+"""Options that several commands share, each defined once; their defaults are those of ``params``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_type_hints
+
+import typer
+
+from paceline.cli.console import note, working
+from paceline.errors import ModelNotFoundError, ParameterError
+from paceline.params import (
+    DEFAULT_MODEL,
+    AcceptanceName,
+    AttentionName,
+    DrafterName,
+    DtypeName,
+    EngineConfig,
+    EngineOptions,
+    LengthName,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+ENGINE, SAMPLING = "Engine", "Sampling"
+
+Model = Annotated[str, typer.Argument(help="A hub name, a directory, a .gguf file or an embedded name.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No start line, no progress bar.")]
+
+
+def engine_option(*names: str, text: str) -> Any:
+    """An option of the panel "Engine"."""
+    return typer.Option(*names, help=text, rich_help_panel=ENGINE)
+
+
+def sampling_option(*names: str, text: str) -> Any:
+    """An option of the panel "Sampling"."""
+    return typer.Option(*names, help=text, rich_help_panel=SAMPLING)
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """How the engine runs: ``EngineConfig`` and a draft model, as options."""
+
+    draft_model: Annotated[
+        str | None, engine_option("--draft-model", text="A smaller model with the same vocabulary, to guess.")
+    ] = None
+    drafter: Annotated[
+        DrafterName | None,
+        engine_option("--drafter", text="Who guesses. Default: model if there is a draft model, else nobody."),
+    ] = EngineConfig.drafter
+    num_speculative_tokens: Annotated[
+        str, engine_option("--num-speculative-tokens", "-k", text="Guesses a round: a number, or auto, bass, profiled.")
+    ] = str(EngineConfig.num_speculative_tokens)
+    profile: Annotated[
+        str | None, engine_option("--profile", text="A file of paceline profile, for auto and profiled.")
+    ] = EngineConfig.profile
+    acceptance: Annotated[
+        AcceptanceName,
+        engine_option("--acceptance", text="coupled: same seed, same text. rejection: most guesses kept."),
+    ] = EngineConfig.acceptance
+    attention: Annotated[AttentionName, engine_option("--attention", text="How ragged rows attend.")] = (
+        EngineConfig.attention
+    )
+    dtype: Annotated[DtypeName, engine_option("--dtype", text="Precision; auto: bfloat16 where it is native.")] = (
+        EngineConfig.dtype
+    )
+    max_batch_size: Annotated[
+        int, engine_option("--max-batch-size", "--max-num-seqs", text="Sequences decoded at once.")
+    ] = EngineConfig.max_batch_size
+    max_model_len: Annotated[
+        int | None, engine_option("--max-model-len", text="Most tokens of a sequence. Default: the model's limit.")
+    ] = EngineConfig.max_model_len
+    device: Annotated[str, engine_option("--device", text="cpu, cuda, cuda:1, ...")] = EngineConfig.device
+    threads: Annotated[int | None, engine_option("--threads", text="CPU threads. Default: torch's choice.")] = (
+        EngineConfig.threads
+    )
+    reference_document: Annotated[
+        list[Path] | None,
+        engine_option("--reference-document", text="A text file the n-gram drafter may copy from; repeatable."),
+    ] = None
+
+    def options(self) -> EngineOptions:
+        """The keyword arguments of ``LLM``; a drafter only if one was named."""
+        options: EngineOptions = {
+            "num_speculative_tokens": speculation_length(self.num_speculative_tokens),
+            "profile": self.profile,
+            "acceptance": self.acceptance,
+            "attention": self.attention,
+            "dtype": self.dtype,
+            "max_batch_size": self.max_batch_size,
+            "max_model_len": self.max_model_len,
+            "device": self.device,
+            "threads": self.threads,
+        }
+        if self.drafter is not None:
+            options["drafter"] = self.drafter
+        return options
+
+    def load(self, model: str, quiet: bool = False) -> LLM:
+        """Load the models; says on stderr what runs. Raises PacelineError."""
+        documents = [_read_document(path) for path in self.reference_document or ()]
+        options = self.options()
+        EngineConfig(**options)  # refuse bad values before anything is loaded
+        with working(f"loading {model}"):
+            from paceline.llm import LLM
+
+            llm = LLM(model, self.draft_model, reference_documents=documents, **options)
+        if not quiet:
+            note(llm.engine.describe())
+        return llm
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How to continue a prompt: ``SamplingParams`` as options."""
+
+    n: Annotated[int, sampling_option("--n", "-n", text="Answers to each prompt.")] = SamplingParams.n
+    max_tokens: Annotated[int, sampling_option("--max-tokens", text="Most tokens of an answer.")] = (
+        SamplingParams.max_tokens
+    )
+    min_tokens: Annotated[int, sampling_option("--min-tokens", text="No end before so many tokens.")] = (
+        SamplingParams.min_tokens
+    )
+    temperature: Annotated[float, sampling_option("--temperature", "-t", text="0 is greedy.")] = (
+        SamplingParams.temperature
+    )
+    top_p: Annotated[float, sampling_option("--top-p", text="Nucleus, in (0, 1].")] = SamplingParams.top_p
+    top_k: Annotated[int, sampling_option("--top-k", text="0 keeps all.")] = SamplingParams.top_k
+    min_p: Annotated[float, sampling_option("--min-p", text="Relative cut, in [0, 1].")] = SamplingParams.min_p
+    seed: Annotated[int | None, sampling_option("--seed", text="The same seed gives the same text.")] = (
+        SamplingParams.seed
+    )
+    stop: Annotated[list[str] | None, sampling_option("--stop", text="A string that ends the answer; repeatable.")] = (
+        None
+    )
+    ignore_eos: Annotated[bool, sampling_option("--ignore-eos", text="Go on after the end-of-text token.")] = (
+        SamplingParams.ignore_eos
+    )
+    presence_penalty: Annotated[float, sampling_option("--presence-penalty", text="In [-2, 2].")] = (
+        SamplingParams.presence_penalty
+    )
+    frequency_penalty: Annotated[float, sampling_option("--frequency-penalty", text="In [-2, 2].")] = (
+        SamplingParams.frequency_penalty
+    )
+    repetition_penalty: Annotated[float, sampling_option("--repetition-penalty", text="Above 0; 1 is none.")] = (
+        SamplingParams.repetition_penalty
+    )
+    logprobs: Annotated[
+        int | None, sampling_option("--logprobs", text="With --json: log-probabilities, and so many best tokens.")
+    ] = SamplingParams.logprobs
+
+    def params(self) -> SamplingParams:
+        """The parameters. Raises ParameterError."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return SamplingParams(**{**given, "stop": tuple(self.stop or ())})
+
+
+def speculation_length(text: str) -> int | LengthName:
+    """A number or a policy's name. Raises ParameterError."""
+    if text in get_args(LengthName):
+        return cast(LengthName, text)
+    try:
+        return int(text)
+    except ValueError:
+        EngineConfig(num_speculative_tokens=text)  # type: ignore[arg-type]
+        raise
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """The numbers of a list such as 1,2,4. Raises ParameterError."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ParameterError(name, text, "whole numbers of at least 1, separated by commas")
+    return numbers
+
+
+def _read_document(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelNotFoundError(f"--reference-document {path}: {error}") from error
+
+
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the fields of its dataclass parameters as options of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name in groups:
+            parameters += _as_parameters(groups[parameter.name])
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        grouped = {
+            name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})  # type: ignore[operator]
+            for name, group in groups.items()
+        }
+        return command(**values, **grouped)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _as_parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    ]
+
+
+__all__ = ["DEFAULT_MODEL", "EngineFlags", "Model", "Quiet", "SamplingFlags", "whole_numbers", "with_flags"]

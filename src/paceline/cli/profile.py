@@ -1,0 +1,71 @@
+"""``paceline profile``: find the best speculation length for every batch size."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.console import note, stdout, table
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
+
+if TYPE_CHECKING:
+    from paceline.lengths.fit import PaperFit
+    from paceline.lengths.profile import Profile
+
+DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32", 8, 128, 3  # the paper's sweep
+
+
+def profile(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once.")] = DEFAULT_SIZES,
+    max_k: Annotated[int, typer.Option("--max-k", min=1, max=32, help="Lengths 0 to this.")] = DEFAULT_MAX_K,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of every answer.")] = DEFAULT_TOKENS,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = DEFAULT_REPEATS,
+    output: Annotated[Path, typer.Option("--output", help="The profile; the plot gets its name with .png.")] = Path(
+        "profile.json"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Two small batches, once: only to see that it works.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure all speculation lengths at all batch sizes and write a profile. The last line is one JSON document."""
+    from tqdm import tqdm
+
+    from paceline.bench.profile import PROMPTS, Sweep, draw, run_profile
+
+    sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
+    sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
+    llm = replace(engine, num_speculative_tokens=str(sweep.max_k)).load(model, quiet)
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+
+    def progress(steps: Iterable[Any], what: str) -> Iterable[Any]:
+        return tqdm(steps, desc=what, disable=True if quiet else None)  # type: ignore[no-any-return]
+
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    measured, fit = run_profile(llm, prompts, sweep, progress)
+    measured.save(output)
+    plot = output.with_suffix(".png")
+    draw(measured, fit, plot, llm.engine.describe())
+    if not quiet:
+        _show(measured, fit)
+        note(f"written: {output}, {plot}")
+    document = {"command": shlex.join(["paceline", *sys.argv[1:]]), "plot": str(plot)} | measured.as_json()
+    typer.echo(json.dumps(document))
+
+
+def _show(profile: Profile, fit: PaperFit) -> None:
+    longest = max(point.k for point in profile.sweep)
+    rows = []
+    for size, best in profile.best.items():
+        times = [point.ms_per_token for point in profile.sweep if point.batch_size == size]
+        rows.append([str(size), *(f"{ms:.1f}" for ms in times), str(best), str(fit.best(size, longest))])
+    columns = ["batch", *(f"k={k}" for k in range(longest + 1)), "best k", "fit's k"]
+    stdout().print(table("ms per token of a sequence", columns, rows))
+    stdout().print(f"fit: verification off by {fit.error:.1%}, accepted length by {fit.error_accepted:.1%} on average")

@@ -1,0 +1,18 @@
+"""``paceline pull``: fetch a model into the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import DEFAULT_MODEL
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="An embedded name or a hub name ORG/NAME.")] = DEFAULT_MODEL,
+) -> None:
+    """Fetch a model into the cache (or find it there) and print where it is."""
+    from paceline.models import hub
+
+    typer.echo(hub.pull(name))

@@ -1,0 +1,338 @@
+"""``paceline verify``: proves on the user's own models that speculation does not change the output.
+
+Three checks. Greedy answers, and sampled answers under the coupled rule, must equal plain decoding's token by token,
+for several batch sizes and speculation lengths. And many samples of a short continuation must follow the target's own
+law, computed from plain forward passes: a chi-squared test for each acceptance rule.
+
+In low precision, a token's logits depend in their last bits on how many tokens are computed together. Where two tokens
+are tied within that noise, the answers may part; such a divergence is reported with its gap, and is no violation as
+long as the gap is below the precision's tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tqdm import tqdm
+
+from paceline.bench.prompts import COPYING, FORKED, OPEN
+from paceline.cli.console import stdout, table
+from paceline.cli.jobs import Failure, parse_lines
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers
+from paceline.errors import ParameterError
+from paceline.outputs import RequestOutput
+from paceline.params import AcceptanceName, LengthName, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.llm import LLM
+
+Length = int | LengthName
+Ids = list[int]
+Law = dict[tuple[int, ...], float]
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # logits: gaps up to this are near-ties of that precision
+SIGNIFICANCE = 1e-4  # a law is violated if chance alone would do worse this rarely
+BRANCHES = (6, 3, 2)  # tokens followed one by one at each depth; the others are one cell
+SMALLEST_CELL = 5.0  # expected samples; rarer cells are counted together
+SAMPLING_TEMPERATURE = 0.8
+REST = -1  # in a cell's path: any token that is not followed one by one
+
+
+# Token by token
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where an answer first differs from plain decoding's. gap: by how many logits the two tokens are apart there."""
+
+    prompt: int
+    position: int
+    expected: int | None
+    found: int | None
+    gap: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One setting against plain decoding, over all prompts."""
+
+    what: str
+    batch_size: int
+    length: Length
+    answers: int
+    divergences: tuple[Divergence, ...]
+    tolerance: float
+
+    @property
+    def violated(self) -> bool:
+        return any(divergence.gap > self.tolerance for divergence in self.divergences)
+
+
+def compare_with_plain(
+    llm: LLM, prompts: Sequence[Ids], params: SamplingParams, batch_sizes: Sequence[int], lengths: Sequence[Length]
+) -> Iterator[Comparison]:
+    """Plain decoding one prompt at a time, then every batch size with every length; coupled rule, same seeds."""
+    each = [replace(params, seed=number) for number in range(len(prompts))]
+    expected = _answers(llm.with_options(drafter=None, max_batch_size=1), prompts, each)
+    tolerance = TOLERANCE[_precision(llm)]
+    for batch_size in batch_sizes:
+        for length in lengths:
+            side = llm.with_options(acceptance="coupled", max_batch_size=batch_size, num_speculative_tokens=length)
+            found = _answers(side, prompts, each)
+            divergences = (
+                first_divergence(llm, number, prompts[number], ours, theirs, each[number])
+                for number, (theirs, ours) in enumerate(zip(expected, found, strict=True))
+            )
+            parted = tuple(divergence for divergence in divergences if divergence is not None)
+            what = "greedy" if params.greedy else f"coupled, temperature {params.temperature:g}"
+            yield Comparison(what, batch_size, length, len(prompts), parted, tolerance)
+
+
+def _answers(llm: LLM, prompts: Sequence[Ids], params: Sequence[SamplingParams]) -> list[Ids]:
+    outputs: list[RequestOutput] = llm.generate(list(prompts), params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def first_divergence(
+    llm: LLM, number: int, prompt: Ids, found: Ids, expected: Ids, params: SamplingParams
+) -> Divergence | None:
+    """The first position where two answers differ, or None."""
+    if found == expected:
+        return None
+    position = next(
+        (place for place, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
+        min(len(found), len(expected)),
+    )
+    theirs = expected[position] if position < len(expected) else None
+    ours = found[position] if position < len(found) else None
+    if theirs is None or ours is None:  # one answer is longer than the other: no tie explains that
+        return Divergence(number, position, theirs, ours, math.inf)
+    scores = _scores(llm, [*prompt, *expected[:position]], params)
+    gap = float(scores.max() - scores[[theirs, ours]].min())
+    return Divergence(number, position, theirs, ours, gap)
+
+
+def _scores(llm: LLM, prefix: Ids, params: SamplingParams) -> Tensor:
+    """What the draw takes the maximum of, in logits: with the noise of that position if the answer is sampled."""
+    import torch
+
+    from paceline.sampling import Purpose, noise_key, sequence_seed, uniform
+
+    logits = llm.engine.next_logits(prefix).double().cpu()
+    if params.greedy or params.seed is None:
+        return logits
+    seed = torch.tensor(sequence_seed(params.seed, 0))
+    key = noise_key(seed, torch.tensor(len(prefix)), Purpose.DRAW)
+    noise = -torch.log(-torch.log(uniform(key, torch.arange(len(logits)))))
+    return logits + params.temperature * noise
+
+
+def _precision(llm: LLM) -> str:
+    return str(llm.engine.models.target.dtype).removeprefix("torch.")
+
+
+# The law
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """A chi-squared test of one acceptance rule. p_value: how often chance alone does worse.
+
+    drafted, accepted: guesses made and kept in the samples; without guesses the test says nothing about speculation.
+    """
+
+    acceptance: AcceptanceName
+    samples: int
+    drafted: int
+    accepted: int
+    cells: int
+    statistic: float
+    p_value: float
+
+    @property
+    def violated(self) -> bool:
+        return self.p_value < SIGNIFICANCE
+
+
+def exact_law(llm: LLM, prompt: Ids, branches: Sequence[int] = BRANCHES) -> Law:
+    """Probabilities of the continuations of ``prompt``, from plain forward passes at temperature 1.
+
+    A cell is a path of tokens: at each depth the most likely tokens are followed, all others end in REST.
+    """
+    import torch
+
+    if not branches:
+        return {(): 1.0}
+    probabilities = torch.softmax(llm.engine.next_logits(prompt).double(), -1)
+    best = probabilities.topk(min(branches[0], len(probabilities)))
+    law: Law = {(REST,): max(0.0, 1.0 - float(best.values.sum()))}
+    for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        below = exact_law(llm, [*prompt, token], branches[1:])
+        law |= {(token, *path): probability * p for path, p in below.items()}
+    return law
+
+
+def count_cells(continuations: Iterable[Ids], law: Law) -> list[int]:
+    """How many continuations fall into each cell of the law."""
+    followed = {cell[:depth] for cell in law for depth in range(1, len(cell) + 1)}
+    counts = Counter(_cell_of(ids, followed) for ids in continuations)
+    return [counts[cell] for cell in law]
+
+
+def _cell_of(ids: Ids, followed: set[tuple[int, ...]]) -> tuple[int, ...]:
+    path: tuple[int, ...] = ()
+    for token in ids:
+        if (*path, token) not in followed:
+            return (*path, REST)
+        path = (*path, token)
+    return path
+
+
+def chi_squared(observed: Sequence[int], probabilities: Sequence[float]) -> tuple[float, int, float]:
+    """Statistic, cells used and p-value; cells with few expected samples are counted together."""
+    import torch
+
+    total = sum(observed)
+    expected = [total * p for p in probabilities]
+    rare = [i for i, e in enumerate(expected) if e < SMALLEST_CELL]
+    pairs = [(observed[i], e) for i, e in enumerate(expected) if e >= SMALLEST_CELL]
+    together = sum(expected[i] for i in rare)
+    if together > 0:
+        pairs.append((sum(observed[i] for i in rare), together))
+    elif any(observed[i] for i in rare):
+        return math.inf, len(pairs), 0.0  # the impossible happened
+    statistic = sum((o - e) ** 2 / e for o, e in pairs)
+    half = torch.tensor([(len(pairs) - 1) / 2, statistic / 2], dtype=torch.float64)
+    p_value = 1.0 if len(pairs) < 2 else float(torch.special.gammaincc(half[0], half[1]))
+    return statistic, len(pairs), p_value
+
+
+def law_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int, seed: int = 0) -> LawTest:
+    """Sample short continuations of ``prompt`` under a rule, always guessing, and test them against the exact law."""
+    law = exact_law(llm, prompt)
+    params = SamplingParams(n=samples, max_tokens=len(BRANCHES), temperature=1.0, seed=seed, ignore_eos=True)
+    side = llm.with_options(acceptance=acceptance, num_speculative_tokens=len(BRANCHES))
+    (output,) = side.generate([prompt], params, use_tqdm=False)
+    counts = count_cells((answer.token_ids for answer in output.outputs), law)
+    statistic, cells, p_value = chi_squared(counts, list(law.values()))
+    metrics = [answer.metrics for answer in output.outputs]
+    drafted, accepted = sum(m.drafted for m in metrics), sum(m.accepted for m in metrics)
+    return LawTest(acceptance, samples, drafted, accepted, cells, statistic, p_value)
+
+
+# The command
+
+
+def verify(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts-file", help="JSON lines. Without prompts, built-in ones are used.")
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once.")] = "1,8",
+    lengths: Annotated[str, typer.Option("--lengths", help="Speculation lengths.")] = "4,bass",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each compared answer.")] = 32,
+    samples: Annotated[int, typer.Option("--samples", help="Continuations sampled for the law; 0: no test.")] = 1000,
+    quiet: Quiet = False,
+) -> None:
+    """Prove on your own models that speculation does not change the output. Exit code 1 if it does."""
+    sizes, ks = whole_numbers("--batch-sizes", batch_sizes), [speculation_length(part) for part in lengths.split(",")]
+    if engine.draft_model is None and engine.drafter is None:
+        engine = replace(engine, drafter="ngram")
+    given = _texts(prompt, prompts_file)
+    llm = engine.load(model, quiet)
+    prompts = [_encode(llm, text) for text in given or [*COPYING[:4], *OPEN[:4]]]
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()
+    comparisons: list[Comparison] = []
+    tests: list[LawTest] = []
+    with tqdm(total=2 * len(sizes) * len(ks) + len(rules), desc="checks", disable=True if quiet else None) as bar:
+        for params in (greedy, replace(greedy, temperature=SAMPLING_TEMPERATURE)):
+            for comparison in compare_with_plain(llm, prompts, params, sizes, ks):
+                comparisons.append(comparison)
+                bar.update()
+        for rule in rules:
+            tests.append(law_test(llm, prompts[0] if given else _encode(llm, FORKED), rule, samples))
+            bar.update()
+    if not report(llm, comparisons, tests):
+        raise typer.Exit(1)
+
+
+def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
+    texts = list(prompt or ())
+    if prompts_file is not None:
+        try:
+            lines = prompts_file.read_text().split("\n")
+        except OSError as error:
+            raise ParameterError("--prompts-file", str(prompts_file), f"a file that can be read ({error})") from error
+        for entry in parse_lines(lines, SamplingParams()):
+            if isinstance(entry, Failure):
+                raise entry.error
+            if not isinstance(entry.prompt, str):
+                raise ParameterError("--prompts-file", entry.where, "lines with a text as prompt")
+            texts.append(entry.prompt)
+    return texts
+
+
+def _encode(llm: LLM, text: str) -> Ids:
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+    return llm.tokenizer.encode(text)
+
+
+def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[LawTest]) -> bool:
+    """Print everything; returns whether the promise holds."""
+    console = stdout()
+    columns = ["against plain decoding", "rows", "k", "equal answers", "largest gap"]
+    console.print(table("Token by token", columns, [_comparison_row(entry) for entry in comparisons]))
+    for entry in comparisons:
+        for parted in entry.divergences:
+            console.print(_sentence(llm, entry, parted), soft_wrap=True, markup=False)
+    if tests:
+        columns = ["rule", "samples", "guesses kept", "cells", "chi-squared", "p-value"]
+        console.print(table("The law of the next tokens", columns, [_law_row(test) for test in tests]))
+    violated = [entry.what for entry in comparisons if entry.violated]
+    violated += [f"the law under {test.acceptance}" for test in tests if test.violated]
+    ties = sum(len(entry.divergences) for entry in comparisons)
+    if violated:
+        console.print(f"[bold red]VIOLATED: {', '.join(dict.fromkeys(violated))}[/bold red]", soft_wrap=True)
+    elif ties:
+        tolerance = comparisons[0].tolerance
+        text = f"Lossless up to {ties} near-ties of {_precision(llm)} (gap at most {tolerance:g} logits)."
+        console.print(f"[bold yellow]{text}[/bold yellow]", soft_wrap=True)
+    else:
+        console.print("[bold green]Lossless: every answer equals plain decoding's.[/bold green]")
+    return not violated
+
+
+def _law_row(test: LawTest) -> list[str]:
+    kept = f"{test.accepted} of {test.drafted}"
+    return [test.acceptance, str(test.samples), kept, str(test.cells), f"{test.statistic:.1f}", f"{test.p_value:.3g}"]
+
+
+def _comparison_row(entry: Comparison) -> list[str]:
+    equal = entry.answers - len(entry.divergences)
+    gap = max((divergence.gap for divergence in entry.divergences), default=None)
+    shown = "" if gap is None else f"{gap:.3g}"
+    return [entry.what, str(entry.batch_size), str(entry.length), f"{equal} of {entry.answers}", shown]
+
+
+def _sentence(llm: LLM, entry: Comparison, parted: Divergence) -> str:
+    assert llm.tokenizer is not None
+    names = [
+        "the end" if token is None else repr(llm.tokenizer.token_text(token))
+        for token in (parted.found, parted.expected)
+    ]
+    kind = "violation" if parted.gap > entry.tolerance else "near-tie"
+    return (
+        f"{entry.what}, {entry.batch_size} rows, k={entry.length}: prompt {parted.prompt + 1}, token "
+        f"{parted.position + 1}: {names[0]} instead of {names[1]}, gap {parted.gap:.3g} logits ({kind})"
+    )

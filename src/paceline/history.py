@@ -1,0 +1,101 @@
+"""How well guesses were kept lately, by row and by position in the draft. R rows of capacity, B live rows, K positions.
+
+All of it lives on the host (numpy), as the decision it serves does; an update is a handful of small array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.params import MAX_SPECULATION_LENGTH
+
+Counts = NDArray[np.float64]
+NewCounts = NDArray[np.bool_] | NDArray[np.int64]
+
+ROW_MEMORY = 20.0  # rounds after which a row's evidence weighs 1 / e
+ALL_MEMORY = 14.0  # likewise, of all rows together: more evidence a round, so it may be forgotten sooner
+STALE = 3.0  # evidence about positions that nobody tries fades down to so many trials, so that a few new ones decide
+PRIOR = 0.6  # acceptance of the first guess before anything is known
+PRIOR_TRIALS = 1.0  # what the prior, and each position's predecessor, weighs at first
+PRIOR_TRIALS_GONE = 4.0  # after so many trials it weighs half of that
+ALL_TRIALS = 4.0  # what the batch's acceptance weighs in a row's
+
+
+class AcceptanceHistory:
+    """Decayed counts of guesses tried and kept at every position, per row and for all rows together.
+
+    A position counts as tried when a guess was asked for there and everything before it was kept, whether or not the
+    drafter had a guess: missing guesses lower the acceptance, as they should, for the round was paid for.
+
+    tried, kept: [R, K]. all_tried, all_kept: [K]; they outlive the rows: new rows begin with what others showed.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.tried = np.zeros((capacity, MAX_SPECULATION_LENGTH))
+        self.kept = np.zeros((capacity, MAX_SPECULATION_LENGTH))
+        self.all_tried = np.zeros(MAX_SPECULATION_LENGTH)
+        self.all_kept = np.zeros(MAX_SPECULATION_LENGTH)
+        self._place = np.arange(MAX_SPECULATION_LENGTH)
+
+    def reset(self, row: int) -> None:
+        """A new sequence begins."""
+        self.tried[row] = self.kept[row] = 0
+
+    def copy_row(self, source: int, destination: int) -> None:
+        self.tried[destination] = self.tried[source]
+        self.kept[destination] = self.kept[source]
+
+    def update(self, asked: int | Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from a round of len(accepted) rows: guesses asked for (of each row) and kept."""
+        rows, deepest = len(accepted), asked if isinstance(asked, int) else max(asked)
+        if deepest == 0:
+            return
+        place = self._place[:deepest]
+        count = np.asarray(accepted)[:, None]
+        tried = (place <= count) & (place < np.reshape(asked, (-1, 1)))
+        kept = place < count
+        _learn(self.tried[:rows, :deepest], self.kept[:rows, :deepest], tried, kept, ROW_MEMORY)
+        _learn(self.all_tried[:deepest], self.all_kept[:deepest], tried.sum(0), kept.sum(0), ALL_MEMORY)
+        _fade(self.all_tried[deepest:], self.all_kept[deepest:])
+
+    def rest(self) -> None:
+        """Nothing was tried for a while: what is known weighs little from now on."""
+        for tried, kept in ((self.tried, self.kept), (self.all_tried, self.all_kept)):
+            factor = STALE / np.maximum(tried, STALE)
+            tried *= factor
+            kept *= factor
+
+    def acceptance(self, rows: int, k: int) -> Counts:
+        """[rows, k]: the chance that a guess is kept if all before it were; each row's shrunk to all rows'."""
+        batch = self.batch_acceptance(k)
+        return (self.kept[:rows, :k] + ALL_TRIALS * batch) / (self.tried[:rows, :k] + ALL_TRIALS)
+
+    def batch_acceptance(self, k: int) -> Counts:
+        """[k]: of all rows together; each position's shrunk to the one before it, the first to the prior."""
+        chance, chances = PRIOR, []
+        for tried, kept in zip(self.all_tried[:k].tolist(), self.all_kept[:k].tolist(), strict=True):
+            weight = PRIOR_TRIALS / (1 + tried / PRIOR_TRIALS_GONE)
+            chance = (kept + weight * chance) / (tried + weight)
+            chances.append(chance)
+        return np.array(chances)
+
+
+_DECAY = {memory: float(np.exp(-1 / memory)) for memory in (ROW_MEMORY, ALL_MEMORY)}
+
+
+def _learn(tried: Counts, kept: Counts, new_tried: NewCounts, new_kept: NewCounts, memory: float) -> None:
+    """In place. Positions with news forget by one round; the others fade until little is left."""
+    decay = np.where((new_tried > 0) | (tried > STALE), _DECAY[memory], 1.0)
+    tried *= decay
+    kept *= decay
+    tried += new_tried
+    kept += new_kept
+
+
+def _fade(tried: Counts, kept: Counts) -> None:
+    decay = np.where(tried > STALE, _DECAY[ALL_MEMORY], 1.0)
+    tried *= decay
+    kept *= decay

@@ -1,0 +1,99 @@
+"""Compiles ``csrc/*.cpp`` into the package: ``python -m paceline.kernels.build``.
+
+Plain g++ (or $CXX), no torch headers, a few seconds. Imports nothing but the standard library: setup.py loads this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+LIBRARY = "_native.so"
+PACKAGE = Path(__file__).resolve().parent
+SOURCES = PACKAGE.parents[2] / "csrc"
+
+_AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+# Each instruction set has its own file and flags; the rest runs on any x86-64.
+_FLAGS = {
+    "kernels_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "kernels_avx512.cpp": _AVX512,
+    "kernels_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "kernels_amx.cpp": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+}
+# No -ffast-math and no contraction: the bits must not depend on the compiler's mood. GCC 12 warns in its own headers.
+_COMMON = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
+    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unused-function", "-Wno-ignored-attributes"),
+)
+
+
+class BuildError(RuntimeError):
+    """There is no compiler, or it failed; the message says which and shows its output."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler's path, or None if there is none or this is no 64-bit x86 Linux."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+def source_hash(sources: Path = SOURCES) -> str:
+    """Tells whether a library was built from these sources; empty if they are not here."""
+    files = sorted(path for path in sources.glob("*") if path.suffix in (".cpp", ".h"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
+    return digest.hexdigest()[:16] if files else ""
+
+
+def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str, ...] = ()) -> Path:
+    """Compile and link into ``destination``; returns the library's path. Raises BuildError."""
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler found (g++ or $CXX, on 64-bit x86 Linux)")
+    files = sorted(sources.glob("*.cpp"))
+    if not files:
+        raise BuildError(f"no C++ sources in {sources}")
+    destination.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination, prefix=".build-") as scratch:
+        define = f'-DPL_SOURCE_HASH="{source_hash(sources)}"'
+
+        def compile_one(source: Path) -> str:
+            target = str(Path(scratch, source.stem + ".o"))
+            _run([cxx, *_COMMON, *extra, *_FLAGS.get(source.name, ()), define, "-c", str(source), "-o", target])
+            return target
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, files))
+        made = Path(scratch, LIBRARY)
+        _run([cxx, "-shared", "-pthread", "-static-libgcc", *extra, *objects, "-o", str(made)])
+        return made.replace(destination / LIBRARY)  # at once: who has loaded the old one keeps it
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr)  # noqa: T201 (warnings of the compiler)
+
+
+def main() -> None:
+    """Build in place; --sanitize builds for AddressSanitizer."""
+    sanitize = "--sanitize" in sys.argv[1:]
+    extra = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1") if sanitize else ()
+    destination = Path(os.environ.get("PACELINE_BUILD_DIR", PACKAGE))
+    try:
+        print(f"built {build(destination, extra=extra)}")  # noqa: T201 (the command's answer)
+    except BuildError as error:
+        sys.exit(f"paceline's kernels were not built: {error}")
+
+
+if __name__ == "__main__":
+    main()

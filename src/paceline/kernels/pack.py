@@ -1,0 +1,166 @@
+"""Quantisation of weights, and their packed form: the order in which the kernels stream them (see csrc/kernels.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+Format = Literal["int8", "bf16", "int4"]
+
+PANEL = 32  # output columns packed together
+INPUT_MULTIPLE = 64
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """weight = values * scales[:, None]; values int8 [outputs, inputs]."""
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Bf16Weight:
+    """weight = values, bfloat16 [outputs, inputs]."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """weight = (values - zeros) * scales, by groups of inputs; values uint8 0..15 [outputs, inputs].
+
+    scales float16 and zeros uint8 are [outputs, inputs / group].
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group: int
+
+
+Weight = Int8Weight | Bf16Weight | Int4Weight
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A linear layer as the kernels read it. inputs and the stored columns are padded; outputs is what is asked for."""
+
+    format: Format
+    weights: Tensor  # uint8
+    scales: Tensor | None
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    group: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes + sum(t.nbytes for t in (self.scales, self.bias) if t is not None)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def quantise(weight: Tensor, to: Format, group: int = INT4_GROUP) -> Weight:
+    """Round a weight [outputs, inputs] to a format. int4: inputs are padded to whole groups."""
+    if to == "bf16":
+        return Bf16Weight(weight.to(torch.bfloat16))
+    return _int8(weight.float()) if to == "int8" else _int4(weight.float(), group)
+
+
+def _int8(weight: Tensor) -> Int8Weight:
+    scales = weight.abs().amax(dim=1).clamp(min=1e-30) / 127.0
+    values = (weight / scales[:, None]).round().clamp(-127, 127)
+    return Int8Weight(values.to(torch.int8), scales)
+
+
+def _int4(weight: Tensor, group: int) -> Int4Weight:
+    weight = pad(weight, (0, -weight.shape[1] % group))
+    groups = weight.view(weight.shape[0], -1, group)
+    low, high = groups.amin(dim=2).clamp(max=0.0), groups.amax(dim=2).clamp(min=0.0)
+    scales = ((high - low) / 15.0).clamp(min=1e-7).half()
+    wide = scales.float()
+    zeros = (-low / wide).round().clamp(0, 15)
+    values = (groups / wide[:, :, None] + zeros[:, :, None]).round().clamp(0, 15)
+    return Int4Weight(values.view_as(weight).to(torch.uint8), scales, zeros.to(torch.uint8), group)
+
+
+def dequantise(weight: Weight, inputs: int) -> Tensor:
+    """The float32 matrix [outputs, inputs] that a quantised weight stands for."""
+    if isinstance(weight, Bf16Weight):
+        return weight.values.float()
+    if isinstance(weight, Int8Weight):
+        return weight.values.float() * weight.scales[:, None]
+    groups = weight.values.view(weight.values.shape[0], -1, weight.group).float() - weight.zeros[:, :, None].float()
+    return (groups * weight.scales[:, :, None].float()).flatten(1)[:, :inputs]
+
+
+def interleave_gate_up(gate_up: Tensor) -> Tensor:
+    """Rows [gate, up] -> panels of 16 rows of the gate and the same 16 of up; the width is padded to a multiple of 16."""
+    gate, up = (_pad_rows(half, round_up(half.shape[0], 16)) for half in gate_up.chunk(2))
+    blocks = (half.view(-1, 16, *half.shape[1:]) for half in (gate, up))
+    return torch.stack(tuple(blocks), dim=1).flatten(0, 2)
+
+
+def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP) -> int:
+    """Bytes of the packed weights (scales of int8 and bias not counted)."""
+    columns, inputs = round_up(outputs, PANEL), round_up(inputs, INPUT_MULTIPLE)
+    if to == "int4":
+        return columns // PANEL * (inputs // group) * (3 * PANEL + group * PANEL // 2)
+    return columns * inputs * (1 if to == "int8" else 2)
+
+
+def pack(weight: Weight, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
+    """Put a weight into the kernels' order; ``into``: uint8 memory of ``packed_bytes``."""
+    outputs, stored = weight.values.shape
+    inputs = round_up(stored, INPUT_MULTIPLE)
+    columns = round_up(outputs, PANEL)
+    values = pad(weight.values, (0, inputs - stored, 0, columns - outputs))
+    scales = None
+    group = 0
+    kind: Format
+    if isinstance(weight, Int8Weight):
+        kind, scales = "int8", pad(weight.scales.float(), (0, columns - outputs))
+        data = _by_panels((values.to(torch.int16) + 128).to(torch.uint8).view(torch.int32))
+    elif isinstance(weight, Bf16Weight):
+        kind, data = "bf16", _by_panels(values.contiguous().view(torch.int32))
+    else:
+        kind, group = "int4", weight.group
+        data = _pack_int4(values, weight, columns, inputs)
+    flat = data.contiguous().view(torch.uint8).flatten()
+    if into is not None:
+        flat = into.copy_(flat)
+    padded_bias = None if bias is None else pad(bias.float(), (0, columns - outputs))
+    return Packed(kind, flat, scales, padded_bias, inputs, outputs, group)
+
+
+def _by_panels(words: Tensor) -> Tensor:
+    """[columns, words] -> [panel, word, 32 columns]."""
+    return words.view(-1, PANEL, words.shape[1]).transpose(1, 2)
+
+
+def _pack_int4(values: Tensor, weight: Int4Weight, columns: int, inputs: int) -> Tensor:
+    groups = inputs // weight.group
+    octets = values.view(columns // PANEL, PANEL, groups, weight.group // 8, 2, 4)
+    nibbles = octets[..., 0, :] | (octets[..., 1, :] << 4)
+    body = nibbles.permute(0, 2, 3, 1, 4).reshape(columns // PANEL, groups, -1)
+    heads = [_group_head(scale, columns, groups).view(torch.uint8) for scale in (weight.scales, weight.zeros)]
+    return torch.cat([*heads, body], dim=2)
+
+
+def _group_head(of_groups: Tensor, columns: int, groups: int) -> Tensor:
+    """[outputs, groups] -> [panel, group, 32], padded with zeros."""
+    full = pad(of_groups, (0, groups - of_groups.shape[1], 0, columns - of_groups.shape[0]))
+    return full.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])]) if rows > x.shape[0] else x

@@ -1,0 +1,56 @@
+"""What a llama-like decoder is made of: plain tensors (float32 or bfloat16) and numbers, before any packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """y = x @ weight.T + bias; weight [outputs, inputs]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up."""
+
+    qkv: LinearWeights
+    attention_out: LinearWeights
+    gate_up: LinearWeights
+    down: LinearWeights
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class NativeSpec:
+    """A whole decoder: RMS norms first, rotary positions, SwiGLU. head None: tied to the embedding [vocab, width]."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+    max_positions: int
+    inverse_frequencies: Sequence[float]
+    embedding: Tensor
+    final_norm: Tensor
+    layers: Sequence[LayerWeights]
+    head: LinearWeights | None = None
+    epsilon: float = 1e-6
+    rotary_scaling: float = 1.0
+    attention_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

@@ -1,0 +1,165 @@
+"""Every kernel once more in plain torch: what the tests compare with, and what runs where the extension is missing.
+
+The same quantisation arithmetic, so integer sums agree exactly; sums of floats agree up to their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.cache import KVCache
+from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+
+ACTIVATION_GROUP = 64  # inputs of a row that share a scale: outliers cost their neighbours alone
+_SILENT = 1e-30  # rows whose largest amplitude is not above it count as zero
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, K] float32 -> int8 values [N, G, 64] and the scale of each group of 64 inputs [N, G]."""
+    groups = functional.pad(x, (0, -x.shape[1] % ACTIVATION_GROUP)).unflatten(1, (-1, ACTIVATION_GROUP))
+    amplitude = groups.abs().amax(dim=2)
+    silent = ~(amplitude > _SILENT)
+    inverse = torch.where(silent, 0.0, 127.0 / amplitude)
+    scales = torch.where(silent, 0.0, amplitude / 127.0)
+    return (groups * inverse[:, :, None]).round().to(torch.int8), scales
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [N, K] float32 -> [N, M] float32, with the kernels' arithmetic."""
+    if isinstance(weight, Bf16Weight):
+        y = (x.bfloat16().double() @ weight.values.double().T).float()
+    else:
+        y = _int4(x, weight) if isinstance(weight, Int4Weight) else _int8(x, weight)
+    return y if bias is None else y + bias.float()
+
+
+def _int8(x: Tensor, weight: Int8Weight) -> Tensor:
+    values, scales = quantise_rows(x)
+    groups = functional.pad(weight.values, (0, -x.shape[1] % ACTIVATION_GROUP)).view(-1, *values.shape[1:])
+    exact = torch.einsum("ngk,mgk->nmg", values.double(), groups.double())
+    return ((exact * scales.double()[:, None]).sum(dim=2) * weight.scales.double()).float()
+
+
+def _int4(x: Tensor, weight: Int4Weight) -> Tensor:
+    values, scales = quantise_rows(x)
+    fine = values.flatten(1).unflatten(1, (-1, weight.group))
+    scales = scales.repeat_interleave(ACTIVATION_GROUP // weight.group, dim=1)
+    groups = weight.values.unflatten(1, (-1, weight.group)).double() - weight.zeros[:, :, None].double()
+    there = groups.shape[1]  # the weight is padded to its own groups, the activations to theirs
+    exact = torch.einsum("ngk,mgk->nmg", fine[:, :there].double(), groups)
+    return (exact * weight.scales.double() * scales[:, None, :there].double()).sum(dim=2).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32."""
+    return functional.rms_norm(x, (x.shape[-1],), weight.float(), epsilon)
+
+
+def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, half] of every position."""
+    angles = torch.arange(spec.max_positions)[:, None] * torch.tensor(list(spec.inverse_frequencies))
+    return angles.cos() * spec.rotary_scaling, angles.sin() * spec.rotary_scaling
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, heads, D]; cos, sin [N, half]: turn the pairs (i, i + half); what lies beyond 2 * half stays."""
+    half = cos.shape[1]
+    a, b, rest = x.split([half, half, x.shape[2] - 2 * half], dim=2)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat([a * c - b * s, b * c + a * s, rest], dim=2)
+
+
+def write(layer: int, cache: KVCache, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k and v [N, G, D] of tokens at (rows, positions); beyond the capacity: at the trash position."""
+    at = positions.clamp(max=cache.positions)
+    cache.keys[layer, rows, :, at] = k.to(cache.keys.dtype)
+    cache.values[layer, rows, :, at] = v.to(cache.values.dtype)
+
+
+def attend(
+    layer: int, cache: KVCache, q: Tensor, rows: Tensor, positions: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """q [N, H, D] over each token's row -> [N, H, D]; a key is visible if its position is not after the query's."""
+    longest = min(int(positions.max()) + 1, cache.positions)
+    key_position = torch.arange(longest)
+    out = torch.empty_like(q)
+    for i, (row, position) in enumerate(zip(rows.tolist(), positions.clamp(max=cache.positions - 1).tolist(), strict=True)):
+        visible = key_position <= position
+        if window is not None:
+            visible &= key_position > position - window
+        k = cache.keys[layer, row, :, :longest].float()[:, visible]
+        v = cache.values[layer, row, :, :longest].float()[:, visible]
+        grouped = q[i].view(k.shape[0], -1, q.shape[2])
+        scores = (grouped * scale) @ k.transpose(1, 2)
+        out[i] = (scores.softmax(dim=2) @ v).view(-1, q.shape[2])
+    return out
+
+
+class TwinDecoder:
+    """A whole decoder in plain torch. Weights are quantised as the kernels', then kept as float32."""
+
+    def __init__(self, spec: NativeSpec, layer_format: Format, head_format: Format) -> None:
+        self._spec = spec
+        self._layer_format = layer_format
+        self._cos, self._sin = rotary_table(spec)
+        self._layers = [_TwinLayer(layer, self._make(layer_format)) for layer in spec.layers]
+        head = spec.head or LinearWeights(spec.embedding)
+        self._head = self._make(head_format)(head)
+        tied = dequantise(quantise(spec.embedding, head_format), spec.width)
+        self._embedding = tied if spec.head is None else spec.embedding.bfloat16().float()
+
+    @staticmethod
+    def _make(to: Format) -> Callable[[LinearWeights], _TwinLinear]:
+        return lambda weights: _TwinLinear(weights, to)
+
+    def forward(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """Flat tokens -> hidden [N, width] after the final norm; writes the cache."""
+        spec = self._spec
+        at = positions.clamp(max=spec.max_positions - 1)
+        cos, sin = self._cos[at], self._sin[at]
+        x = self._embedding[tokens]
+        for index, layer in enumerate(self._layers):
+            weights = layer.weights
+            qkv = layer.qkv(rms_norm(x, weights.input_norm, spec.epsilon)).view(x.shape[0], -1, spec.head_dim)
+            q, k, v = qkv.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+            if weights.q_norm is not None and weights.k_norm is not None:
+                q, k = rms_norm(q, weights.q_norm, spec.epsilon), rms_norm(k, weights.k_norm, spec.epsilon)
+            write(index, cache, rows, positions, rotate(k, cos, sin), v)
+            attended = attend(index, cache, rotate(q, cos, sin), rows, positions, spec.scale, weights.window)
+            x = x + layer.attention_out(attended.flatten(1))
+            gate, up = layer.gate_up(rms_norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
+            x = x + layer.down(functional.silu(gate) * up)
+        return rms_norm(x, spec.final_norm, spec.epsilon)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden [M, width] -> [M, vocab]."""
+        return self._head(hidden)
+
+
+class _TwinLinear:
+    """Rounded weights and rounded activations, multiplied in float32."""
+
+    def __init__(self, weights: LinearWeights, to: Format) -> None:
+        self._weight = dequantise(quantise(weights.weight, to), weights.weight.shape[1])
+        self._bias = None if weights.bias is None else weights.bias.float()
+        self._bf16 = to == "bf16"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._bf16:
+            rounded = x.bfloat16().float()
+        else:
+            values, scales = quantise_rows(x)
+            rounded = (values.float() * scales[:, :, None]).flatten(1)[:, : x.shape[1]]
+        return functional.linear(rounded, self._weight, self._bias)
+
+
+class _TwinLayer:
+    def __init__(self, weights: LayerWeights, make: Callable[[LinearWeights], _TwinLinear]) -> None:
+        self.weights = weights
+        self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
+        self.gate_up, self.down = make(weights.gate_up), make(weights.down)

@@ -1,0 +1,160 @@
+"""Measures what rounds cost here and now: the real models, on rows of their own that no request ever sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.acceptance import AcceptanceRule
+from paceline.batch import Batch, Draft, RowStart
+from paceline.decoder import Decoder
+from paceline.drafters.base import Drafter
+from paceline.lengths.cost import CostTable
+from paceline.params import SamplingParams
+
+Progress = Callable[[Sequence["Point"]], Iterable["Point"]]
+
+CONTEXT = 96  # tokens of a row in most measurements
+LONG_CONTEXT = 768  # and in those that tell what context costs
+CONTEXT_ROWS = 4
+FEEDS = (1, 16, 64)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure. Everything is measured once, then again while ``seconds`` last, at most ``repeats`` times."""
+
+    batch_sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    seconds: float = 2.0
+    repeats: int = 4
+
+    @staticmethod
+    def coarse(capacity: int) -> Grid:
+        """Few points, for the start of an engine: 1, 4, 16, ... rows and the capacity; 0, 1, 3 and 7 guesses."""
+        sizes = {capacity} | {4**power for power in range(5) if 4**power <= capacity}
+        return Grid(tuple(sorted(sizes)), (0, 1, 3, 7))
+
+
+@dataclass
+class Point:
+    """One thing to time, and the fastest time so far, in ms: other programs on the machine only add to it."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    ms: float = float("inf")
+
+    def measure(self) -> None:
+        self.prepare()
+        started = time.perf_counter()
+        self.run()
+        self.ms = min(self.ms, 1000 * (time.perf_counter() - started))
+
+
+class Calibration:
+    """Plays rounds without committing them. The engine must be idle: its caches' first rows are written to."""
+
+    def __init__(self, target: Decoder, drafter: Drafter, accept: AcceptanceRule, grid: Grid) -> None:
+        self.target, self.drafter, self.accept, self.grid = target, drafter, accept, grid
+        positions = target.cache.positions
+        longest = max(grid.lengths)
+        self.context = max(1, min(CONTEXT, positions - longest - 2))
+        self.long_context = max(self.context, min(LONG_CONTEXT, positions - longest - 2))
+        self.batch = Batch(max(grid.batch_sizes), positions, target.vocab_size, target.model.device)
+
+    @torch.inference_mode()
+    def run(self, progress: Progress = lambda points: points) -> CostTable:
+        """The table; ``progress`` may wrap the points in a progress bar."""
+        sizes, lengths = self.grid.batch_sizes, self.grid.lengths
+        self._fill(max(sizes), self.context)
+        self._fill(min(CONTEXT_ROWS, max(sizes)), self.long_context)
+        verify = {(b, k): self._verify(b, k, self.context) for b in sizes for k in lengths}
+        few, many = 1, 1 + max(lengths)
+        draft = {(b, k): self._draft(b, k) for b in sizes for k in (few, many)}
+        feeds = [n for n in FEEDS if n < self.context] if self.drafter.decoders else []
+        feed = {n: self._feed(n) for n in feeds}
+        rows = min(CONTEXT_ROWS, max(sizes))
+        near = {k: self._verify(rows, k, self.context) for k in (0, max(lengths))}
+        far = {k: self._verify(rows, k, self.long_context) for k in (0, max(lengths))}
+        self._measure([*(p for group in (verify, draft, feed, near, far) for p in group.values())], progress)
+        steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
+        once, token = self._context_cost(near, far, rows)
+        return CostTable(
+            batch_sizes=sizes,
+            lengths=lengths,
+            context=self.context,
+            verify=tuple(tuple(verify[b, k].ms for k in lengths) for b in sizes),
+            draft_once=tuple(max(0.0, draft[b, few].ms - step) for b, step in zip(sizes, steps, strict=True)),
+            draft_step=tuple(steps),
+            context_once=once,
+            context_token=token,
+            feed_tokens=tuple(feed) or (1,),
+            feed=tuple(point.ms for point in feed.values()) or (0.0,),
+        )
+
+    def _measure(self, points: list[Point], progress: Progress) -> None:
+        points[0].measure()  # the very first run pays for everybody's warm-up
+        points[0].ms = float("inf")
+        ends = time.perf_counter() + self.grid.seconds
+        for point in progress(points):
+            point.measure()
+        for _ in range(self.grid.repeats - 1):
+            for point in points:
+                if time.perf_counter() > ends:
+                    return
+                point.measure()
+
+    def _context_cost(self, near: dict[int, Point], far: dict[int, Point], rows: int) -> tuple[float, float]:
+        """Milliseconds for each row and position of context: once, and for each token fed."""
+        longest = max(near)
+        area = rows * (self.long_context - self.context)
+        if area == 0 or longest == 0:
+            return 0.0, 0.0
+        plain, wide = ((far[k].ms - near[k].ms) / area for k in (0, longest))
+        token = max(0.0, (wide - plain) / longest)
+        return max(0.0, plain - token), token
+
+    def _fill(self, rows: int, context: int) -> None:
+        """Real numbers in the caches: untouched memory would be read too fast."""
+        for decoder in (self.target, *self.drafter.decoders):
+            for table in (decoder.cache.keys, decoder.cache.values):
+                for layer in table:
+                    layer[:rows, :, :context].uniform_(-1, 1)
+
+    def _rows(self, rows: int, context: int) -> None:
+        """``rows`` decoding rows of random text, of which all caches lack the last token."""
+        draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
+        params = SamplingParams(temperature=0, max_tokens=self.batch.positions)
+        for row, tokens in enumerate(draws.tolist()):
+            self.batch.set_row(row, RowStart(tokens, params, seed=row))
+        self.batch.set_rows(rows)
+        for decoder in (self.target, *self.drafter.decoders):
+            decoder.seen[:rows] = context - 1
+
+    def _verify(self, rows: int, k: int, context: int) -> Point:
+        guesses: Tensor = torch.zeros(rows, k, dtype=torch.int64, device=self.batch.device)
+        draft = Draft(guesses, torch.full((rows,), k, device=self.batch.device))
+
+        def run() -> object:
+            return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
+
+        return Point(run, lambda: self._rows(rows, context))
+
+    def _draft(self, rows: int, k: int) -> Point:
+        def run() -> object:
+            return self.drafter.propose(self.batch, k).counts.tolist()
+
+        return Point(run, lambda: self._rows(rows, self.context))
+
+    def _feed(self, tokens: int) -> Point:
+        start, stop = self.context - 1 - tokens, self.context - 1
+
+        def run() -> None:
+            for decoder in self.drafter.decoders:
+                decoder.prefill(self.batch, 0, [start], [stop])
+
+        return Point(run, lambda: self._rows(1, self.context))

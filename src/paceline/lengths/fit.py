@@ -1,0 +1,112 @@
+"""Synergy's quantitative model (2310.18813), fitted to measurements: why the best length falls as the batch grows.
+
+Verification of s guesses a row takes alpha_b * s + beta, drafting them takes s * t_S, and l(s) = c * s ** gamma of them
+are kept, so that a token takes (alpha_b s + beta + t_S s) / (c s ** gamma + 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.lengths.cost import CostTable
+
+
+@dataclass(frozen=True)
+class PaperFit:
+    """The model's parameters in milliseconds (t_s and alpha by batch size) and how far off it is.
+
+    error: mean |fit / measured - 1| over the measured verification times. error_accepted: likewise for l(s).
+    """
+
+    batch_sizes: tuple[int, ...]
+    alpha: tuple[float, ...]
+    beta: float
+    t_s: tuple[float, ...]
+    c: float
+    gamma: float
+    error: float
+    error_accepted: float
+
+    def accepted(self, s: float) -> float:
+        """l(s): guesses kept of s."""
+        return self.c * s**self.gamma if s > 0 else 0.0
+
+    def ms_per_token(self, size: int, s: float) -> float:
+        """Of a row, in a batch of one of the fitted sizes."""
+        place = self.batch_sizes.index(size)
+        return ((self.alpha[place] + self.t_s[place]) * s + self.beta) / (self.accepted(s) + 1)
+
+    def optimum(self, size: int) -> float:
+        """The s with the fewest milliseconds a token; 0 if no guess pays.
+
+        Where the derivative of ms_per_token vanishes:
+
+            (1 - gamma) s + s ** (1 - gamma) / c = gamma beta / (alpha + t_S)
+
+        The left side only grows with s, so there is one root. Its second term comes from the token that every round
+        gives; without it the root would be gamma beta / ((1 - gamma) (alpha + t_S)).
+        """
+        place = self.batch_sizes.index(size)
+        slope = self.alpha[place] + self.t_s[place]
+        if slope <= 0 or self.gamma >= 1:
+            return math.inf
+        if self.c <= 0 or self.gamma <= 0:
+            return 0.0
+        goal, low, high = self.gamma * self.beta / slope, 0.0, 1.0
+
+        def grown(s: float) -> float:
+            return float((1 - self.gamma) * s + s ** (1 - self.gamma) / self.c)
+
+        while grown(high) < goal:
+            high *= 2
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if grown(middle) < goal else (low, middle)
+        return high
+
+    def best(self, size: int, longest: int) -> int:
+        """The best whole number of guesses from 0 to ``longest``."""
+        return min(range(longest + 1), key=lambda s: self.ms_per_token(size, s))
+
+
+def fit_paper(table: CostTable, accepted: Sequence[float]) -> PaperFit:
+    """Least squares. accepted[s - 1]: mean number of guesses kept of s, for s = 1, 2, ..."""
+    sizes, lengths = table.batch_sizes, table.lengths
+    equations = np.zeros((len(sizes) * len(lengths), len(sizes) + 1))  # alpha_1 ... alpha_n, beta
+    for row in range(len(sizes)):
+        here = slice(row * len(lengths), (row + 1) * len(lengths))
+        equations[here, row] = lengths
+    equations[:, -1] = 1
+    measured = np.array(table.verify).ravel()
+    relative = equations / measured[:, None]  # every time counts by its relative error
+    solution, *_ = np.linalg.lstsq(relative, np.ones(len(measured)), rcond=None)
+    guessing = [k for k in lengths if k > 0]
+    steps = [sum(table.draft_ms(size, k) / k for k in guessing) / max(1, len(guessing)) for size in sizes]
+    c, gamma, error_accepted = _fit_accepted(accepted)
+    return PaperFit(
+        batch_sizes=sizes,
+        alpha=tuple(solution[:-1].tolist()),
+        beta=float(solution[-1]),
+        t_s=tuple(steps),
+        c=c,
+        gamma=gamma,
+        error=float(np.abs(relative @ solution - 1).mean()),
+        error_accepted=error_accepted,
+    )
+
+
+def _fit_accepted(accepted: Sequence[float]) -> tuple[float, float, float]:
+    """c and gamma of l(s) = c * s ** gamma, a line in logarithms, and its mean relative error."""
+    points = [(s, kept) for s, kept in enumerate(accepted, 1) if kept > 0]
+    if not points:
+        return 0.0, 0.0, 0.0
+    if len(points) == 1:
+        return points[0][1], 0.0, 0.0
+    s, kept = np.array(points).T
+    gamma, log_c = np.polyfit(np.log(s), np.log(kept), 1)
+    error = np.abs(np.exp(log_c) * s**gamma / kept - 1).mean()
+    return math.exp(float(log_c)), float(gamma), float(error)

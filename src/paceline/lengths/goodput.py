@@ -1,0 +1,222 @@
+"""``auto``: the length that gives the most tokens per millisecond at the present batch, acceptance and cost.
+
+    k = argmax  sum over rows (1 + sum_j prod_{i <= j} a_i) / time(b, k, context),   k = 0 .. longest
+
+a_i is the acceptance at position i, each row's own shrunk to the batch's (``history``); time comes from the cost model,
+which real rounds correct. (Synergy 2310.18813 profiles k by batch size; SmartSpec 2406.14066 maximises the same ratio.)
+
+What the present length does not show is found out by *probes*: now and then a round asks for more guesses than pays
+(after k = 0: for any at all), or plays plain to see what that costs. A purse pays for them: PROBE_SHARE of the time
+played goes in, and a probe is played when its price is there. A probe priced at c plain rounds therefore comes every
+c / PROBE_SHARE rounds: every 53 for c = 0.4 and PROBE_SHARE = 0.75 %, but never sooner than MIN_INTERVAL rounds. One
+that shows more than was believed is repeated at once, on credit (MAX_DEBT prices): two or three make a change believed.
+
+A draft model must first read what it missed. To probe, only the row that missed least is caught up and asked, and its
+backlog is part of the price. Of n rounds missed by one row, the draft model reads n tokens in one pass, at perhaps a
+tenth of the time that it takes to guess them. Where that alone eats the share (a lone row with a large draft model),
+probes are rarer than one in 100 rounds; new rows, whose prompt the draft model has read, are probed at once for less.
+Switching on for all rows is charged their whole backlog, spread over HORIZON rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.batch import Batch, Verdict
+from paceline.decoder import Decoder
+from paceline.lengths.cost import CostModel
+
+LONGEST_AUTO = 16  # the longest draft that auto considers
+LONGER = 1.01  # a longer draft must promise so much more than the present one
+SHORTER = 1.005  # and a shorter one so much
+DOUBT = 0.5  # standard errors of the acceptance by which speculation gets the benefit of the doubt
+HORIZON = 64  # rounds over which the cost of switching on is spread
+PROBE_SHARE = 0.0075  # of the time
+MIN_INTERVAL = 16  # rounds between two probes, however cheap
+MAX_DEBT = 3  # probes on credit
+FURTHER = 2  # guesses beyond the best length that a probe asks for
+SURPRISE = 0.3  # a probe that keeps this much more of its guesses than believed is repeated at once
+PLAIN_MARGIN = 1.25  # plain rounds are measured again while speculation promises less than this factor
+REVIEW = 32  # plain rounds after which the decision is looked at again
+
+
+@dataclass
+class _Round:
+    """The round being played."""
+
+    rows: int
+    context: int
+    k: int
+    began: float
+    probe: bool = False
+    asked: range | None = None  # the rows asked for guesses; None: all
+    measured: bool = True  # whether its time says what such rounds take
+    believed: float = 1.0  # acceptance at the first position that only a probe asks for
+
+
+class GoodputLength:
+    """Chooses every round's length; measures time from ``choose`` to ``observe`` (both on the host).
+
+    costs: time(b, k, context). decoders: the drafter's, whose caches fall behind while k = 0. clock: seconds.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        costs: CostModel,
+        decoders: Sequence[Decoder] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.costs, self.decoders, self.clock = costs, decoders, clock
+        self.k = 0  # the length in force; probes aside
+        self.rounds = self.probes = 0
+        self.probe_ms = self.total_ms = 0.0  # what probes cost beyond the rounds they replaced; all rounds
+        self._purse = 0.0  # ms
+        self._price = np.inf
+        self._repeat = False
+        self._review = 0  # plain rounds left before the decision is looked at again
+        self._rows = -1
+        self._off = False  # whether the last round was plain: switching on has a price
+        self._turn = False  # probes take turns: further, plain
+        self._round = _Round(0, 0, 0, 0.0)
+
+    # --- before the round --------------------------------------------------------
+
+    def choose(self, batch: Batch) -> int:
+        played = self._round = _Round(batch.rows, batch.longest, self.k, self.clock())
+        if self._needs_review(batch):
+            self._decide(batch)
+            played.k = self.k
+            if probe := self._probe(batch):
+                self._start_probe(batch, *probe)
+        played.k = min(played.k, batch.room - 1)
+        catching_up = self._off and played.k > 0 and bool(self.decoders)
+        played.measured = played.asked is None and not catching_up
+        return played.k
+
+    def _start_probe(self, batch: Batch, k: int, rows: range | None) -> None:
+        if self.k == 0:
+            batch.history.rest()
+        played = self._round
+        played.probe, played.k, played.asked = True, k, rows
+        played.believed = float(batch.history.batch_acceptance(self.k + 1)[self.k])
+        self._repeat = False
+        if rows is not None:
+            batch.caps = [k if row in rows else 0 for row in range(batch.rows)]
+
+    def _needs_review(self, batch: Batch) -> bool:
+        """While plain decoding goes on, next to nothing is spent on thinking about it."""
+        self._review -= 1
+        return bool(
+            self.k > 0 or self._review < 0 or batch.rows != self._rows or self._repeat or self._purse >= self._price
+        )
+
+    def _decide(self, batch: Batch) -> None:
+        """Set ``k`` to what pays best."""
+        self._rows, self._review = batch.rows, REVIEW
+        self._tokens = expected_tokens(batch.history.acceptance(batch.rows, self.costs.longest))
+        self._times = self.costs.times(batch.rows, batch.longest)
+        charged = self._times
+        if self._off and self.decoders:
+            charged = self._times.copy()
+            charged[1:] += self.costs.feed_ms(sum(self._backlog(batch))) / HORIZON
+        rates = self._tokens / charged
+        best = int(rates.argmax())
+        present = rates[self.k]
+        if best == 0 and self.k > 0:
+            present *= self._benefit_of_doubt(batch)
+        if rates[best] > present * (LONGER if best > self.k else SHORTER):
+            self.k = best
+
+    def _benefit_of_doubt(self, batch: Batch) -> float:
+        """How much more the present length would give were the first guess's acceptance DOUBT standard errors higher.
+
+        Switching off loses the evidence that every round brings, so bad luck alone must not do it.
+        """
+        known, chance = batch.history.all_tried[0], batch.history.batch_acceptance(1)[0]
+        error = (chance * (1 - chance) / (known + 1)) ** 0.5
+        guesses = self._tokens[self.k] - self._tokens[0]
+        return float(1 + guesses * (DOUBT * error / chance) / self._tokens[self.k])
+
+    def _backlog(self, batch: Batch) -> list[int]:
+        """Tokens that each row's caches lack, beyond the one that a draft feeds anyway."""
+        lags = [decoder.lags(batch) for decoder in self.decoders]
+        return [sum(each) - len(lags) for each in zip(*lags, strict=True)]
+
+    # --- probes -----------------------------------------------------------------
+
+    def _probe(self, batch: Batch) -> tuple[int, range | None] | None:
+        """The length to try and the rows to try it on (None: all), if there is something to try and it is paid for."""
+        if self.k > 0 and self._turn and self._plain_unclear():
+            k, rows, cost = 0, None, self._loss(0)
+        elif self.k == 0 and self.decoders:
+            k, (rows, cost) = 1, self._one_row(batch)
+        else:
+            k, rows = min(self.k + (FURTHER if self.k else 1), self.costs.longest), None
+            cost = self._loss(k)
+        self._price = max(cost, MIN_INTERVAL * PROBE_SHARE * float(self._times[self.k]))
+        if k == self.k or not (self._purse >= self._price or (self._repeat and self._purse > -MAX_DEBT * self._price)):
+            return None
+        return k, rows
+
+    def _plain_unclear(self) -> bool:
+        return bool(self._tokens[self.k] / self._times[self.k] < PLAIN_MARGIN * self._tokens[0] / self._times[0])
+
+    def _loss(self, k: int) -> float:
+        """Milliseconds that a round of k guesses loses against one of the length in force, tokens counted."""
+        rate = self._tokens[self.k] / self._times[self.k]
+        return float(self._times[k] - self._tokens[k] / rate)
+
+    def _one_row(self, batch: Batch) -> tuple[range, float]:
+        """The row whose draft cache lacks least, and what probing it costs."""
+        backlog = self._backlog(batch)
+        row = min(range(batch.rows), key=backlog.__getitem__)
+        table = self.costs.table
+        drafting = table.draft_ms(1, 1) + table.verify_ms(batch.rows, 1) - table.verify_ms(batch.rows, 0)
+        return range(row, row + 1), drafting + self.costs.feed_ms(backlog[row])
+
+    # --- after the round ----------------------------------------------------------
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        played, accepted = self._round, verdict.host.accepted
+        if played.k > 0:
+            asked = played.asked
+            one_by_one = None if asked is None else [played.k if row in asked else 0 for row in range(played.rows)]
+            batch.history.update(played.k if one_by_one is None else one_by_one, accepted)
+        ms = 1000 * (self.clock() - played.began)
+        self.rounds += 1
+        self.total_ms += ms
+        if played.measured:
+            self.costs.observe(played.rows, played.k, played.context, ms)
+        if played.probe:
+            self._pay(played, ms, accepted)
+        else:
+            self._purse = min(self._purse + PROBE_SHARE * ms, max(self._price, PROBE_SHARE * ms))
+        self._off = played.k == 0
+
+    def _pay(self, played: _Round, ms: float, accepted: Sequence[int]) -> None:
+        """Take what the probe cost out of the purse; if it showed more than was believed, play another at once."""
+        tokens = sum(accepted) + len(accepted)
+        cost = ms - float(self._times[self.k]) * tokens / float(self._tokens[self.k])
+        self._purse -= max(cost, self._price / 2)
+        self.probes += 1
+        self.probe_ms += cost
+        self._turn = not self._turn
+        self._review = 0
+        tried = sum(kept >= self.k for kept in accepted) if played.asked is None else len(played.asked)
+        kept = sum(kept > self.k for kept in accepted)
+        self._repeat = played.k > self.k and tried > 0 and kept / tried > played.believed + SURPRISE
+
+
+def expected_tokens(acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[rows, longest] acceptance by position -> [longest + 1]: tokens of a round with k = 0, 1, ... guesses a row."""
+    survival = acceptance.cumprod(axis=1).sum(axis=0)
+    tokens = np.full(len(survival) + 1, float(acceptance.shape[0]))
+    tokens[1:] += survival.cumsum()
+    return tokens

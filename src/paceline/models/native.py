@@ -1,0 +1,326 @@
+"""A llama-like decoder that runs on the CPU kernels: one call a forward pass, packed weights, batch-invariant bits.
+
+A token's hidden state and logits are the same bits whatever else is in the call: alone, among other rows, verified
+with its guesses, or prefilled in any chunks. Without the extension the plain torch twin runs instead, and ``kernels``
+says so (the twin makes no promise about bits).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.cache import KVCache
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.kernels import native, pack, twin
+from paceline.kernels.pack import Format, Packed
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.models.config import ModelConfig
+from paceline.models.linear import Dense
+from paceline.models.transformer import RMSNorm, Transformer, _GatedMLP
+
+Quantization = Literal["int8", "int4"]
+_LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
+_HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # 4 bits hurt the head most
+
+
+class NativeModel:
+    """A decoder on packed weights: bf16 (quantization None), int8 or int4.
+
+    Flat interface: tokens [N] with their cache rows [N] and positions [N]; the tokens of a row are consecutive and
+    their positions ascend. dtype is that of the cache which the model wants; float32 caches work too.
+    """
+
+    def __init__(
+        self,
+        spec: NativeSpec,
+        name: str,
+        *,
+        quantization: Quantization | None = None,
+        threads: int | None = None,
+        kernels: native.Kernels | None | Literal["choose"] = "choose",
+    ) -> None:
+        _check(spec)
+        if quantization not in _LAYER_FORMAT:
+            raise ParameterError("quantization", quantization, "None, 'int8' or 'int4'")
+        self.name, self.quantization = name, quantization
+        self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
+        self.max_positions = spec.max_positions
+        self.dtype, self.device = torch.bfloat16, torch.device("cpu")
+        self.threads = torch.get_num_threads() if threads is None else threads
+        chosen = native.select() if kernels == "choose" else kernels
+        self.kernels = "torch twin" if chosen is None else chosen.name
+        self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)
+        self.timed = False  # whether forward adds to ``seconds``, by native.PHASES
+        formats = _LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
+        self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
+        self._packed = None if chosen is None else _PackedDecoder(spec, *formats, chosen, self.threads)
+        self._caches: dict[int, tuple[Tensor, native.CCache]] = {}
+        self._weight_bytes = _stored_bytes(spec, *formats)
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        name: str,
+        *,
+        quantization: Quantization | None = None,
+        threads: int | None = None,
+    ) -> NativeModel:
+        """From the tensors that ``Transformer`` takes."""
+        return cls(spec_of(config, weights), name, quantization=quantization, threads=threads)
+
+    @classmethod
+    def from_transformer(
+        cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
+    ) -> NativeModel:
+        """From a loaded model, which stays as it is."""
+        _check_config(model.config)
+        weights = _weights_of(model)
+        return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
+
+    def forward_flat(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """tokens, rows, positions [N] int64 -> hidden [N, width] float32 after the final norm; writes the cache."""
+        hidden = torch.empty(tokens.shape[0], self.width)
+        if tokens.shape[0] == 0:
+            return hidden
+        if self._twin is not None:
+            return self._twin.forward(tokens, rows, positions, cache)
+        assert self._packed is not None
+        flat = tokens.contiguous(), rows.contiguous(), positions.contiguous()
+        seconds = self.seconds if self.timed else None
+        problem = self._packed.decoder.forward(*flat, self._describe(cache), hidden, seconds)
+        if problem is not None:
+            raise ParameterError("tokens", f"[{tokens.shape[0]} tokens]", problem)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., width] -> logits [..., vocab_size] in float32."""
+        flat = hidden.reshape(-1, self.width).float().contiguous()
+        if self._twin is not None:
+            return self._twin.logits(flat).view(*hidden.shape[:-1], self.vocab_size)
+        assert self._packed is not None
+        out = torch.empty(flat.shape[0], self.vocab_size)
+        self._packed.decoder.logits(flat, out)
+        return out.view(*hidden.shape[:-1], self.vocab_size)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., width] -> the most likely tokens [...], without writing the logits."""
+        flat = hidden.reshape(-1, self.width).float().contiguous()
+        if self._twin is not None:
+            return self._twin.logits(flat).argmax(dim=1).view(hidden.shape[:-1])
+        assert self._packed is not None
+        tokens = torch.empty(flat.shape[0], dtype=torch.int64)
+        self._packed.decoder.argmax(flat, tokens, torch.empty(flat.shape[0]))
+        return tokens.view(hidden.shape[:-1])
+
+    def weight_bytes(self) -> int:
+        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        return self._weight_bytes
+
+    def _describe(self, cache: KVCache) -> native.CCache:
+        """The cache's description, made once: caches never move."""
+        known = self._caches.get(id(cache))
+        if known is None or known[0] is not cache.keys:
+            _check_cache(cache, self)
+            if self._packed is not None:
+                self._packed.prepare_cache(cache)
+            self._caches = {id(cache): (cache.keys, native.CCache.of(cache))}
+            known = self._caches[id(cache)]
+        return known[1]
+
+
+def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
+    """A model's parts by the names of ``models.weights``. Raises ModelFormatError if the kernels cannot run it."""
+    _check_config(config)
+    assert config.rotary is not None
+
+    def linear(name: str) -> LinearWeights:
+        return LinearWeights(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    layers = [
+        LayerWeights(
+            qkv=linear(f"layers.{i}.qkv"),
+            attention_out=linear(f"layers.{i}.o"),
+            gate_up=linear(f"layers.{i}.gate_up"),
+            down=linear(f"layers.{i}.down"),
+            input_norm=weights[f"layers.{i}.attn_norm.weight"],
+            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
+            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
+            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
+            window=window,
+        )
+        for i, window in enumerate(config.windows)
+    ]
+    return NativeSpec(
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.mlp_width,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        inverse_frequencies=config.rotary.inverse_frequencies,
+        embedding=weights["embed.weight"],
+        final_norm=weights["norm.weight"],
+        layers=layers,
+        head=linear("head") if "head.weight" in weights else None,
+        epsilon=config.norm_eps,
+        rotary_scaling=config.rotary.scaling,
+        attention_scale=config.scales[0],
+    )
+
+
+def _weights_of(model: Transformer) -> dict[str, Tensor]:
+    """The tensors that a transformer was made of, by their names. Raises ModelFormatError if they are quantised already."""
+    found: dict[str, Tensor | None] = {"embed.weight": model._embedding, "norm.weight": _norm_weight(model._norm)}
+    linears = {} if model.config.tied else {"head": model._head}
+    for i, block in enumerate(model._blocks):
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(mlp, _GatedMLP)
+        linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
+        linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
+        found[f"layers.{i}.attn_norm.weight"] = _norm_weight(block.attention_norm)
+        found[f"layers.{i}.mlp_norm.weight"] = _norm_weight(block.mlp_norm)
+        if attention.qk_norm is not None:  # one line a head, all of q alike and all of k
+            found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
+            found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
+    for name, linear in linears.items():
+        if not isinstance(linear, Dense):
+            raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
+        found |= {f"{name}.weight": linear.weight, f"{name}.bias": linear.bias}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _norm_weight(norm: object) -> Tensor | None:
+    return norm.weight if isinstance(norm, RMSNorm) else None
+
+
+def _check_config(config: ModelConfig) -> None:
+    """Raise ModelFormatError for what ``NativeSpec`` cannot say."""
+    wanted = {
+        "an RMS norm before each part": config.norm == "rms" and config.norm_first and config.final_norm,
+        "SwiGLU": config.gated and config.activation == "silu",
+        "rotary positions": config.rotary is not None,
+        "one attention scale for all layers": len(set(config.scales)) == 1,
+        "an embedding as wide as the model": config.embed_width in (0, config.width),
+    }
+    missing = [what for what, there in wanted.items() if not there]
+    if missing:
+        raise ModelFormatError(f"the CPU kernels cannot run a {config.family} model without {' and '.join(missing)}")
+
+
+def _check(spec: NativeSpec) -> None:
+    if spec.head_dim % 16 or spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
+        shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
+        raise ModelFormatError(f"the CPU kernels need heads of a multiple of 16, at most 64 to a key head; not {shape}")
+
+
+def _check_cache(cache: KVCache, model: NativeModel) -> None:
+    shape = cache.keys.shape
+    if (shape[0], shape[2], shape[4]) != (model.layers, model.kv_heads, model.head_dim):
+        raise ParameterError(
+            "cache", tuple(shape), f"{model.layers} layers, {model.kv_heads} heads of {model.head_dim}"
+        )
+    if cache.keys.dtype not in (torch.float32, torch.bfloat16):
+        raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")
+
+
+class _PackedDecoder:
+    """Packs a decoder's weights in the order in which they are read, and hands them to the library."""
+
+    def __init__(
+        self, spec: NativeSpec, layer_format: Format, head_format: Format, kernels: native.Kernels, threads: int
+    ) -> None:
+        self._spec = spec
+        self._keep: list[object] = []
+        self._arena = native.Arena(kernels.library, _packed_bytes(spec, layer_format, head_format))
+        layers = [self._layer(layer, layer_format) for layer in spec.layers]
+        head = spec.head or LinearWeights(spec.embedding)
+        model = native.CModel(
+            layers=(native.CLayer * len(layers))(*layers),
+            head=self._linear(head, head_format),
+            embedding=None if spec.head is None else self._vector(_padded_embedding(spec), torch.bfloat16),
+            final_norm=self._norm(spec.final_norm),
+            positions=spec.max_positions,
+            layer_count=len(layers),
+            width=spec.width,
+            ffn=spec.ffn,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            rotary_half=len(spec.inverse_frequencies),
+            epsilon=spec.epsilon,
+            attention_scale=spec.scale,
+        )
+        model.cosine, model.sine = (self._vector(table) for table in twin.rotary_table(spec))
+        self.decoder = native.NativeDecoder(kernels, model, (self._keep, self._arena), threads)
+
+    def prepare_cache(self, cache: KVCache) -> None:
+        for tensor in (cache.keys, cache.values):
+            native.use_huge_pages(self.decoder.kernels, tensor)
+
+    def _layer(self, layer: LayerWeights, to: Format) -> native.CLayer:
+        return native.CLayer(
+            qkv=self._linear(layer.qkv, to),
+            attention_out=self._linear(layer.attention_out, to),
+            gate_up=self._linear(_interleaved(layer.gate_up), to),
+            down=self._linear(layer.down, to),
+            input_norm=self._norm(layer.input_norm),
+            post_norm=self._norm(layer.post_norm),
+            q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
+            k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
+            window=layer.window or 0,
+        )
+
+    def _linear(self, linear: LinearWeights, to: Format) -> native.CLinear:
+        memory = self._arena.take(pack.packed_bytes(*linear.weight.shape, to))
+        packed = pack.pack(pack.quantise(linear.weight, to), linear.bias, memory)
+        self._keep.append(packed)
+        return native.CLinear.of(packed)
+
+    def _norm(self, weight: Tensor) -> int:
+        return self._vector(pad(weight.float(), (0, -weight.shape[0] % pack.INPUT_MULTIPLE)))
+
+    def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
+        kept = values.to(dtype).contiguous().clone()
+        self._keep.append(kept)
+        return kept.data_ptr()
+
+
+def _interleaved(gate_up: LinearWeights) -> LinearWeights:
+    bias = None if gate_up.bias is None else pack.interleave_gate_up(gate_up.bias)
+    return LinearWeights(pack.interleave_gate_up(gate_up.weight), bias)
+
+
+def _padded_embedding(spec: NativeSpec) -> Tensor:
+    return pad(spec.embedding, (0, -spec.width % pack.INPUT_MULTIPLE))
+
+
+def _shapes(layer: LayerWeights) -> Sequence[tuple[int, int]]:
+    outputs, inputs = layer.gate_up.weight.shape
+    interleaved = 2 * pack.round_up(outputs // 2, 16), inputs
+    plain = (layer.qkv, layer.attention_out, layer.down)
+    return [(w.weight.shape[0], w.weight.shape[1]) for w in plain] + [interleaved]
+
+
+def _packed_bytes(spec: NativeSpec, layer_format: Format, head_format: Format) -> int:
+    """Bytes of all packed matrices, each on its own cache lines."""
+    shapes = [(*shape, layer_format) for layer in spec.layers for shape in _shapes(layer)]
+    shapes.append((spec.vocab_size, spec.width, head_format))
+    return sum(pack.round_up(pack.packed_bytes(*shape), 64) for shape in shapes)
+
+
+def _stored_bytes(spec: NativeSpec, layer_format: Format, head_format: Format) -> int:
+    untied = 0 if spec.head is None else spec.embedding.shape[0] * pack.round_up(spec.width, pack.INPUT_MULTIPLE) * 2
+    return _packed_bytes(spec, layer_format, head_format) + untied
+
+
+__all__ = ["NativeModel", "Packed", "Quantization", "spec_of"]

@@ -1,0 +1,40 @@
+"""The offline benchmark: prefill and decoding told apart, every side timed in turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from paceline.bench.offline import Timing, measure, split_times
+
+
+@dataclass
+class Scripted:
+    """A side whose decoding takes as long as it is told."""
+
+    name: str
+    seconds: list[float]
+    log: list[str]
+
+    def time(self, prompts: Sequence[list[int]], tokens: int) -> Timing:
+        self.log.append(f"{self.name} {tokens}")
+        return Timing(0.5, self.seconds.pop(0), rounds=tokens)
+
+
+def test_prefill_and_decoding_are_told_apart() -> None:
+    prefill, a_round, rounds = 2.0, 0.1, 30
+    assert split_times(prefill + a_round, prefill + rounds * a_round, rounds) == pytest.approx((2.0, 3.0))
+
+
+def test_noise_makes_no_negative_times() -> None:
+    assert min(split_times(1.0, 0.9, 10)) >= 0
+
+
+def test_sides_take_turns_after_a_warm_up_and_the_median_counts() -> None:
+    log: list[str] = []
+    sides = [Scripted("a", [9.0, 3.0, 1.0, 2.0], log), Scripted("b", [9.0, 4.0, 4.0, 4.0], log)]
+    results = list(measure(sides, [[1, 2], [3, 4, 5, 6]], tokens=16, repeats=3))
+    assert log == ["a 4", "b 4", *["a 16", "b 16"] * 3]
+    assert [result.median.decode_seconds for result in results] == [2.0, 4.0]
+    assert results[0].decode_seconds_of_all == [3.0, 1.0, 2.0]
+    assert (results[0].prompt_tokens, results[0].tokens_per_second, results[0].ms_per_token) == (3, 16.0, 125.0)

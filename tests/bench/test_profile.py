@@ -1,0 +1,81 @@
+"""``paceline profile`` on a toy model: everything is there; the numbers mean nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.profile import Sweep, acceptance_by_position, draw, run_profile
+from paceline.bench.recording import Round, longest_stretch
+from paceline.errors import ParameterError
+from paceline.lengths.profile import Profile
+from toy import make_engine
+from toy_llm import toy_llm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [[1, 2, 3, 1, 2, 3], [4, 5]]
+
+
+def no_bar(steps: Iterable[Any], what: str) -> Iterable[Any]:
+    return steps
+
+
+def test_a_profile_is_measured_written_read_and_drawn(tmp_path: Path) -> None:
+    llm = toy_llm(drafter="model")
+    profile, fit = run_profile(llm, PROMPTS, Sweep.quick(), no_bar)
+    assert set(profile.best) == {1, 2}
+    assert [(p.batch_size, p.k) for p in profile.sweep] == [(b, k) for b in (1, 2) for k in range(3)]
+    assert all(p.ms_per_token > 0 and p.mean_acceptance_length >= 1 for p in profile.sweep)
+    assert len(profile.acceptance) == 2
+    assert fit.error >= 0
+    profile.save(tmp_path / "profile.json")
+    draw(profile, fit, tmp_path / "profile.png", "a toy")
+    assert (tmp_path / "profile.png").stat().st_size > 1000
+    assert Profile.load(tmp_path / "profile.json").best == profile.best
+    json.dumps(profile.as_json())
+
+
+def test_its_profile_serves_an_engine_on_the_same_models(tmp_path: Path) -> None:
+    llm = toy_llm(drafter="ngram")
+    profile, _ = run_profile(llm, PROMPTS, Sweep.quick(), no_bar)
+    profile.save(tmp_path / "profile.json")
+    engine = llm.with_options(num_speculative_tokens="profiled", profile=str(tmp_path / "profile.json")).engine
+    assert engine.parts.policy.name == "profiled"
+
+
+def test_without_a_drafter_there_is_nothing_to_profile() -> None:
+    with pytest.raises(ParameterError, match="nothing to profile"):
+        run_profile(toy_llm(drafter=None), PROMPTS, Sweep.quick(), no_bar)
+
+
+def played(k: int, *accepted: int) -> Round:
+    return Round(0.0, 1.0, k, accepted)
+
+
+def test_acceptance_by_position_is_conditional_on_what_was_before() -> None:
+    rounds = [played(2, 0, 1), played(2, 2, 2), played(1, 1, 1)]
+    assert acceptance_by_position(rounds, 2) == (3 / 4, 2 / 3)
+
+
+def test_the_longest_stretch_of_a_batch_size() -> None:
+    rounds = [played(1, 0), played(1, 0, 0), played(1, 0), played(2, 0), played(1, 0, 0)]
+    assert [r.k for r in longest_stretch(rounds, 1)] == [1, 2]
+    assert longest_stretch(rounds, 3) == []
+
+
+def test_a_recorder_is_as_good_as_the_policy_inside(tmp_path: Path) -> None:
+    from paceline.bench.recording import Recorder
+    from paceline.engine import Request
+    from paceline.params import SamplingParams
+
+    engine = make_engine(toy_llm().engine.models.target, drafter="ngram", num_speculative_tokens=2)
+    recorder = Recorder(engine.parts.policy)
+    engine.parts.policy = recorder
+    output = engine.add(Request([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    assert sum(r.tokens for r in recorder.rounds) >= len(output.outputs[0].token_ids)

@@ -1,0 +1,216 @@
+"""The orchestrator of `make bench-peers`, with workers that only pretend."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers import config, environments, export, run  # noqa: E402
+from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec  # noqa: E402
+from benchmarks.peers.prompts import STUBS  # noqa: E402
+
+WORKER = Path(__file__).parent / "fake_worker.py"
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Peers are fake, models are empty files; returns what the workers have noted."""
+    monkeypatch.setenv("PACELINE_TEST_MODELS", str(tmp_path))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "calls"))
+    for name in ("qwen-coder-1.5b", "qwen-coder-0.5b", "smollm2-135m"):
+        (tmp_path / f"{name}.gguf").touch()
+    monkeypatch.setattr(run, "prompt_ids", lambda pair, count: [[10 + row, 2, 3] for row in range(count)])
+    return lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls, capsys):
+    def benchmark(*behaviours: str, arguments: str = "", split: bool = False) -> dict:
+        peers = {how: config.Peer(how, None, str(WORKER), "gguf", how, split=split) for how in behaviours}
+        monkeypatch.setattr(config, "PEERS", peers)
+        files = ["--output", str(tmp_path / "out.json"), "--plot", str(tmp_path / "img" / "peers.png")]
+        shape = ["--batches", "1,2", "--max-tokens", "8", "--peers", ",".join(behaviours)]
+        assert run.main([*shape, *files, *arguments.split()]) == 0
+        printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert printed == json.loads((tmp_path / "out.json").read_text())
+        assert (tmp_path / "img" / "peers.png").stat().st_size > 1000
+        return printed
+
+    return benchmark
+
+
+def cells(document: dict) -> dict:
+    return {(row["peer"], row["mode"], row["batch"]): row for row in document["results"]}
+
+
+def test_every_configuration_has_a_median_of_all_repeats(bench) -> None:
+    document = bench("one", "two", arguments="--repeats 3")
+    found = cells(document)
+    assert set(found) == {(p, m, b) for p in ("one", "two") for m in ("plain", "draft", "ngram") for b in (1, 2)}
+    row = found["two", "draft", 2]
+    assert (row["status"], len(row["samples"])) == ("ok", 3)
+    assert row["tokens_per_s"] == pytest.approx(16 / 1.5, abs=1e-3)
+    assert row["decode_tokens_per_s"] == pytest.approx(14 / 1.0)
+    assert (row["acceptance"], row["rows_equal_plain"], row["k"]) == (0.7, 1.0, 5)
+    assert found["two", "plain", 2]["k"] is None
+    assert document["workers"]["one"]["versions"] == {"fake": "1"}
+    assert document["settings"]["prompt_tokens"] == [3, 3]
+
+
+def test_peers_alternate_back_and_forth_and_are_started_once(bench, calls) -> None:
+    bench("one", "two", arguments="--repeats 2 --modes plain")
+    order = [call["peer"] for call in calls() if call.get("tokens") == 8]
+    assert order == ["one", "one", "two", "two", "two", "two", "one", "one"]
+    assert [call["started"] for call in calls() if "started" in call] == ["one", "two"]
+
+
+def test_a_split_peer_has_a_worker_for_each_mode(bench) -> None:
+    assert set(bench("one", arguments="--repeats 1", split=True)["workers"]) == {"one-plain", "one-draft", "one-ngram"}
+
+
+def test_a_pair_without_a_draft_model_skips_that_mode(bench) -> None:
+    document = bench("one", arguments="--repeats 1 --pair smollm2")
+    assert {row["mode"] for row in document["results"]} == {"plain", "ngram"}
+
+
+@pytest.mark.parametrize(
+    ("how", "batch", "line"),
+    [
+        ("broken", 1, "RuntimeError: cannot load"),
+        ("refuses", 2, "ValueError: batch > 1 is not supported"),
+        ("dies", 2, "the process ended with status -9"),
+        ("short", 1, "answered [7] tokens a row instead of 8"),
+    ],
+)
+def test_a_peer_that_fails_is_in_the_results_with_its_error(bench, how: str, batch: int, line: str) -> None:
+    document = bench(how, "sound", arguments="--repeats 2 --modes plain")
+    found = cells(document)
+    assert found[how, "plain", batch]["status"] == "failed"
+    assert line in found[how, "plain", batch]["error"]
+    assert [found["sound", "plain", b]["status"] for b in (1, 2)] == ["ok", "ok"]
+
+
+def test_what_a_peer_does_not_refuse_is_measured(bench) -> None:
+    found = cells(bench("refuses", arguments="--repeats 2 --modes draft"))
+    assert len(found["refuses", "draft", 1]["samples"]) == 2
+
+
+def test_a_call_that_takes_too_long_is_cut_and_the_worker_given_up(bench) -> None:
+    found = cells(bench("hangs", arguments="--repeats 1 --modes plain --call-seconds 1 --batches 1,2,4"))
+    errors = [found["hangs", "plain", batch]["error"] for batch in (1, 2, 4)]
+    assert errors == ["no answer within 1 s"] * 2 + ["its worker was lost 2 times before"]
+
+
+def test_without_time_repeats_are_dropped_before_configurations(bench, monkeypatch) -> None:
+    monkeypatch.setattr(run.Measurement, "_has_time_for", lambda self, outcomes: False)
+    document = bench("one", arguments="--repeats 3 --modes plain")
+    assert document["notes"] == ["dropped repeats 2 to 3: no time left in the budget"]
+    assert [len(row["samples"]) for row in document["results"]] == [1, 1]
+
+
+def test_with_no_time_at_all_the_results_say_so(bench) -> None:
+    document = bench("one", arguments="--modes plain --budget-minutes 0")
+    assert {row["error"] for row in document["results"]} == {"not measured: no time left in the budget"}
+
+
+def test_a_failed_set_up_is_a_failed_peer(bench, monkeypatch) -> None:
+    def fail(peer, say) -> None:
+        if peer.name == "one":
+            raise environments.SetupError("no such package")
+
+    monkeypatch.setattr(run, "ensure_environment", fail)
+    found = cells(bench("one", "two", arguments="--repeats 1 --modes plain"))
+    assert found["one", "plain", 1]["error"] == "set-up: no such package"
+    assert found["two", "plain", 1]["status"] == "ok"
+
+
+def spec(need_gib: float = 0.0, how: str = "one") -> WorkerSpec:
+    setup = {"target": "", "draft": None, "modes": ["plain"], "precision": how, "k": 1}
+    more = {"max_batch": 1, "max_tokens_of_row": 8, "threads": 1}
+    return WorkerSpec(how, (sys.executable, str(WORKER), json.dumps({**setup, **more})), need_gib=need_gib)
+
+
+def test_an_idle_worker_is_stopped_and_a_closed_one_is_gone(tmp_path: Path, calls) -> None:
+    pool = Pool(tmp_path, 30, lambda text: None)
+    worker, fresh = pool.get(spec())
+    process = psutil.Process(worker._process.pid)
+    assert fresh
+    assert _becomes(process, psutil.STATUS_STOPPED)
+    request = {"mode": "plain", "prompts": [[1]], "max_tokens": 3, "k": 1}
+    assert worker.call(request, 30)["output_ids"] == [[1, 1, 1]]
+    assert _becomes(process, psutil.STATUS_STOPPED)
+    assert pool.get(spec()) == (worker, False)
+    pool.close()
+    assert not process.is_running()
+
+
+def _becomes(process: psutil.Process, status: str) -> bool:
+    deadline = time.monotonic() + 10
+    while process.status() != status and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process.status() == status
+
+
+def test_the_least_recently_used_worker_makes_room(tmp_path: Path, calls) -> None:
+    said: list[str] = []
+    pool = Pool(tmp_path, 30, said.append)
+    first, _ = pool.get(spec(how="one"))
+    pool.get(spec(need_gib=1e6, how="two"))
+    pool.close()
+    assert first._process.returncode is not None
+    assert "ending one" in said[1]
+
+
+def test_a_worker_that_cannot_be_loaded_is_tried_once(tmp_path: Path, calls) -> None:
+    said: list[str] = []
+    pool = Pool(tmp_path, 30, said.append)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="cannot load"):
+            pool.get(spec(how="broken"))
+    assert said == ["loading broken"]
+
+
+def test_directives_of_a_requirement_file() -> None:
+    found = environments.Directives.of(
+        "# words\n# uninstall: a b\n# environment: X=-DY=1 -DZ\n# optional: c==1\nd==2\n"
+    )
+    assert found == environments.Directives(("a", "b"), ("c==1",), {"X": "-DY=1 -DZ"})
+
+
+@pytest.mark.parametrize("peer", config.PEERS.values(), ids=lambda peer: peer.name)
+def test_every_peer_has_its_worker_and_pinned_requirements(peer: config.Peer) -> None:
+    assert (config.HERE / "workers" / peer.worker).is_file()
+    lines = [line for line in peer.requirements.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines
+    assert all("==" in line for line in lines)
+
+
+def test_an_export_is_complete_or_not_there(tmp_path: Path, monkeypatch) -> None:
+    def half(source: Path, target: Path) -> None:
+        (target / "part").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setitem(export.FORMATS, "huggingface", half)
+    monkeypatch.setattr(sys, "argv", ["export.py", "huggingface", "a.gguf", str(tmp_path / "a")])
+    with pytest.raises(OSError, match="disk full"):
+        export.main()
+    assert not (tmp_path / "a").exists()
+
+
+def test_sixteen_different_stubs_that_are_python() -> None:
+    assert len(set(STUBS)) == 16
+    for stub in STUBS:
+        compile(stub, "stub", "exec")
+
+
+@pytest.mark.parametrize("wrong", ["--batches 0", "--batches 32", "--peers nobody", "--modes fast", "--repeats 0"])
+def test_wrong_arguments_are_refused(wrong: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run.arguments(wrong.split())
+    assert "error" in capsys.readouterr().err

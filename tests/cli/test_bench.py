@@ -1,0 +1,32 @@
+"""``paceline bench offline``: a table for people, one JSON document for programs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("how", [[], ["--drafter", "ngram"], ["--drafter", "ngram", "--compare", "transformers"]])
+def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_path: Path, how: list[str]) -> None:
+    file = tmp_path / "result.json"
+    options = ["--batch-sizes", "1,2", "--max-tokens", "6", "--repeats", "1", "--dtype", "float32"]
+    result = paceline("bench", "offline", tiny, *options, *how, "--prompts", "open", "--output", str(file))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document == json.loads(file.read_text())
+    sides = ["plain", *(["speculation"] if how else []), *(["transformers"] if "transformers" in how else [])]
+    assert [(r["batch_size"], r["side"]) for r in document["results"]] == [(b, s) for b in (1, 2) for s in sides]
+    assert all(r["decode_seconds"] > 0 and r["output_tokens"] == 6 for r in document["results"])
+    assert {"cpu", "cores"} <= document["machine"].keys()
+    assert {"torch", "transformers", "paceline"} <= document["versions"].keys()
+    assert document["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--batch-sizes", "1,none"), ("--batch-sizes", "0"), ("--max-tokens", "1")]
+)
+def test_bad_options_are_named(paceline: Any, tiny: str, option: str, value: str) -> None:
+    result = paceline("bench", "offline", tiny, option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr

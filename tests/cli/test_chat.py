@@ -1,0 +1,36 @@
+"""``paceline chat``: a conversation grows, mistakes do not end it."""
+
+from typing import Any
+
+from paceline import LLM, SamplingParams
+
+OPTIONS = ("--temperature", "0", "--max-tokens", "6", "--dtype", "float32", "--quiet", "--ignore-eos")
+
+
+def test_each_answer_knows_the_turns_before_it(paceline: Any, tiny: str) -> None:
+    result = paceline("chat", tiny, "--system", "be brief", *OPTIONS, stdin="hello\nmore\n")
+    llm = LLM(tiny, dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    messages = [{"role": "system", "content": "be brief"}]
+    expected = ""
+    for line in ("hello", "more"):
+        messages.append({"role": "user", "content": line})
+        answer = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+        messages.append({"role": "assistant", "content": answer})
+        expected += answer + "\n"
+    assert result.exit_code == 0
+    assert result.stdout == expected
+
+
+def test_clear_forgets_and_exit_leaves(paceline: Any, tiny: str) -> None:
+    once = paceline("chat", tiny, *OPTIONS, stdin="hello\n")
+    twice = paceline("chat", tiny, *OPTIONS, stdin="hello\n/clear\nhello\n/exit\nhello\n")
+    assert twice.stdout == 2 * once.stdout
+
+
+def test_a_turn_that_does_not_fit_is_refused_and_the_conversation_goes_on(paceline: Any, tiny: str) -> None:
+    once = paceline("chat", tiny, *OPTIONS, stdin="hello\n")
+    result = paceline("chat", tiny, *OPTIONS, stdin="x" * 600 + "\nhello\n")
+    assert result.exit_code == 0
+    assert result.stdout == once.stdout
+    assert result.stderr.startswith("error: the prompt has")

@@ -1,0 +1,41 @@
+"""``paceline demo``: both sides, a table, and an honest verdict."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline import LLM
+from paceline.bench.measure import BatchRun
+from paceline.cli.demo import compare, verdict
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> LLM:
+    return LLM(tiny, drafter="ngram", dtype="float32", max_batch_size=8)
+
+
+def test_the_demo_shows_texts_table_and_verdict(paceline: Any, tiny: str) -> None:
+    result = paceline("demo", tiny, "--max-tokens", "8", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    words = ("tokens/s", "speed-up", "plain", "speculation", "Rename the variable total", "equal, token by token")
+    assert all(word in result.stdout for word in words)
+    assert "copy, correct or edit a text" in " ".join(result.stdout.split())
+
+
+def test_both_sides_decode_the_same_tokens(llm: LLM) -> None:
+    speculative, plain = compare(llm, max_tokens=8)
+    assert speculative.token_ids == plain.token_ids
+    assert plain.acceptance_rate is None
+    assert plain.mean_acceptance_length == 1.0
+    assert speculative.rounds <= plain.rounds
+    assert speculative.tokens == sum(map(len, plain.token_ids))
+
+
+def test_a_difference_is_told(llm: LLM) -> None:
+    speculative, plain = compare(llm, max_tokens=4)
+    altered = BatchRun(plain.seconds, [replace(plain.outputs[0], outputs=[]), *plain.outputs[1:]])
+    altered.outputs[0].outputs.append(replace(plain.outputs[0].outputs[0], token_ids=[1, 2, 3]))
+    text = verdict(llm, speculative, altered)
+    assert "7 of 8 outputs are equal" in text
+    assert "prompts 1 part" in text

@@ -1,0 +1,197 @@
+"""``paceline generate``: prompts in, texts or JSON out, each mistake one clear error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from paceline.engine import Engine
+from paceline.errors import ParameterError
+from paceline.params import EngineConfig, SamplingParams
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
+
+
+def documents(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def texts(result: Result) -> list[str]:
+    return [entry["outputs"][0]["text"] for entry in documents(result)]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    return tmp_path / "prompts.jsonl"
+
+
+def test_one_prompt_gives_one_bare_text(paceline: Any, tiny: str) -> None:
+    bare = paceline("generate", tiny, "--prompt", "hello", *GREEDY)
+    (document,) = documents(paceline("generate", tiny, "--prompt", "hello", *GREEDY, "--json"))
+    assert bare.exit_code == 0
+    assert bare.stdout == document["outputs"][0]["text"] + "\n"
+    assert document["outputs"][0]["finish_reason"] == "length"
+    assert document["outputs"][0]["metrics"]["output_tokens"] == 12
+
+
+def test_the_start_line_says_what_runs_and_quiet_silences_it(paceline: Any, tiny: str) -> None:
+    loud = paceline("generate", tiny, "--prompt", "hello", "--drafter", "ngram", *GREEDY)
+    assert "float32" in loud.stderr
+    assert "ngram" in loud.stderr
+    assert paceline("generate", tiny, "--prompt", "hello", "--quiet", *GREEDY).stderr == ""
+
+
+@pytest.mark.parametrize("how", [["--drafter", "ngram"], ["-k", "bass"], ["--acceptance", "rejection"]])
+def test_speculation_changes_no_text(paceline: Any, tiny: str, tiny_draft: str, how: list[str]) -> None:
+    prompts = ["--prompt", "abcabcabc", "--prompt", "x"]
+    plain = texts(paceline("generate", tiny, *prompts, *GREEDY, "--json"))
+    draft = [] if "ngram" in how else ["--draft-model", tiny_draft]
+    assert texts(paceline("generate", tiny, *prompts, *GREEDY, *draft, *how, "--json")) == plain
+
+
+def test_several_prompts_and_answers_are_titled(paceline: Any, tiny: str) -> None:
+    result = paceline("generate", tiny, "-p", "a", "-p", "b", "--n", "2", "--seed", "1", "--max-tokens", "3")
+    assert result.exit_code == 0
+    assert [line for line in result.stdout.splitlines() if line.startswith("prompt ")]
+    assert "prompt 2, answer 2" in result.stdout
+
+
+def test_a_file_of_prompts_is_answered_in_its_order_with_parameters_of_each_line(
+    paceline: Any, tiny: str, lines: Path
+) -> None:
+    entries = [
+        {"prompt": "first", "max_tokens": 9},
+        {"messages": [{"role": "user", "content": "second"}], "max_tokens": 2},
+        {"prompt": [3, 4, 5], "n": 2, "seed": 7, "temperature": 1.0, "logit_bias": {"65": 1.5}, "max_tokens": 4},
+    ]
+    lines.write_text("\n".join(map(json.dumps, entries)) + "\n\n")
+    found = documents(paceline("generate", tiny, "--prompts-file", str(lines), "--json", *GREEDY))
+    assert [entry["index"] for entry in found] == [0, 1, 2]
+    assert [len(entry["outputs"]) for entry in found] == [1, 1, 2]
+    assert [len(entry["outputs"][0]["token_ids"]) for entry in found] == [9, 2, 4]
+
+
+def test_prompts_come_from_stdin_too(paceline: Any, tiny: str) -> None:
+    result = paceline("generate", tiny, "--prompts-file", "-", "--json", *GREEDY, stdin='{"prompt": "hello"}\n')
+    assert texts(result) == texts(paceline("generate", tiny, "-p", "hello", "--json", *GREEDY))
+
+
+def test_logprobs_are_in_the_document(paceline: Any, tiny: str) -> None:
+    (document,) = documents(paceline("generate", tiny, "-p", "hello", "--logprobs", "2", "--json", *GREEDY))
+    (answer,) = document["outputs"]
+    assert len(answer["logprobs"]) == 12
+    assert len(answer["logprobs"][0]["top"]) == 2
+    assert answer["cumulative_logprob"] == pytest.approx(sum(entry["logprob"] for entry in answer["logprobs"]))
+
+
+def test_chat_sends_prompts_through_the_template(paceline: Any, tiny: str) -> None:
+    chat = texts(paceline("generate", tiny, "-p", "hi", "--chat", "--json", *GREEDY))
+    assert chat == texts(paceline("generate", tiny, "-p", "[user]hi[bot]", "--json", *GREEDY))
+
+
+# Mistakes
+
+BAD_LINES = {
+    "no JSON": ("{prompt: 1}", "not JSON"),
+    "no object": ("[1, 2]", "a line is an object"),
+    "no prompt": ('{"text": "x"}', "a line is an object"),
+    "both": ('{"prompt": "x", "messages": []}', "either"),
+    "wrong type": ('{"prompt": 5}', "a string or a list of token ids"),
+    "unknown key": ('{"prompt": "x", "temprature": 1}', "unknown key 'temprature'"),
+    "bad value": ('{"prompt": "x", "top_p": 2}', "top_p=2"),
+    "wrong value type": ('{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),
+    "empty": ('{"prompt": ""}', "no tokens"),
+    "too long": (json.dumps({"prompt": "x" * 600}), "600 tokens"),
+    "no such token": ('{"prompt": [100000]}', "prompt_token_ids=100000"),
+    "no message": ('{"messages": [{"role": "user"}]}', "role and content"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_line_is_named_and_nothing_runs(paceline: Any, tiny: str, lines: Path, line: str, message: str) -> None:
+    lines.write_text('{"prompt": "good"}\n' + line + "\n")
+    result = paceline("generate", tiny, "--prompts-file", str(lines), "--quiet", *GREEDY)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (error,) = result.stderr.splitlines()
+    assert error.startswith("error: line 2: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path, line: str, message: str) -> None:
+    lines.write_text('{"prompt": "good"}\n' + line + '\n{"prompt": "better"}\n')
+    result = paceline("generate", tiny, "--prompts-file", str(lines), "--keep-going", "--json", "--quiet", *GREEDY)
+    assert result.exit_code == 2
+    first, bad, last = map(json.loads, result.stdout.splitlines())
+    assert first["outputs"][0]["token_ids"]
+    assert last["outputs"][0]["token_ids"]
+    assert message in bad["error"]["message"]
+    assert "line 2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--prompt"),
+        (["-p", "x", "--temperature", "-1"], "temperature=-1.0 is not allowed"),
+        (["-p", "x", "--num-speculative-tokens", "many"], "num_speculative_tokens='many' is not allowed"),
+        (["-p", "x", "--max-batch-size", "0"], "max_batch_size=0 is not allowed"),
+        (["-p", "x", "--drafter", "model"], "needs a draft_model"),
+        (["-p", "x", "--reference-document", "absent.txt"], "absent.txt"),
+        (["--prompts-file", "absent.jsonl"], "absent.jsonl"),
+        (["-p", "", "--quiet"], "no tokens"),
+    ],
+)
+def test_a_bad_option_is_one_clear_error(paceline: Any, tiny: str, arguments: list[str], message: str) -> None:
+    result = paceline("generate", tiny, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (error,) = result.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_an_unknown_model_is_one_clear_error(paceline: Any) -> None:
+    result = paceline("generate", "smollm2-135", "-p", "x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "did you mean 'smollm2-135m'" in result.stderr
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(paceline: Any, tiny: str, stranger: str) -> None:
+    result = paceline("generate", tiny, "--draft-model", stranger, "-p", "x")
+    assert result.exit_code == 2
+    assert tiny in result.stderr
+    assert stranger in result.stderr
+
+
+def test_ctrl_c_shows_what_had_finished(paceline: Any, tiny: str, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = Engine.step, []
+
+    def interrupted(engine: Engine) -> object:
+        steps.append(engine)
+        if len(steps) > 5:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    lines.write_text('{"prompt": "long", "max_tokens": 100}\n{"prompt": "short", "max_tokens": 2}\n')
+    result = paceline("generate", tiny, "--prompts-file", str(lines), "--json", "--ignore-eos")
+    assert result.exit_code == 130
+    (document,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert document["prompt"] == "short"
+
+
+# Defaults
+
+
+def test_the_defaults_are_those_of_the_parameters(paceline: Any) -> None:
+    from paceline.cli.options import EngineFlags, SamplingFlags
+
+    assert SamplingFlags().params() == SamplingParams()
+    assert EngineConfig(**EngineFlags().options()) == EngineConfig()
+    with pytest.raises(ParameterError):
+        SamplingFlags(n=0).params()

@@ -1,0 +1,105 @@
+"""The draft model's guesses, and its cache, which may lag."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paceline.attention import BACKENDS
+from paceline.batch import Batch, RowStart, Verdict
+from paceline.decoder import Decoder
+from paceline.drafters.model import ModelDrafter
+from paceline.params import AcceptanceName, SamplingParams
+from paceline.sampling import Purpose
+from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_draw, slow_law
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[1], [2, 3, 4, 5, 6, 7], [8, 9, 1]]
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.2, min_tokens=4),
+    SamplingParams(temperature=0.8, top_k=6, top_p=0.9, frequency_penalty=0.4, logit_bias={4: 1.0}),
+]
+STOPS = (2, 11)
+
+
+def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = PARAMS) -> tuple[ModelDrafter, Batch]:
+    decoder = Decoder(ToyModel(), BACKENDS["padded"](), len(PROMPTS), 64)
+    batch = Batch(len(PROMPTS), 64, VOCAB)
+    for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
+        batch.set_row(row, RowStart(prompt, each, 100 + row, STOPS))
+    batch.set_rows(len(PROMPTS))
+    decoder.prefill(batch, 0, [0] * len(PROMPTS), [len(prompt) - 1 for prompt in PROMPTS])
+    return ModelDrafter(decoder, rule), batch
+
+
+def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
+    """What the draft model itself would say, token by token from the whole text."""
+    guesses = []
+    for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        text = batch.tokens[row, : batch.lengths[row]].tolist()
+        for _ in range(k):
+            adjusted = slow_adjust(
+                logits_after(ToyModel(), text), params, prompt, text[len(prompt) :], frozenset(STOPS)
+            )
+            text.append(slow_draw(adjusted, params, 100 + row, len(text)))
+        guesses.append(text[batch.lengths[row] :])
+    return guesses
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: int) -> None:
+    rng = random.Random(seed)
+    drafter, batch = setup()
+    for _ in range(9):
+        k = rng.choice([0, 0, 1, 2, 4])
+        tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(k + 1)] for _ in PROMPTS])
+        accepted = torch.tensor([rng.randint(0, k) for _ in PROMPTS])
+        if k:
+            draft = drafter.propose(batch, k)
+            assert draft.tokens.tolist() == expected_guesses(batch, k)
+            assert draft.counts.tolist() == [k] * len(PROMPTS)
+            for row in range(len(PROMPTS)):  # what is kept of a row is what was guessed
+                tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
+        verdict = Verdict(tokens, accepted, torch.full((len(PROMPTS),), k))
+        batch.commit(verdict)
+        drafter.observe(batch, verdict)
+
+
+def test_under_the_coupled_rule_no_law_is_reported() -> None:
+    drafter, batch = setup()
+    assert drafter.propose(batch, 3).probabilities is None
+
+
+def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_reported() -> None:
+    drafter, batch = setup("rejection")
+    draft = drafter.propose(batch, 3)
+    assert draft.probabilities is not None
+    for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        for place in range(3):
+            answer = draft.tokens[row, :place].tolist()
+            adjusted = slow_adjust(logits_after(ToyModel(), prompt + answer), params, prompt, answer, frozenset(STOPS))
+            assert draft.probabilities[row, place].tolist() == pytest.approx(slow_law(adjusted, params), abs=1e-5)
+
+
+def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    purposes = []
+    import paceline.sampling as sampling
+
+    original = sampling.noise_key
+    monkeypatch.setattr(
+        sampling, "noise_key", lambda s, p, purpose: purposes.append(purpose) or original(s, p, purpose)
+    )
+    for rule in ("coupled", "rejection"):
+        drafter, batch = setup(rule)  # type: ignore[arg-type]
+        drafter.propose(batch, 1)
+    assert purposes == [Purpose.DRAW, Purpose.GUESS]
+
+
+def test_a_batch_of_greedy_rows_needs_no_law() -> None:
+    drafter, batch = setup("rejection", [SamplingParams(temperature=0)] * 3)
+    assert drafter.propose(batch, 2).probabilities is None

@@ -1,0 +1,100 @@
+"""Prompt lookup against a naive search, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.batch import Batch, RowStart
+from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
+from paceline.params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
+    """How many of the row's last tokens (at most 5) stand in ``text`` up to and including place ``end``."""
+    size = 0
+    while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
+        size += 1
+    return size
+
+
+def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> list[int]:
+    """The longest match wins, then the row's own, then the later; one at a document's very end leads nowhere."""
+    best, guess = 0, []
+    for end in range(len(row) - 1):
+        size = match_ending_at(row, end, row)
+        if size > 0 and size >= best:
+            stretch = row[end + 1 :]
+            best, guess = size, [stretch[i % len(stretch)] for i in range(k)]
+    own = best
+    for document in documents:
+        for end in range(len(document) - 1):
+            size = match_ending_at(document, end, row)
+            if size > own and size >= best:
+                best, guess = size, list(document[end + 1 : end + 1 + k])
+    return guess
+
+
+def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k: int) -> list[list[int]]:
+    batch = Batch(len(rows) + 1, 40, 10)
+    batch.tokens.fill_(1)  # beyond a row's end lies what looks like text
+    for place, row in enumerate(rows):
+        batch.set_row(place, RowStart(list(row), SamplingParams(), 0))
+    batch.set_rows(len(rows))
+    draft = NgramDrafter(documents).propose(batch, k)
+    assert draft.probabilities is None
+    assert draft.tokens.shape == (len(rows), draft.k)
+    assert draft.k <= k
+    assert ((draft.tokens >= 0) & (draft.tokens < 10)).all()
+    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.counts.tolist(), strict=True)]
+
+
+token = st.integers(0, 3)
+texts = st.lists(st.lists(token, min_size=1, max_size=20), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=texts, documents=st.lists(st.lists(token, max_size=12), max_size=3), k=st.integers(1, 7))
+def test_guesses_equal_a_naive_search(rows: list[list[int]], documents: list[list[int]], k: int) -> None:
+    assert propose(rows, documents, k) == [naive(row, documents, k) for row in rows]
+
+
+def test_a_row_without_a_match_has_no_guess_beside_one_that_has() -> None:
+    assert propose([[1, 2, 3], [1, 2, 1], [5]], [], 2) == [[], [2, 1], []]
+
+
+def test_no_match_at_all_is_an_empty_draft() -> None:
+    assert propose([[1, 2, 3]], [[7, 8, 9]], 4) == [[]]
+
+
+def test_a_repeating_text_is_continued_cyclically() -> None:
+    assert propose([[9, 1, 2, 3, 1, 2, 3]], [], 7) == [[1, 2, 3, 1, 2, 3, 1]]
+
+
+def test_of_equal_matches_the_later_one_wins() -> None:
+    assert propose([[1, 5, 1, 6, 1]], [], 1) == [[6]]
+
+
+def test_the_longer_match_in_a_document_beats_the_rows_own() -> None:
+    assert propose([[1, 2, 9, 8, 2, 0, 1, 2]], [[0, 1, 2, 4, 4, 4]], 2) == [[4, 4]]
+
+
+def test_the_rows_own_match_beats_an_equal_one_in_a_document() -> None:
+    assert propose([[1, 2, 7, 1, 2]], [[1, 2, 4]], 1) == [[7]]
+
+
+def test_copying_stops_where_the_document_ends() -> None:
+    assert propose([[1, 2]], [[1, 2, 3], [4, 5, 6]], 5) == [[3]]
+
+
+def test_a_match_never_crosses_from_one_document_into_the_next() -> None:
+    assert propose([[1, 2]], [[9, 1], [2, 3]], 2) == [[3]]
+
+
+def test_a_match_at_a_documents_very_end_hides_no_shorter_one() -> None:
+    assert propose([[5, 1, 2, 3, 2]], [[1, 2, 3, 2]], 2) == [[3, 2]]

@@ -1,0 +1,108 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.tools import random_spec, run_attention
+
+from paceline.cache import KVCache
+from paceline.kernels import native, twin
+
+on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
+ROWS, ROW = 3, 1
+
+
+def filled_cache(kv_heads, positions, dim, dtype, seed=0):
+    cache = KVCache(1, ROWS, kv_heads, positions, dim, dtype=dtype)
+    random = torch.Generator().manual_seed(seed)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=random))
+    return cache
+
+
+def copy_of(cache):
+    copy = KVCache(1, cache.rows, cache.keys.shape[2], cache.positions, cache.keys.shape[4], dtype=cache.keys.dtype)
+    copy.keys.copy_(cache.keys)
+    copy.values.copy_(cache.values)
+    return copy
+
+
+def case(kv_heads, shared, dim, past, new, positions, dtype):
+    spec = random_spec(kv_heads=kv_heads, heads=kv_heads * shared, head_dim=dim)
+    cache = filled_cache(kv_heads, positions, dim, dtype)
+    qkv = torch.randn(new, (shared + 2) * kv_heads * dim, generator=torch.Generator().manual_seed(1))
+    return cache, qkv, past + torch.arange(new), twin.rotary_table(spec)
+
+
+def by_twin(cache, qkv, positions, table, heads, window):
+    kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
+    q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    cos, sin = (part[positions] for part in table)
+    rows = torch.full_like(positions, ROW)
+    twin.write(0, cache, rows, positions, twin.rotate(k, cos, sin), v)
+    return twin.attend(0, cache, twin.rotate(q, cos, sin), rows, positions, dim**-0.5, window).flatten(1)
+
+
+@on_every_isa
+@settings(max_examples=30, deadline=None)
+@given(
+    kv_heads=st.integers(1, 3),
+    shared=st.integers(1, 7),
+    dim=st.sampled_from([16, 48, 64, 80, 128]),
+    past=st.integers(0, 300),
+    new=st.integers(1, 40),
+    window=st.sampled_from([None, 1, 7, 100, 1000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_attention_equals_its_twin(kernels, kv_heads, shared, dim, past, new, window, dtype):
+    cache, qkv, positions, table = case(kv_heads, shared, dim, past, new, 350, dtype)
+    other = copy_of(cache)
+    heads = kv_heads * shared
+    out = run_attention(kernels, cache, qkv, ROW, positions, table, heads, window)
+    expected = by_twin(other, qkv, positions, table, heads, window)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5 if dtype == torch.float32 else 2e-2)
+    torch.testing.assert_close(cache.keys, other.keys, rtol=1e-2, atol=1e-6)
+    assert torch.equal(cache.values, other.values)
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5, 250])
+def test_a_querys_bits_do_not_depend_on_the_other_queries(kernels, dtype, window):
+    cache, qkv, positions, table = case(2, 3, 64, 200, 120, 400, dtype)
+    together = run_attention(kernels, cache, qkv, ROW, positions, table, 6, window)
+    for size in (1, 4, 7, 33):
+        parts = [
+            run_attention(kernels, cache, qkv[i : i + size], ROW, positions[i : i + size], table, 6, window)
+            for i in range(0, 120, size)
+        ]
+        assert torch.equal(torch.cat(parts), together)
+
+
+@on_every_isa
+def test_what_lies_beyond_the_query_is_never_seen(kernels):
+    cache, qkv, positions, table = case(2, 3, 64, 100, 4, 400, torch.bfloat16)
+    first = run_attention(kernels, cache, qkv, ROW, positions, table, 6)
+    cache.keys[:, :, :, 104:] = 50.0
+    cache.values[:, :, :, 104:] = -50.0
+    assert torch.equal(run_attention(kernels, cache, qkv, ROW, positions, table, 6), first)
+
+
+@on_every_isa
+def test_padding_beyond_the_end_is_written_to_the_trash_position(kernels):
+    cache, qkv, positions, table = case(2, 3, 64, 18, 5, 20, torch.float32)
+    before = copy_of(cache)
+    out = run_attention(kernels, cache, qkv, ROW, positions, table, 6)
+    alone = run_attention(kernels, before, qkv[:2], ROW, positions[:2], table, 6)
+    assert torch.equal(out[:2], alone)
+    assert torch.equal(cache.keys[:, :, :, :20], before.keys[:, :, :, :20])
+    assert not torch.equal(cache.values[0, ROW, :, 20], before.values[0, ROW, :, 20])
+
+
+@on_every_isa
+def test_other_rows_are_left_alone(kernels):
+    cache, qkv, positions, table = case(2, 3, 64, 18, 5, 40, torch.float32)
+    before = copy_of(cache)
+    run_attention(kernels, cache, qkv, ROW, positions, table, 6)
+    for row in (0, 2):
+        assert torch.equal(cache.keys[:, row], before.keys[:, row])
+        assert torch.equal(cache.values[:, row], before.values[:, row])

@@ -1,0 +1,186 @@
+"""Small decoders with random weights, and single kernels as functions of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.cache import KVCache
+from paceline.kernels import native, pack
+from paceline.kernels.pack import Weight
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+
+THREADS = 2
+STORE, ADD, SWIGLU = range(3)
+
+
+def random_spec(
+    *,
+    width: int = 72,
+    heads: int = 6,
+    kv_heads: int = 3,
+    head_dim: int = 16,
+    ffn: int = 88,
+    vocab_size: int = 131,
+    layers: int = 2,
+    tied: bool = True,
+    bias: bool = False,
+    qk_norm: bool = False,
+    window: int | None = None,
+    max_positions: int = 512,
+    seed: int = 0,
+) -> NativeSpec:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=random) * scale).bfloat16()
+
+    def linear(outputs: int, inputs: int) -> LinearWeights:
+        return LinearWeights(
+            normal(outputs, inputs, scale=inputs**-0.5), normal(outputs, scale=0.1) if bias else None
+        )
+
+    def norm(size: int) -> Tensor:
+        return 1 + normal(size, scale=0.1)
+
+    made = [
+        LayerWeights(
+            qkv=linear((heads + 2 * kv_heads) * head_dim, width),
+            attention_out=linear(width, heads * head_dim),
+            gate_up=linear(2 * ffn, width),
+            down=linear(width, ffn),
+            input_norm=norm(width),
+            post_norm=norm(width),
+            q_norm=norm(head_dim) if qk_norm else None,
+            k_norm=norm(head_dim) if qk_norm else None,
+            window=window,
+        )
+        for _ in range(layers)
+    ]
+    return NativeSpec(
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        inverse_frequencies=[10000 ** (-2 * i / head_dim) for i in range(head_dim // 2)],
+        embedding=normal(vocab_size, width),
+        final_norm=norm(width),
+        layers=made,
+        head=None if tied else linear(vocab_size, width),
+    )
+
+
+def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+    return KVCache(len(spec.layers), rows, spec.kv_heads, positions, spec.head_dim, dtype=dtype)
+
+
+def ragged(lengths: dict[int, int], starts: dict[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """Rows and positions of a flat call: row -> number of tokens, row -> first position (default 0)."""
+    starts = starts or {}
+    rows = torch.cat([torch.full((n,), row) for row, n in lengths.items()])
+    return rows, torch.cat([torch.arange(n) + starts.get(row, 0) for row, n in lengths.items()])
+
+
+def run_linear(
+    kernels: native.Kernels,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    epilogue: int = STORE,
+    out: Tensor | None = None,
+    threads: int = THREADS,
+) -> Tensor:
+    """x [N, K] through one packed linear layer; the output's columns are those of the weight (half with SwiGLU)."""
+    packed = pack.pack(weight, bias)
+    description = native.CLinear.of(packed)
+    columns = packed.outputs // 2 if epilogue == SWIGLU else packed.outputs
+    stride = pack.round_up(packed.outputs, 64)
+    wide = torch.zeros(x.shape[0], stride) if out is None else pad(out, (0, stride - out.shape[1])).contiguous()
+    padded = pad(x, (0, packed.inputs - x.shape[1])).contiguous()
+    place = native.pool(kernels, threads).handle, ctypes.addressof(description), padded.data_ptr(), x.shape[0]
+    kernels.library.pl_linear(kernels.handle, *place, epilogue, wide.data_ptr(), stride)
+    return wide[:, :columns].contiguous()
+
+
+def quantise_row(kernels: native.Kernels, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """x [K] -> int8 values [K padded], scales of groups of 64, sums."""
+    packed = pack.pack(weight)
+    description = native.CLinear.of(packed)
+    padded = pad(x, (0, packed.inputs - x.shape[0])).contiguous()
+    values = torch.zeros(packed.inputs, dtype=torch.int8)
+    scales = torch.zeros(packed.inputs // 64)
+    sums = torch.zeros(packed.inputs // (packed.group or 64), dtype=torch.int32)
+    place = padded.data_ptr(), values.data_ptr(), scales.data_ptr(), sums.data_ptr()
+    kernels.library.pl_quantise(kernels.handle, ctypes.addressof(description), *place)
+    return values, scales, sums
+
+
+def run_attention(
+    kernels: native.Kernels,
+    cache: KVCache,
+    qkv: Tensor,
+    row: int,
+    positions: Tensor,
+    table: tuple[Tensor, Tensor],
+    heads: int,
+    window: int | None = None,
+) -> Tensor:
+    """Rotary, cache write and attention of one row's new tokens in layer 0: qkv [N, (H + 2G) D] -> [N, H D]."""
+    kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
+    qkv = qkv.clone()
+    out = torch.zeros(qkv.shape[0], heads * dim)
+    where = native.CCache.of(cache)
+    cos, sin = (part.contiguous() for part in table)
+    attention = native.CAttention(
+        qkv=qkv.data_ptr(),
+        qkv_stride=qkv.shape[1],
+        out=out.data_ptr(),
+        out_stride=out.shape[1],
+        positions=positions.data_ptr(),
+        keys=where.keys,
+        values=where.values,
+        row_stride=where.row_stride,
+        head_stride=where.head_stride,
+        position_stride=where.position_stride,
+        bf16=bool(where.bf16),
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        capacity=where.capacity,
+        window=window or 0,
+        scale=dim**-0.5,
+        epsilon=1e-6,
+    )
+    rotary = native.CRotary(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.shape[0])
+    place = ctypes.addressof(attention), ctypes.addressof(rotary)
+    kernels.library.pl_attend(kernels.handle, *place, row, qkv.shape[0])
+    return out
+
+
+def rms_norm(kernels: native.Kernels, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    width = x.shape[0]
+    full = pack.round_up(width, 64)
+    padded, weights, out = pad(x, (0, full - width)), pad(weight, (0, full - width)), torch.zeros(full)
+    place = padded.data_ptr(), weights.data_ptr(), width, full, epsilon, out.data_ptr()
+    kernels.library.pl_rms_norm(kernels.handle, *place)
+    return out[:width]
+
+
+def embed(kernels: native.Kernels, weight: Weight, token: int) -> Tensor:
+    packed = pack.pack(weight)
+    description = native.CLinear.of(packed)
+    out = torch.zeros(packed.inputs)
+    kernels.library.pl_embed(kernels.handle, ctypes.addressof(description), token, out.data_ptr())
+    return out
+
+
+def same_bits(tensors: Sequence[Tensor]) -> bool:
+    return all(torch.equal(tensors[0], other) for other in tensors[1:])

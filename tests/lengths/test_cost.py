@@ -1,0 +1,135 @@
+"""The cost model: tables, their interpolation, and what real rounds change about them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paceline.lengths.cost import CostModel, CostTable, interpolate
+from paceline.lengths.fit import PaperFit, fit_paper
+from simulation import SIZES, linear_costs
+
+TABLE = CostTable((1, 4), (0, 1, 3), 100, ((10, 11, 13), (13, 17, 25)), (2, 2), (1, 4))
+
+
+@pytest.mark.parametrize(("x", "y"), [(1, 10), (2, 15), (3, 20), (5, 40), (6, 50), (0, 5), (-9, 0)])
+def test_interpolation_goes_on_beyond_its_ends_and_never_below_zero(x: float, y: float) -> None:
+    assert interpolate((1, 3, 5), (10, 20, 40), x) == y
+
+
+def test_one_point_is_a_constant() -> None:
+    assert interpolate((4,), (7.0,), 100) == 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "ms"),
+    [(1, 0, 10), (1, 2, 12), (1, 7, 17), (4, 1, 17), (4, 2, 21), (2, 1, (13 * 2 + 13 * 1) / 3)],
+    ids=["measured", "between", "beyond", "measured at 4", "between at 4", "same tokens at both sizes"],
+)
+def test_verification_is_a_function_of_tokens_and_of_rows(rows: int, k: int, ms: float) -> None:
+    assert TABLE.verify_ms(rows, k) == pytest.approx(ms)
+
+
+def test_drafting_costs_nothing_without_guesses_and_a_step_for_each() -> None:
+    assert [TABLE.draft_ms(1, k) for k in (0, 1, 2)] == [0, 3, 4]
+    assert TABLE.draft_ms(2, 2) == pytest.approx(2 + 2 * 2)
+
+
+def test_context_costs_by_row_and_by_token() -> None:
+    table = linear_costs(context_once=0.01, context_token=0.001)
+    more = table.verify_ms(2, 3, context=300) - table.verify_ms(2, 3, context=100)
+    assert more == pytest.approx(2 * 200 * (0.01 + 4 * 0.001))
+    assert CostModel(table, 4).times(2, 300)[3] == pytest.approx(table.round_ms(2, 3, 300))
+
+
+def test_a_table_survives_json() -> None:
+    import json
+
+    assert CostTable.from_json(json.loads(json.dumps(TABLE.as_json()))) == TABLE
+
+
+def test_a_table_of_a_wrong_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="another shape"):
+        CostTable.from_json(TABLE.as_json() | {"batch_sizes": [1, 2, 3]})
+
+
+def test_real_rounds_correct_their_own_cell_most_and_the_others_by_what_all_show() -> None:
+    model = CostModel(linear_costs(), 8)
+    before = model.times(4, 100).copy()
+    for _ in range(100):
+        model.observe(4, 3, 100, 2 * before[3])
+    after = model.times(4, 100) / before
+    assert after[3] == pytest.approx(2, rel=0.01)
+    assert after[5] == pytest.approx(2, rel=0.01)  # nothing else is known of it
+    for _ in range(100):
+        model.observe(4, 0, 100, before[0])
+    after = model.times(4, 100) / before
+    assert after[0] == pytest.approx(1, rel=0.1)
+    assert after[3] == pytest.approx(2, rel=0.1)
+    assert 1 < after[5] < 2
+
+
+def test_correction_averages_noise_and_survives_a_pause_of_the_machine() -> None:
+    model, rng = CostModel(linear_costs(), 4), random.Random(0)
+    true = 1.3 * model.times(1, 100)[2]
+    for number in range(200):
+        pause = 50 if number % 40 == 39 else 1
+        model.observe(1, 2, 100, true * math.exp(rng.gauss(0, 0.1)) * pause)
+    assert model.times(1, 100)[2] == pytest.approx(true, rel=0.1)
+
+
+def test_rows_share_what_they_learn_with_their_bucket_only() -> None:
+    model = CostModel(linear_costs(), 4)
+    for _ in range(50):
+        model.observe(3, 1, 100, 3 * float(model.table.round_ms(3, 1)))
+        model.observe(1, 1, 100, float(model.table.round_ms(1, 1)))
+    assert model.times(4, 100)[1] / model.table.round_ms(4, 1) > 2.5
+    assert model.times(1, 100)[1] / model.table.round_ms(1, 1) < 1.2
+
+
+# --- the paper's model ----------------------------------------------------------
+
+
+def paper_table(alpha: dict[int, float], beta: float, t_s: float) -> CostTable:
+    lengths = tuple(range(9))
+    verify = tuple(tuple(alpha[b] * s + beta for s in lengths) for b in SIZES)
+    return CostTable(SIZES, lengths, 100, verify, (0.0,) * len(SIZES), (t_s,) * len(SIZES))
+
+
+ALPHA = {1: 0.2, 2: 0.4, 4: 0.8, 8: 1.6, 16: 3.2}
+FIT = fit_paper(paper_table(ALPHA, 20.0, 0.5), [0.9 * s**0.548 for s in range(1, 9)])
+
+
+def test_the_fit_finds_the_papers_parameters() -> None:
+    assert FIT.alpha == pytest.approx(list(ALPHA.values()))
+    assert (FIT.beta, FIT.c, FIT.gamma) == pytest.approx((20, 0.9, 0.548))
+    assert FIT.t_s == pytest.approx([0.5] * 5)
+    assert FIT.error == pytest.approx(0, abs=1e-9)
+    assert FIT.error_accepted == pytest.approx(0, abs=1e-9)
+
+
+def test_the_best_length_falls_as_the_batch_grows() -> None:
+    optima = [FIT.optimum(size) for size in SIZES]
+    assert optima == sorted(optima, reverse=True)
+    assert optima[0] > 2 * optima[-1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_optimum_is_where_no_neighbour_is_better(size: int) -> None:
+    s = FIT.optimum(size)
+    here = FIT.ms_per_token(size, s)
+    assert here < min(FIT.ms_per_token(size, s * 0.98), FIT.ms_per_token(size, s * 1.02))
+    assert abs(FIT.best(size, 100) - s) <= 1
+
+
+def test_without_accepted_guesses_none_pays() -> None:
+    fit = fit_paper(paper_table(ALPHA, 20.0, 0.5), [0.0] * 8)
+    assert (fit.optimum(1), fit.best(1, 8)) == (0, 0)
+
+
+def test_the_error_says_how_far_off_the_fit_is() -> None:
+    crooked = CostTable((1, 2), (0, 1, 2), 100, ((10, 10, 20), (10, 20, 20)), (0, 0), (1, 1))
+    fit: PaperFit = fit_paper(crooked, [0.5, 0.6])
+    assert 0.05 < fit.error < 0.5

@@ -1,0 +1,147 @@
+"""Tiny random models of every family, and the wiring of model, cache and attention that a decoder has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from paceline.attention.reference import ReferenceAttention
+from paceline.cache import KVCache
+from paceline.models.base import Model
+
+VOCABULARY = 61
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_OPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "ffn_dim": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+LLAMA3_ROPE = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+# name -> (Hugging Face's model_type, its configuration)
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA),
+    "llama with biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama with wide heads and one key head": ("llama", _LLAMA | {"head_dim": 10, "num_key_value_heads": 1}),
+    "llama with tied embeddings": ("llama", _LLAMA | {"tie_word_embeddings": True}),
+    "llama with llama3 rope": ("llama", _LLAMA | LLAMA3_ROPE),
+    "llama with yarn rope": ("llama", _LLAMA | YARN_ROPE),
+    "llama with linear rope": ("llama", _LLAMA | rope("linear", factor=3.0)),
+    "llama with dynamic rope": ("llama", _LLAMA | rope("dynamic", factor=3.0)),
+    "mistral": ("mistral", _LLAMA | {"sliding_window": None}),
+    "mistral with a window": ("mistral", _LLAMA | {"sliding_window": 4}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen2 with windows in some layers": ("qwen2", _LLAMA | WINDOWED),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 8}),
+    "qwen3 with biases": ("qwen3", _LLAMA | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "opt": ("opt", _OPT),
+    "opt with norms after": ("opt", _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt without biases or norm weights": (
+        "opt",
+        _OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False},
+    ),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2 with scales by layer": ("gpt2", _GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40}),
+    "gpt2 without scale": ("gpt2", _GPT2 | {"scale_attn_weights": False, "tie_word_embeddings": False}),
+}
+
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        _LLAMA
+        | {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 10,
+            "final_logit_softcapping": 0.5,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
+    "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),
+}
+
+
+def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A random model whose every weight matters: biases and norms are random, too."""
+    config = AutoConfig.for_model(kind, **fields, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.2 if parameter.dim() > 1 else parameter + noise * 0.2)
+    return model.to(dtype)
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Runner:
+    """A model with a cache of its own, as a decoder has it, on the reference attention."""
+
+    def __init__(self, model: Model, rows: int, positions: int = 48) -> None:
+        self.model = model
+        self.cache = KVCache(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype)
+        self.calls: list[int] = []
+
+    def __call__(self, tokens: Tensor, positions: Tensor, first_row: int = 0) -> Tensor:
+        """tokens, positions [B, L] -> logits [B, L, V]."""
+        backend, rows = ReferenceAttention(), slice(first_row, first_row + len(tokens))
+        longest = min(int(positions.max()) + 1, self.cache.positions)
+        plan, index = backend.plan(positions, longest), self.cache.write_index(first_row, positions)
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        ) -> Tensor:
+            self.calls.append(layer)
+            self.cache.write(layer, index, k, v)
+            keys, values = self.cache.keys[layer, rows], self.cache.values[layer, rows]
+            return backend.attend(q, keys, values, plan, scale=scale, window=window)
+
+        return self.model.logits(self.model.hidden(tokens, positions, attend))
+
+
+def ragged_error(model: Model, expected: Callable[[Tensor], Tensor]) -> float:
+    """Decode three rows of different lengths, a few tokens at a time, against ``expected`` [1, L] -> [1, L, V]."""
+    tokens, lengths = random_tokens(3, 14, seed=3), torch.tensor([5, 9, 2])
+    runner, error = Runner(model, 3), 0.0
+    wanted = torch.cat([expected(row[None]) for row in tokens])
+    prompt = torch.arange(9).expand(3, -1)  # rows 0 and 2 carry padding at their tail
+    padded = torch.where(prompt < lengths[:, None], tokens[:, :9], 0)
+    starts = [(prompt, padded, lengths)]
+    for step, width in ((0, 1), (1, 3), (4, 1)):
+        where = lengths[:, None] + step + torch.arange(width)
+        starts.append((where, tokens.gather(1, where), torch.full((3,), width)))
+    for positions, new, real in starts:
+        logits = runner(new, positions)
+        for row in range(3):
+            seen = positions[row, : real[row]]
+            error = max(error, float((logits[row, : real[row]] - wanted[row, seen]).abs().max()))
+    return error

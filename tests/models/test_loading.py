@@ -1,0 +1,416 @@
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import real_models
+from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
+from paceline.errors import ModelFormatError, ModelNotFoundError
+from paceline.models.base import Model
+from paceline.models.gguf import GGUFFile
+from paceline.models.huggingface import HuggingFaceModel
+from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
+from paceline.models.transformer import Transformer
+
+FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3", "opt", "gpt2"]
+
+
+@torch.no_grad()
+def _logits(model: Model, length: int = 10) -> torch.Tensor:
+    tokens = random_tokens(1, length)
+    return Runner(model, 1)(tokens, torch.arange(length)[None])
+
+
+@torch.no_grad()
+def _expected(model: PreTrainedModel, length: int = 10) -> torch.Tensor:
+    return model(random_tokens(1, length)).logits.float()
+
+
+def _load(path: Path, dtype: torch.dtype = torch.float32) -> Model:
+    return load_model(path, dtype=dtype)
+
+
+# Directories
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "opt with norms after"])
+@pytest.mark.parametrize("shards", ["one file", "shards"])
+def test_a_saved_model_runs_as_transformers_runs_it(name: str, shards: str, tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE[name])
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if shards == "shards" else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "shards")
+    ours = _load(tmp_path)
+    assert isinstance(ours, Transformer)
+    assert (_logits(ours) - _expected(theirs)).abs().max() < 1e-3
+    assert ours.weight_bytes() == sum(parameter.nbytes for parameter in theirs.parameters())
+
+
+def test_another_family_runs_by_transformers_own_code(tmp_path: Path) -> None:
+    theirs = tiny(*FOREIGN["gpt_neox"])
+    theirs.save_pretrained(tmp_path)
+    ours = _load(tmp_path)
+    assert isinstance(ours, HuggingFaceModel)
+    assert (_logits(ours) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_weights_take_the_dtype_asked_for(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    half = _load(tmp_path, torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert half.weight_bytes() * 2 == _load(tmp_path).weight_bytes()
+    assert (_logits(half) - _logits(_load(tmp_path))).abs().max() < 0.3
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("llama", "model."), ("opt", "model."), ("gpt2", "transformer.")])
+def test_files_of_the_bare_decoder_are_understood(name: str, prefix: str, tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE[name])
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({key.removeprefix(prefix): value for key, value in load_file(file).items()}, file)
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_embedding_and_head_that_differ_are_not_tied_whatever_the_configuration_says(tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_a_head_stored_alone_serves_as_embedding_too(tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama with tied embeddings"])
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, file)
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_known_buffers_are_no_weights(tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["gpt2"])
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    buffers = {f"transformer.h.{i}.attn.{name}": torch.ones(1) for i in range(3) for name in ("bias", "masked_bias")}
+    save_file(load_file(file) | buffers, file)
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+
+
+_MISSING, _EXTRA = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.side_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop(_MISSING), r"misses the weights layers\.1\.up\.weight"),
+        (lambda weights: weights.update({_EXTRA: torch.ones(1)}), rf"has no use for the weights {_EXTRA}"),
+        (lambda weights: weights.update({_MISSING: torch.ones(3, 24)}), r"has the shape \(3, 24\)"),
+    ],
+)
+def test_weights_must_fit_the_model_one_to_one(change, message: str, tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+    with pytest.raises(ModelFormatError, match=message):
+        _load(tmp_path)
+
+
+def test_missing_weights_of_another_family_are_not_made_up(tmp_path: Path) -> None:
+    tiny(*FOREIGN["gpt_neox"]).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
+    save_file(weights, file)
+    with pytest.raises(ModelFormatError, match="dense_h_to_4h"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("keep", [0, 7, 300, -5])
+def test_a_truncated_file_is_named(name: str, keep: int, tmp_path: Path) -> None:
+    tiny(*(NATIVE | FOREIGN)[name]).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
+        _load(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    gone = min(tmp_path.glob("*.safetensors"))
+    gone.unlink()
+    with pytest.raises(ModelFormatError, match=gone.name):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_pickles_are_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+    tiny(*(NATIVE | FOREIGN)[name]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelFormatError, match="save_pretrained"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "{}", '{"model_type": "no such thing"}', "[]"])
+def test_a_bad_configuration_is_named(text: str | None, tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
+        _load(tmp_path)
+
+
+def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelFormatError, match="no \\*\\.safetensors"):
+        _load(tmp_path)
+
+
+def test_nothing_of_that_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        _load(tmp_path / "nothing")
+
+
+def test_tokens_that_end_a_text_come_from_generation_config_first(tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert eos_token_ids(tmp_path) == (7, 2)
+    (tmp_path / "generation_config.json").unlink()
+    assert eos_token_ids(tmp_path) == (2,)
+    assert eos_token_ids(theirs) == (2,)
+    assert max_positions(tmp_path) == max_positions(theirs) == 64
+    assert load_config(tmp_path).model_type == "llama"
+
+
+# Loaded models
+
+
+def test_a_loaded_model_lends_its_weights_and_is_not_changed() -> None:
+    theirs = tiny(*NATIVE["llama"])
+    before = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    ours = load_model(theirs, dtype=torch.float32)
+    assert isinstance(ours, Transformer)
+    assert ours._embedding.data_ptr() == theirs.model.embed_tokens.weight.data_ptr()
+    assert not ours._embedding.requires_grad
+    _logits(ours)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in theirs.state_dict().items())
+
+
+# GGUF files
+
+
+def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of queries and keys."""
+    shape = (heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.layers": "blk",
+}
+
+
+def _gguf_name(name: str) -> str:
+    for theirs, ours in _GGUF_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _write_gguf(path: Path, model: PreTrainedModel, kind: gguf.GGMLQuantizationType, **metadata: object) -> Path:
+    config, arch = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list(["<s>", "<|im_end|>", "a", "<|endoftext|>"])
+    writer.add_token_types([3, 3, 1, 3])
+    writer.add_eos_token_id(1)
+    for key, value in metadata.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(key.replace("__", ".").replace("ARCH", arch), value)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        array, part = tensor.numpy(), name.split(".")[-2]
+        array = _permuted(array, heads[part]) if arch == "llama" and part in heads else array
+        packed = kind if array.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(_gguf_name(name), gguf.quantize(np.ascontiguousarray(array), packed), raw_dtype=packed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_attention_heads": 4}
+_F32, _F16, _Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0"))
+
+
+def _wide(name: str, **changes: object) -> PreTrainedModel:
+    kind, fields = NATIVE[name]
+    fields = fields | _WIDE | changes
+    return tiny(kind, {key: value for key, value in fields.items() if kind != "qwen2" or key != "head_dim"})
+
+
+@pytest.mark.parametrize("name", ["llama", "llama with tied embeddings", "qwen2", "qwen3", "qwen3 with biases"])
+@pytest.mark.parametrize("kind", [_F32, _F16, _Q8_0])
+def test_a_gguf_file_runs_as_the_model_it_was_made_of(name: str, kind, tmp_path: Path) -> None:
+    theirs = _wide(name)
+    ours = _load(_write_gguf(tmp_path / "tiny.gguf", theirs, kind))
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            packed = gguf.quantize(weight.numpy(), kind if weight.dim() > 1 else _F32)
+            weight.copy_(torch.from_numpy(gguf.dequantize(packed, kind if weight.dim() > 1 else _F32).astype("f4")))
+    assert (_logits(ours) - _expected(theirs)).abs().max() < 1e-3
+    assert ours.weight_bytes() == sum(parameter.nbytes for parameter in theirs.parameters())
+
+
+def test_biases_of_a_llama_file_are_put_in_order_with_their_weights(tmp_path: Path) -> None:
+    theirs = _wide("llama with biases")
+    ours = _load(_write_gguf(tmp_path / "tiny.gguf", theirs, _F32))
+    assert (_logits(ours) - _expected(theirs)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rope", "metadata"),
+    [
+        ({"rope_type": "linear", "factor": 3.0}, {"rope__scaling__type": "linear", "rope__scaling__factor": 3.0}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4.0,
+                "rope__scaling__original_context_length": 16.0,
+            },
+        ),
+    ],
+)
+def test_scaled_rotary_positions_of_a_gguf_file(rope: dict, metadata: dict, tmp_path: Path) -> None:
+    theirs = _wide("llama", rope_parameters={"rope_theta": 10000.0, **rope})
+    metadata = {f"ARCH__{key}": value for key, value in metadata.items()}
+    ours = _load(_write_gguf(tmp_path / "tiny.gguf", theirs, _F32, **metadata))
+    assert (_logits(ours, 30) - _expected(theirs, 30)).abs().max() < 1e-3
+
+
+def test_llama3_frequencies_of_a_gguf_file_are_its_rope_freqs(tmp_path: Path) -> None:
+    theirs = _wide("llama with llama3 rope")
+    plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    theirs.register_buffer("rope_freqs_weight", plain / theirs.model.rotary_emb.inv_freq)
+    state = theirs.state_dict
+    theirs.state_dict = lambda: {key.replace("rope_freqs_w", "rope_freqs.w"): value for key, value in state().items()}
+    ours = _load(_write_gguf(tmp_path / "tiny.gguf", theirs, _F32))
+    assert (_logits(ours, 30) - _expected(theirs, 30)).abs().max() < 1e-3
+
+
+def test_a_gguf_file_says_what_ends_a_text(tmp_path: Path) -> None:
+    path = _write_gguf(tmp_path / "tiny.gguf", _wide("llama"), _F32)
+    assert eos_token_ids(path) == (1, 3)
+    assert max_positions(path) == 64
+    assert load_config(path).vocab_size == VOCABULARY
+    assert GGUFFile(path).metadata["tokenizer.ggml.tokens"][1] == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"ARCH__attention__sliding_window": 4.0}, "sliding_window"),
+        ({"ARCH__rope__dimension_count": 4.0}, "part of each head"),
+        ({"ARCH__rope__scaling__type": "su"}, "metadata cannot be used|rotary"),
+        ({"split__count": 2.0}, "llama-gguf-split"),
+    ],
+)
+def test_metadata_that_cannot_be_honoured_are_refused(metadata: dict, message: str, tmp_path: Path) -> None:
+    path = _write_gguf(tmp_path / "tiny.gguf", _wide("llama"), _F32, **metadata)
+    with pytest.raises(ModelFormatError, match=message):
+        _load(path)
+
+
+def test_other_gguf_architectures_are_refused(tmp_path: Path) -> None:
+    model = _wide("llama")
+    model.config.model_type = "phi3"
+    with pytest.raises(ModelFormatError, match=r"phi3.*llama, qwen2, qwen3"):
+        _load(_write_gguf(tmp_path / "tiny.gguf", model, _F32))
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return _write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", _wide("qwen2"), _Q8_0).read_bytes()
+
+
+def _check_broken(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+    try:
+        _load(path)
+    except ModelFormatError as error:
+        assert path.name in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("keep", [0, 3, 4, 10, 24, 100, 400, 2000, -40])
+def test_a_truncated_gguf_file_is_named(keep: int, gguf_bytes: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(gguf_bytes[:keep])
+    with pytest.raises(ModelFormatError, match=r"tiny\.gguf"):
+        _load(tmp_path / "tiny.gguf")
+
+
+@settings(max_examples=40, deadline=None)
+@given(at=st.integers(0, 1500), byte=st.integers(0, 255))
+def test_a_broken_gguf_header_never_raises_anything_else(
+    at: int, byte: int, gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    broken = bytearray(gguf_bytes)
+    broken[at] = byte
+    _check_broken(bytes(broken), tmp_path_factory.mktemp("broken") / "tiny.gguf")
+
+
+def test_an_unknown_gguf_version_is_refused(gguf_bytes: bytes, tmp_path: Path) -> None:
+    content = gguf_bytes[:4] + struct.pack("<I", 9) + gguf_bytes[8:]
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    with pytest.raises(ModelFormatError, match="version 9"):
+        _load(tmp_path / "tiny.gguf")
+
+
+@torch.no_grad()
+def test_smollm2_from_gguf_equals_transformers() -> None:
+    path = real_models.find("smollm2-135m")
+    theirs = real_models.load_in_transformers(path)
+    ours = _load(path)
+    tokens = torch.randint(ours.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    logits = Runner(ours, 2)(tokens, torch.arange(12).expand(2, -1))
+    assert (logits - theirs(tokens).logits).abs().max() < 1e-3
+    assert eos_token_ids(path) == (2, 0)

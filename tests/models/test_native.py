@@ -1,0 +1,270 @@
+import pytest
+import torch
+from kernels.tools import cache_for, ragged, random_spec
+from torch.nn import functional
+
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.kernels import native
+from paceline.kernels.spec import NativeSpec
+from paceline.models.config import ModelConfig, Rotary
+from paceline.models.native import NativeModel
+from paceline.models.transformer import Transformer
+
+QUANTIZATIONS = (None, "int8", "int4")
+SHAPES = {
+    "smollm": {"width": 144, "heads": 9, "kv_heads": 3, "ffn": 200},
+    "mistral": {"window": 20, "head_dim": 64, "heads": 2, "kv_heads": 1, "tied": False},
+    "qwen2": {"bias": True, "head_dim": 128, "heads": 4, "kv_heads": 2, "width": 100},
+    "qwen3": {"qk_norm": True, "head_dim": 32, "heads": 5, "kv_heads": 5},
+}
+on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
+of_every_shape = pytest.mark.parametrize("shape", SHAPES)
+quantised_every_way = pytest.mark.parametrize("quantization", QUANTIZATIONS)
+
+
+def model_of(spec, kernels, quantization=None, threads=2):
+    return NativeModel(spec, "random", quantization=quantization, threads=threads, kernels=kernels)
+
+
+def some_tokens(spec, count, seed=0):
+    return torch.randint(0, spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_forward(spec: NativeSpec, tokens):
+    """One row from position 0 in plain float32 torch: the block as the papers write it."""
+    weights = {"embed": spec.embedding.float()}
+    positions = torch.arange(len(tokens))
+    angles = positions[:, None] * torch.tensor(spec.inverse_frequencies)
+    cos, sin = torch.cat([angles.cos()] * 2, 1)[:, None], torch.cat([angles.sin()] * 2, 1)[:, None]
+
+    def norm(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + spec.epsilon).rsqrt() * weight.float()
+
+    def linear(x, layer):
+        return functional.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+
+    def rotate(x):
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+    x = weights["embed"][tokens]
+    for layer in spec.layers:
+        heads = linear(norm(x, layer.input_norm), layer.qkv).view(len(tokens), -1, spec.head_dim)
+        q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        if layer.q_norm is not None:
+            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+        q, k, v = (t.transpose(0, 1) for t in (rotate(q), rotate(k), v))
+        distance = positions[:, None] - positions[None]
+        mask = (distance >= 0) & (distance < (layer.window or 10**9))
+        y = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+        x = x + linear(y.transpose(0, 1).flatten(1), layer.attention_out)
+        gate, up = linear(norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=1)
+        x = x + linear(functional.silu(gate) * up, layer.down)
+    return norm(x, spec.final_norm)
+
+
+def error(x, expected):
+    return float((x - expected).norm() / expected.norm())
+
+
+@of_every_shape
+@quantised_every_way
+@pytest.mark.parametrize("kernels", (*native.available(), None), ids=lambda kernels: kernels.name if kernels else "twin")
+def test_the_forward_pass_is_that_of_plain_torch(kernels, shape, quantization):
+    spec = random_spec(**SHAPES[shape])
+    model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
+    rows, positions = ragged({2: 60})
+    hidden = model.forward_flat(tokens, rows, positions, cache_for(spec))
+    expected = plain_forward(spec, tokens)
+    bound = {None: 0.01, "int8": 0.03, "int4": 0.25}[quantization]
+    assert error(hidden, expected) < bound
+    head = spec.embedding if spec.head is None else spec.head.weight
+    assert error(model.logits(hidden), hidden @ head.float().T) < 0.02
+
+
+@on_every_isa
+def test_bf16_agrees_with_its_twin_closely_with_a_float32_cache(kernels):
+    spec = random_spec(bias=True, qk_norm=True)
+    tokens, (rows, positions) = some_tokens(spec, 90), ragged({2: 60, 0: 30})
+    both = [
+        model_of(spec, which).forward_flat(tokens, rows, positions, cache_for(spec, dtype=torch.float32))
+        for which in (kernels, None)
+    ]
+    assert error(*both) < 0.003
+
+
+@on_every_isa
+@of_every_shape
+@quantised_every_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tokens_bits_do_not_depend_on_its_company(kernels, shape, quantization, dtype):
+    spec = random_spec(**SHAPES[shape])
+    model = model_of(spec, kernels, quantization)
+    lengths = {3: 150, 0: 33, 1: 1, 2: 7}
+    tokens, (rows, positions) = some_tokens(spec, 191), ragged(lengths)
+    together = model.forward_flat(tokens, rows, positions, cache_for(spec, dtype=dtype))
+    logits = model.logits(together)
+    for row, length in lengths.items():
+        mine = rows == row
+        for size in (1, 5, 7, 40, 200):  # decoded one by one, verified with guesses, prefilled in chunks
+            cache = cache_for(spec, dtype=dtype)
+            parts = [
+                model.forward_flat(*(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)
+                for i in range(0, length, size)
+            ]
+            assert torch.equal(torch.cat(parts), together[mine])
+        assert torch.equal(model.logits(together[mine]), logits[mine])
+        assert torch.equal(model.logits(together[mine][0]), logits[mine][0])
+
+
+@on_every_isa
+def test_bits_do_not_depend_on_the_number_of_threads(kernels):
+    spec = random_spec(**SHAPES["smollm"])
+    tokens, (rows, positions) = some_tokens(spec, 44), ragged({1: 40, 0: 4})
+    results = [
+        (model := model_of(spec, kernels, "int8", threads)).logits(
+            model.forward_flat(tokens, rows, positions, cache_for(spec))
+        )
+        for threads in (1, 2, 5)
+    ]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@on_every_isa
+def test_a_long_prefill_equals_a_chunked_one(kernels):
+    spec = random_spec()
+    model, tokens = model_of(spec, kernels, "int8"), some_tokens(spec, 700)
+    rows, positions = ragged({0: 700})
+    whole = model.forward_flat(tokens, rows, positions, cache_for(spec, 1, 700))
+    cache = cache_for(spec, 1, 700)
+    parts = [model.forward_flat(*(t[i : i + 90] for t in (tokens, rows, positions)), cache) for i in range(0, 700, 90)]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+@on_every_isa
+def test_rejected_tokens_leave_no_trace(kernels):
+    spec = random_spec()
+    model, cache, clean = model_of(spec, kernels), cache_for(spec), cache_for(spec)
+    tokens, (rows, positions) = some_tokens(spec, 20), ragged({1: 20})
+    for which in (cache, clean):
+        model.forward_flat(tokens[:15], rows[:15], positions[:15], which)
+    model.forward_flat(some_tokens(spec, 5, seed=9), rows[15:], positions[15:], cache)
+    last = [model.forward_flat(tokens[15:], rows[15:], positions[15:], which) for which in (cache, clean)]
+    assert torch.equal(last[0], last[1])
+
+
+@on_every_isa
+@quantised_every_way
+def test_argmax_is_that_of_the_logits_and_the_first_of_equals(kernels, quantization):
+    spec = random_spec(vocab_size=331)
+    spec.embedding[200] = spec.embedding[100]
+    spec.embedding[330] = spec.embedding[5]
+    model, hidden = model_of(spec, kernels, quantization), torch.randn(40, spec.width)
+    hidden[0], hidden[1] = spec.embedding[100].float(), spec.embedding[5].float()
+    assert torch.equal(model.argmax(hidden), model.logits(hidden).argmax(dim=1))
+    assert model.argmax(hidden)[:2].tolist() == [100, 5]
+    assert model.argmax(hidden.view(5, 8, -1)).shape == (5, 8)
+
+
+@on_every_isa
+def test_no_tokens_are_no_work(kernels):
+    spec = random_spec()
+    model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
+    assert model.forward_flat(none, none, none, cache_for(spec)).shape == (0, spec.width)
+    assert model.logits(torch.empty(0, spec.width)).shape == (0, spec.vocab_size)
+
+
+@on_every_isa
+@pytest.mark.parametrize(
+    ("tokens", "rows", "positions", "what"),
+    [
+        ([131], [0], [0], "vocabulary"),
+        ([-1], [0], [0], "vocabulary"),
+        ([1], [4], [0], "row"),
+        ([1], [0], [-1], "position"),
+        ([1, 2], [0, 0], [3, 3], "ascend"),
+    ],
+)
+def test_nonsense_is_refused(kernels, tokens, rows, positions, what):
+    spec = random_spec()
+    model = model_of(spec, kernels)
+    with pytest.raises(ParameterError, match=what):
+        model.forward_flat(*(torch.tensor(t) for t in (tokens, rows, positions)), cache_for(spec))
+
+
+@on_every_isa
+def test_a_cache_of_another_model_is_refused(kernels):
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ParameterError, match="cache"):
+        model_of(random_spec(), kernels).forward_flat(one, one, one, cache_for(random_spec(layers=3)))
+
+
+def test_heads_of_odd_width_are_refused():
+    with pytest.raises(ModelFormatError, match="multiple of 16"):
+        model_of(random_spec(head_dim=24), None)
+
+
+def tiny_transformer(**changes) -> Transformer:
+    torch.manual_seed(0)
+    fields = {
+        "family": "qwen3", "vocab_size": 90, "width": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 80,
+        "max_positions": 128, "windows": (None, 12), "scales": (None, None), "qk_norm": True, "tied": False,
+        "rotary": Rotary(tuple(10000 ** (-i / 8) for i in range(8))), "embed_width": 48,
+    }  # fmt: skip
+    config = ModelConfig(**(fields | changes))
+    weights = {"embed.weight": torch.randn(90, 48), "norm.weight": torch.rand(48) + 0.5}
+    if not config.tied:
+        weights["head.weight"] = torch.randn(90, 48) / 7
+    for i in range(2):
+        shapes = {"qkv": (128, 48), "o": (48, 64), "gate_up": (160, 48), "down": (48, 80)}
+        weights |= {f"layers.{i}.{n}.weight": torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}
+        weights[f"layers.{i}.qkv.bias"] = torch.randn(128) / 5
+        norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if config.qk_norm else {})
+        weights |= {f"layers.{i}.{n}.weight": torch.rand(s) + 0.5 for n, s in norms.items()}
+    return Transformer(config, weights, "tiny")
+
+
+def transformers_logits(model, tokens):
+    """Through the torch operators: one row from position 0."""
+    positions = torch.arange(len(tokens))
+
+    def attend(layer, q, k, v, *, scale=None, window=None):
+        distance = positions[:, None] - positions[None]
+        mask = (distance >= 0) & (distance < (window or 10**9))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    return model.logits(model.hidden(tokens[None], positions[None], attend))[0]
+
+
+@on_every_isa
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": False}], ids=str)
+def test_a_loaded_transformer_runs_alike(kernels, changes, monkeypatch):
+    monkeypatch.setattr(native, "select", lambda: kernels)
+    transformer = tiny_transformer(**changes)
+    model = NativeModel.from_transformer(transformer)
+    tokens, (rows, positions) = torch.arange(40) * 2, ragged({0: 40})
+    logits = model.logits(model.forward_flat(tokens, rows, positions, cache_for_model(model)))
+    assert error(logits, transformers_logits(transformer, tokens)) < 0.03
+    assert model.kernels == kernels.name
+
+
+def cache_for_model(model):
+    from paceline.cache import KVCache
+
+    return KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation": "gelu"}, {"norm_first": False}, {"scales": (1.0, 2.0)}],
+    ids=["gelu", "norms last", "scales by layer"],
+)
+def test_what_the_kernels_cannot_run_is_refused_with_the_reason(changes):
+    with pytest.raises(ModelFormatError, match="without"):
+        NativeModel.from_transformer(tiny_transformer(**changes))
+
+
+def test_an_unknown_quantization_is_refused():
+    with pytest.raises(ParameterError, match="quantization"):
+        model_of(random_spec(), None, "int3")

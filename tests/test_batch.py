@@ -1,0 +1,113 @@
+"""Rows come, gain tokens, move and go."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
+
+
+def make_batch() -> Batch:
+    batch = Batch(4, 20, 10)
+    batch.set_row(0, RowStart([1, 2, 3], SamplingParams(max_tokens=5), seed=11))
+    batch.set_row(1, RowStart([4], SamplingParams(max_tokens=50, top_k=3, logit_bias={2: 1.5}), seed=12))
+    batch.set_row(2, RowStart([5, 6], SamplingParams(min_tokens=3, temperature=0), seed=13, stop_tokens=(7,)))
+    batch.set_rows(3)
+    return batch
+
+
+def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
+    batch = make_batch()
+    tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 8, 9]])
+    batch.commit(Verdict(tokens, torch.tensor([0, 2, 1]), torch.tensor([2, 2, 2])))
+    assert batch.lengths[:3] == batch.live_length.tolist() == [4, 4, 4]
+    assert [batch.tokens[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 7, 8]]
+    assert batch.pending().tolist() == [[7], [9], [8]]
+
+
+def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_the_table() -> None:
+    batch = Batch(1, 20, 10)
+    batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))
+    batch.set_rows(1)
+    width = MAX_SPECULATION_LENGTH + 1
+    batch.commit(Verdict(torch.ones(1, width, dtype=torch.int64), torch.tensor([width - 1]), torch.tensor([width - 1])))
+    assert batch.lengths == [19 + width]
+
+
+def test_room_is_what_the_row_with_most_room_may_still_gain() -> None:
+    batch = make_batch()
+    assert batch.room == 19  # row 1: 50 tokens wanted, 20 positions
+    batch.set_rows(1)
+    assert batch.room == 5
+
+
+def test_longest_looks_at_decoding_rows_only() -> None:
+    batch = make_batch()
+    batch.set_row(3, RowStart([1] * 15, SamplingParams(), seed=14))
+    assert batch.longest == 3
+
+
+def test_a_copied_row_is_the_row_in_every_respect() -> None:
+    batch = make_batch()
+    for source in range(3):
+        batch.copy_row(source, 3)
+        for name, table in vars(batch).items():
+            if isinstance(table, torch.Tensor):
+                assert torch.equal(table[source], table[3]), name
+            elif isinstance(table, list):
+                assert table[source] == table[3], name
+        for name, table in vars(batch.sampling).items():
+            if isinstance(table, torch.Tensor):
+                assert torch.equal(table[source], table[3]), name
+        assert batch.sampling.params[3] == batch.sampling.params[source]
+
+
+def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
+    batch = make_batch()
+    batch.set_row(1, RowStart([3], SamplingParams(logit_bias={5: 1.0}, min_tokens=1), seed=1, stop_tokens=(8,)))
+    batch.set_row(2, RowStart([3], SamplingParams(), seed=1, stop_tokens=(8,)))
+    batch.set_rows(3)
+    assert batch.sampling.bias is not None
+    assert batch.sampling.bias.nonzero().tolist() == [[1, 5]]
+    assert batch.sampling.stop_tokens is not None
+    assert batch.sampling.stop_tokens.nonzero().tolist() == [[1, 8]]
+
+
+def test_what_a_row_in_prefill_asks_for_is_still_there_when_it_decodes() -> None:
+    batch = Batch(2, 20, 10)
+    batch.set_row(0, RowStart([1], SamplingParams(), seed=1))
+    batch.set_row(1, RowStart([1, 2], SamplingParams(logit_bias={3: 2.0}, min_tokens=2), seed=2, stop_tokens=(4,)))
+    batch.set_rows(1)
+    assert batch.sampling.bias is None
+    assert not batch.sampling.adjusts
+    batch.set_rows(2)
+    assert batch.sampling.bias is not None
+    assert batch.sampling.bias[1, 3] == 2.0
+    assert batch.sampling.stop_tokens is not None
+    assert batch.sampling.stop_tokens[1, 4] == 1.0
+
+
+def test_features_that_no_live_row_uses_are_off() -> None:
+    batch = make_batch()
+    assert batch.sampling.any_cut
+    assert batch.sampling.any_bias
+    assert batch.sampling.any_minimum
+    batch.set_rows(1)
+    rows = batch.sampling
+    assert not any((rows.any_cut, rows.any_bias, rows.any_minimum, rows.any_penalty, rows.all_greedy))
+    assert rows.logprobs is None
+
+
+def test_an_empty_draft_has_no_guesses() -> None:
+    draft = Draft.empty(make_batch())
+    assert draft.k == 0
+    assert draft.tokens.shape == (3, 0)
+    assert draft.counts.tolist() == [0, 0, 0]
+
+
+def test_the_host_reads_each_row_up_to_its_last_token() -> None:
+    verdict = Verdict(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]), torch.tensor([2, 1]))
+    assert verdict.host.tokens == [[1, 2, 3], [4]]
+    assert verdict.host.accepted == [2, 0]
+    assert verdict.host.drafted == [2, 1]

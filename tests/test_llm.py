@@ -1,0 +1,223 @@
+"""The offline Python API, on bare loaded models with token ids."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.engine import Request
+from paceline.errors import EmptyPromptError, ParameterError
+from paceline.outputs import RequestOutput
+from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+def make(draft: bool = True, **options: Any) -> LLM:
+    common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded"}
+    options = common | {"num_speculative_tokens": 4} | options
+    return LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1) if draft else None, **options)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [slow_answer(tiny_llama(), prompt, GREEDY) for prompt in PROMPTS]
+
+
+def test_a_bare_model_continues_token_ids_without_a_tokenizer(llm: LLM, expected: list[list[int]]) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert tokens(outputs) == expected
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert all(output.prompt is None and output.outputs[0].text == "" for output in outputs)
+
+
+def test_a_bare_model_equals_transformers_own_greedy_generate(expected: list[list[int]]) -> None:
+    model = tiny_llama_of_transformers()
+    for prompt, answer in zip(PROMPTS, expected, strict=True):
+        with torch.no_grad():
+            full = model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=10,
+                do_sample=False,
+                pad_token_id=0,
+                attention_mask=torch.ones(1, len(prompt)),
+            )
+        assert full[0, len(prompt) :].tolist() == answer
+
+
+def test_one_prompt_is_a_batch_of_one(llm: LLM, expected: list[list[int]]) -> None:
+    assert tokens(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == expected[:1]
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_token_ids_may_be_numpys_or_torchs(llm: LLM, expected: list[list[int]]) -> None:
+    prompts: list[Any] = [np.array(PROMPTS[0]), torch.tensor(PROMPTS[1]), tuple(PROMPTS[2])]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert tokens(outputs) == expected
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+
+
+def test_the_callers_list_is_not_touched_and_not_kept(llm: LLM) -> None:
+    prompt = [1, 2, 3]
+    output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+    prompt.append(9)
+    assert output.prompt_token_ids == [1, 2, 3]
+
+
+def test_params_are_one_for_all_or_one_a_prompt(llm: LLM, expected: list[list[int]]) -> None:
+    each = [SamplingParams(temperature=0, max_tokens=size) for size in (1, 2, 3)]
+    assert tokens(llm.generate(PROMPTS, each, use_tqdm=False)) == [e[: i + 1] for i, e in enumerate(expected)]
+    with pytest.raises(ParameterError, match=r"params='2 entries'.*\(3\)"):
+        llm.generate(PROMPTS, each[:2], use_tqdm=False)
+
+
+def test_a_text_prompt_and_a_chat_need_a_tokenizer(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="tokenizer"):
+        llm.generate("hello", use_tqdm=False)
+    with pytest.raises(ParameterError, match="tokenizer"):
+        llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
+
+
+def test_a_bad_prompt_leaves_the_next_call_alone(llm: LLM, expected: list[list[int]]) -> None:
+    with pytest.raises(EmptyPromptError):
+        llm.generate([[1], []], GREEDY, use_tqdm=False)
+    with pytest.raises(ParameterError, match=f"prompt_token_ids={VOCAB}"):
+        llm.generate([[1], [VOCAB]], GREEDY, use_tqdm=False)
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+
+def test_other_options_share_the_weights(llm: LLM, expected: list[list[int]]) -> None:
+    plain, split = llm.plain(), llm.with_options(attention="split", num_speculative_tokens="bass", max_batch_size=1)
+    assert plain.config.drafter is None
+    assert split.config.attention == "split"
+    assert llm.config.attention == "padded"
+    assert plain.engine.models.target is split.engine.models.target is llm.engine.models.target
+    assert tokens(plain.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert tokens(split.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert plain.generate(PROMPTS, GREEDY, use_tqdm=False)[0].outputs[0].metrics.drafted == 0
+    assert split.generate(PROMPTS, GREEDY, use_tqdm=False)[0].outputs[0].metrics.drafted > 0
+
+
+def test_what_the_weights_were_loaded_with_cannot_change(llm: LLM) -> None:
+    for option in ({"dtype": "bfloat16"}, {"device": "cpu"}):
+        with pytest.raises(ParameterError, match="make a new LLM"):
+            llm.with_options(**option)  # type: ignore[arg-type]
+
+
+def test_another_number_of_threads_is_honoured(llm: LLM) -> None:
+    llm.with_options(threads=2)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_draft_model_makes_it_the_drafter_and_a_drafter_without_one_is_refused(llm: LLM) -> None:
+    assert llm.config.drafter == "model"
+    with pytest.raises(ParameterError, match="draft_model"):
+        make(draft=False, drafter="model")
+    assert make(draft=False).config.drafter is None
+
+
+def test_an_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(ParameterError, match="device='warp'"):
+        make(device="warp")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ParameterError, match="device='cuda'"):
+        make(device="cuda")
+
+
+def test_draft_models_with_another_padding_of_the_vocabulary_are_fine(expected: list[list[int]]) -> None:
+    for size in (VOCAB - 4, VOCAB + 8):
+        llm = LLM(
+            tiny_llama_of_transformers(),
+            tiny_llama_of_transformers(1, size),
+            dtype="float32",
+            device="cpu",
+            num_speculative_tokens=3,
+        )
+        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+
+def test_on_finished_is_called_once_a_request_in_the_order_of_ending(llm: LLM) -> None:
+    ended: list[RequestOutput] = []
+    each = [SamplingParams(temperature=0, max_tokens=size) for size in (30, 1, 2)]
+    outputs = llm.generate(PROMPTS, each, use_tqdm=False, on_finished=ended.append)
+    assert len(ended) == 3
+    assert ended[0] is outputs[1]
+    assert all(output.finished for output in ended)
+
+
+def test_an_interrupt_reaches_the_caller_and_what_has_ended_stays(llm: LLM, expected: list[list[int]]) -> None:
+    ended: list[RequestOutput] = []
+
+    def stop_after_two(output: RequestOutput) -> None:
+        ended.append(output)
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+
+    each = [SamplingParams(temperature=0, max_tokens=size) for size in (30, 1, 2)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, each, use_tqdm=False, on_finished=stop_after_two)
+    assert [output.outputs[0].token_ids for output in ended] == [expected[1][:1], expected[2][:2]]
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+
+def test_a_streams_snapshots_are_prefixes_of_each_other(llm: LLM, expected: list[list[int]]) -> None:
+    seen: dict[str, list[list[int]]] = {}
+    for output in llm.stream(PROMPTS, GREEDY):
+        seen.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
+    for snapshots, answer in zip(seen.values(), sorted(expected, key=expected.index), strict=True):
+        assert snapshots[-1] == answer
+        assert len(snapshots) > 1
+        for before, after in itertools.pairwise(snapshots):
+            assert len(before) < len(after)
+            assert after[: len(before)] == before
+
+
+def test_a_stream_that_is_left_early_frees_its_rows(llm: LLM, expected: list[list[int]]) -> None:
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.busy
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+
+def test_a_budget_of_time_ends_the_answers_as_they_are(llm: LLM, expected: list[list[int]]) -> None:
+    output = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=80), use_tqdm=False, max_time=1e-9)[0]
+    assert output.outputs[0].finish_reason == "deadline"
+    assert output.outputs[0].token_ids == []
+
+
+def test_reference_documents_may_be_token_ids(expected: list[list[int]]) -> None:
+    document = PROMPTS[0] + expected[0]
+    llm = make(draft=False, drafter="ngram", reference_documents=[document])
+    answer = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert answer.token_ids == expected[0]
+    assert answer.metrics.acceptance_rate == 1.0
+    assert answer.metrics.rounds < 4
+
+
+def test_the_engine_below_gives_the_same(expected: list[list[int]]) -> None:
+    assert tokens(run(make_engine(tiny_llama()), PROMPTS, [GREEDY] * 3)) == expected
+    assert Request(PROMPTS[0], GREEDY).request_id is None

@@ -1,0 +1,436 @@
+"""The promise: speculation changes the speed and nothing else.
+
+Greedy and coupled runs equal plain decoding token by token, whatever guesses, in whatever company. Rejection keeps the
+law.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from paceline import acceptance
+from paceline.batch import Batch, Draft
+from paceline.engine import Engine, Request
+from paceline.lengths import LengthPolicy
+from paceline.lengths.profiled import ProfiledLength
+from paceline.models.base import Model
+from paceline.params import SamplingParams
+from paceline.sampling import Purpose, noise_key, noisy_argmax
+from toy import (
+    VOCAB,
+    FlatToy,
+    RandomCaps,
+    RandomLength,
+    Scripted,
+    ToyModel,
+    always,
+    answers,
+    logits_after,
+    make_engine,
+    never,
+    run,
+    slow_adjust,
+    slow_answer,
+    slow_law,
+    sometimes,
+    tiny_llama,
+    truth_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = (0, 22)
+TARGETS: dict[str, Callable[[], Model]] = {"toy": ToyModel, "flat": FlatToy, "llama": tiny_llama}
+DRAFTS: dict[str, Callable[[], Model]] = {
+    "toy": lambda: ToyModel(blur=0.3),
+    "flat": lambda: FlatToy(blur=0.3),
+    "llama": lambda: tiny_llama(1),
+}
+DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short"]
+LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps"]
+
+_rng = random.Random(5)
+PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4)]
+GREEDY = [SamplingParams(temperature=0, max_tokens=22, seed=seed) for seed in range(len(PROMPTS))]
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=22, seed=0),
+    SamplingParams(temperature=1.0, max_tokens=24, seed=1, n=3, logprobs=2),
+    SamplingParams(temperature=0.7, max_tokens=20, seed=2, top_k=5, presence_penalty=1.0),
+    SamplingParams(temperature=1.3, max_tokens=24, seed=3, top_p=0.7, frequency_penalty=0.7),
+    SamplingParams(temperature=0, max_tokens=25, seed=4, repetition_penalty=1.5, logit_bias={3: 2.0, 7: -4.0}),
+    SamplingParams(temperature=0.9, max_tokens=9, seed=5, min_p=0.2, min_tokens=8, logit_bias={0: 3.0}),
+    SamplingParams(temperature=2.0, max_tokens=16, seed=6, top_k=8, top_p=0.8, min_p=0.05, n=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_tokens=1, seed=7, stop_token_ids=(4, 5)),
+]
+FAMILIES = {"greedy": GREEDY, "mixed": MIXED}
+
+
+@functools.cache
+def plain(model: str, family: str) -> list[list[list[int]]]:
+    """Plain decoding of every prompt, alone in its batch."""
+    alone = [
+        answers(run(make_engine(TARGETS[model](), eos=EOS, max_batch_size=1), [prompt], [params]))[0]
+        for prompt, params in zip(PROMPTS, FAMILIES[family], strict=True)
+    ]
+    assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
+    return alone
+
+
+def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
+    """An engine with any drafter and length policy of this file."""
+    draft = {"model": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
+    named = {"model": "model", "self": "model", "ngram": "ngram", "documents": "ngram"}.get(drafter)
+    documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else ()
+    policies: dict[str, Callable[[], LengthPolicy]] = {
+        "random": lambda: RandomLength(seed=len(drafter)),
+        "caps": lambda: RandomCaps(seed=len(drafter)),
+        "profiled": lambda: ProfiledLength({1: 5, 2: 0, 3: 3, 4: 1}),
+    }
+    k = 4 if length in policies else length
+    engine = make_engine(
+        TARGETS[model](), draft, eos=EOS, documents=documents, drafter=named, num_speculative_tokens=k, **options
+    )
+    scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
+    if drafter in scripts:
+        truth = truth_of(PROMPTS, FAMILIES[family], plain(model, family))
+        engine.parts.drafter = Scripted(
+            truth, scripts[drafter], ragged=drafter == "ragged", short=drafter in ("short", "ragged")
+        )
+    if length in policies:
+        engine.parts.policy = policies[str(length)]()
+    return engine
+
+
+@pytest.mark.parametrize("model", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_python(model: str, family: str) -> None:
+    for prompt, params, alone in zip(PROMPTS, FAMILIES[family], plain(model, family), strict=True):
+        slow = [slow_answer(TARGETS[model](), prompt, params, index, EOS) for index in range(params.n)]
+        assert alone == slow
+
+
+@pytest.mark.parametrize("backend", ["padded", "split"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_coupled_and_greedy_rows_equal_plain_decoding(drafter: str, length: int | str, backend: str) -> None:
+    engine = speculative_engine("toy", drafter, length, "mixed", attention=backend, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("backend", ["padded", "split"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, backend: str) -> None:
+    engine = speculative_engine("toy", drafter, "random", "greedy", attention=backend, acceptance=rule)
+    assert answers(run(engine, PROMPTS, GREEDY)) == plain("toy", "greedy")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("drafter", ["ngram", "always", "sometimes", "ragged"])
+def test_certain_guesses_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
+    engine = speculative_engine("toy", drafter, length, "mixed", acceptance="rejection")
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["padded", "split"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str, family: str) -> None:
+    engine = speculative_engine("llama", drafter, "random", family, attention=backend, prefill_chunk=11)
+    assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("llama", family)
+
+
+@pytest.mark.parametrize("length", ["random", "caps"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
+    engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("length", [1, 4, "bass"])
+@pytest.mark.parametrize("drafter", ["model", "sometimes"])
+def test_a_real_transformer_equals_its_plain_decoding_at_any_length(drafter: str, length: int | str) -> None:
+    engine = speculative_engine("llama", drafter, length, "mixed")
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("llama", "mixed")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_company_and_order_change_nothing(rows: int, chunk: int) -> None:
+    order = random.Random(10 * rows + chunk).sample(range(len(PROMPTS)), len(PROMPTS))
+    engine = speculative_engine("toy", "model", "random", "mixed", max_batch_size=rows, prefill_chunk=chunk)
+    found = answers(run(engine, [PROMPTS[i] for i in order], [MIXED[i] for i in order]))
+    assert found == [plain("toy", "mixed")[i] for i in order]
+
+
+def test_requests_that_arrive_while_others_decode_change_nothing() -> None:
+    rng = random.Random(3)
+    engine = speculative_engine("toy", "model", "random", "mixed", max_batch_size=3, prefill_chunk=4)
+    outputs, waiting = {}, list(range(len(PROMPTS)))
+    while waiting or engine.busy:
+        if waiting and rng.random() < 0.4:
+            index = waiting.pop(rng.randrange(len(waiting)))
+            outputs[index] = engine.add(Request(PROMPTS[index], MIXED[index]))
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert answers([outputs[i] for i in range(len(PROMPTS))]) == plain("toy", "mixed")
+
+
+def test_an_engine_used_again_gives_the_same_answers() -> None:
+    engine = speculative_engine("toy", "model", "random", "mixed")
+    first = answers(run(engine, PROMPTS, MIXED))
+    assert answers(run(engine, PROMPTS[::-1], MIXED[::-1])) == first[::-1] == plain("toy", "mixed")[::-1]
+
+
+@pytest.mark.parametrize("drafter", ["model", "sometimes", "ngram"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_logprobs_are_the_models_own_whoever_guessed(drafter: str, rule: str) -> None:
+    params = [
+        SamplingParams(temperature=t, max_tokens=12, seed=i, logprobs=3) for i, t in enumerate((0, 1.0, 0.5, 2.0))
+    ]
+    prompts = PROMPTS[1:5]
+    engine = speculative_engine("toy", "model" if drafter == "model" else "ngram", 4, "mixed", acceptance=rule)
+    if drafter == "sometimes":
+        alone = answers(run(make_engine(ToyModel(), eos=EOS), prompts, params))
+        engine.parts.drafter = Scripted(truth_of(prompts, params, alone), sometimes)
+    for prompt, output in zip(prompts, run(engine, prompts, params), strict=True):
+        answer = output.outputs[0]
+        assert answer.logprobs is not None
+        assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
+        for place, entry in enumerate(answer.logprobs):
+            law = torch.tensor(logits_after(ToyModel(), prompt + answer.token_ids[:place])).log_softmax(-1)
+            assert entry.logprob == pytest.approx(float(law[entry.token_id]), abs=1e-5)
+            values, ids = law.topk(3)
+            assert [token for token, _ in entry.top] == ids.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("model", TARGETS)
+def test_a_model_that_drafts_for_itself_is_always_right(model: str, rule: str, length: int | str) -> None:
+    engine = speculative_engine(model, "self", length, "mixed", acceptance=rule, prefill_chunk=7)
+    for output in run(engine, PROMPTS, MIXED):
+        for answer in output.outputs:
+            assert answer.metrics.accepted == answer.metrics.drafted
+            assert "recovered" not in answer.token_kinds
+
+
+@pytest.mark.parametrize(("drafter", "rate"), [("always", 1.0), ("never", 0.0)])
+def test_scripted_drafters_are_accepted_as_scripted(drafter: str, rate: float) -> None:
+    engine = speculative_engine("toy", drafter, 4, "mixed")
+    for answer in (a for output in run(engine, PROMPTS, MIXED) for a in output.outputs):
+        if answer.metrics.drafted:
+            assert answer.metrics.acceptance_rate == rate
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_many_rounds_without_guesses_leave_nothing_stale_in_the_draft_cache(rule: str) -> None:
+    positions = 640
+    toy = functools.partial(ToyModel, max_positions=positions)
+    engine = make_engine(toy(), toy(blur=0.15), drafter="model", acceptance=rule, max_model_len=positions)
+    drafter, policy = engine.parts.drafter, engine.parts.policy
+
+    class Phases:
+        name, round = "phases", 0
+
+        def choose(self, batch: Batch) -> int:
+            self.round += 1
+            return 0 if 10 < self.round <= 510 else policy.choose(batch)
+
+        def observe(self, batch: Batch, verdict: object) -> None:
+            accepted, drafted = verdict.host.accepted, verdict.host.drafted  # type: ignore[attr-defined]
+            tally["before" if self.round <= 10 else "after"].append((sum(accepted), sum(drafted)))
+
+    tally: dict[str, list[tuple[int, int]]] = {"before": [], "after": []}
+    engine.parts.policy = Phases()  # type: ignore[assignment]
+    assert drafter.decoders
+    outputs = [
+        engine.add(Request([seed, 2, 3], SamplingParams(seed=seed, max_tokens=600, temperature=0.5)))
+        for seed in range(4)
+    ]
+    for _ in range(522):
+        engine.step()
+    rates = {phase: sum(a for a, _ in t) / max(1, sum(d for _, d in t)) for phase, t in tally.items()}
+    alone = make_engine(toy(), max_model_len=positions)
+    expected = answers(
+        run(
+            alone,
+            [[seed, 2, 3] for seed in range(4)],
+            [SamplingParams(seed=s, max_tokens=600, temperature=0.5) for s in range(4)],
+        )
+    )
+    if rule == "coupled":
+        assert all(
+            o.outputs[0].token_ids == e[0][: len(o.outputs[0].token_ids)]
+            for o, e in zip(outputs, expected, strict=True)
+        )
+    assert rates["before"] > 0.4
+    assert rates["after"] > rates["before"] - 0.2
+
+
+def test_a_draft_models_acceptance_is_that_of_a_fresh_cache_after_rounds_without_guesses() -> None:
+    """Exactly: with the target as its own drafter, one stale key anywhere would cost acceptance."""
+    engine = make_engine(ToyModel(), ToyModel(), drafter="model")
+    rng = random.Random(0)
+    engine.parts.policy = RandomLength()
+    engine.parts.policy.choose = lambda batch: rng.choice([0, 0, 0, 0, 0, 0, 3])  # type: ignore[method-assign]
+    params = [SamplingParams(seed=i, max_tokens=40) for i in range(9)]
+    for output in run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params):
+        assert output.outputs[0].metrics.accepted == output.outputs[0].metrics.drafted
+
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+SMALL = 4
+LAW_PROMPT = [1, 3, 0, 2, 2]
+LAW_TARGET = functools.partial(ToyModel, SMALL, scale=0.9)
+LAW_DRAFT = functools.partial(ToyModel, SMALL, scale=0.9, blur=0.5)
+LAW_PARAMS = {
+    "plain law": {"temperature": 1.0},
+    "every knob": {
+        "temperature": 1.4,
+        "top_k": 3,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.3,
+        "logit_bias": {2: 0.5},
+    },
+}
+SAMPLES = 4000
+
+
+def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The probability of every three-token answer, by enumeration."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for answer, chance in law.items():
+            logits = logits_after(LAW_TARGET(), [*LAW_PROMPT, *answer])
+            each = slow_law(slow_adjust(logits, params, LAW_PROMPT, answer, frozenset()), params)
+            longer |= {(*answer, token): chance * p for token, p in enumerate(each)}
+        law = longer
+    return law
+
+
+def p_value(engine: Engine, params: SamplingParams) -> float:
+    """Of the chi-squared test that the engine's three-token answers follow the exact law."""
+    output = run(engine, [LAW_PROMPT], [params])[0]
+    found = Counter(tuple(answer.token_ids) for answer in output.outputs)
+    law = exact_law(params)
+    assert found.keys() <= {answer for answer, chance in law.items() if chance > 0}, "an impossible answer"
+    frequent = [answer for answer, chance in law.items() if chance * SAMPLES >= 8]
+    rest = max(1e-9, 1 - sum(law[a] for a in frequent))
+    observed = [found[a] for a in frequent] + [SAMPLES - sum(found[a] for a in frequent)]
+    expected = [law[a] * SAMPLES for a in frequent] + [rest * SAMPLES]
+    if expected[-1] < 8:  # too rare a remainder joins the last cell
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    return float(chisquare(observed, [e * SAMPLES / sum(expected) for e in expected]).pvalue)
+
+
+def law_engine(drafter: str, rule: str, k: int) -> Engine:
+    draft = LAW_DRAFT() if drafter == "model" else None
+    named = drafter if drafter in ("model", "ngram") else None
+    engine = make_engine(
+        LAW_TARGET(),
+        draft,
+        drafter=named,
+        acceptance=rule,
+        num_speculative_tokens=k,
+        max_batch_size=250,
+        max_model_len=16,
+    )
+    if drafter == "random guesses":
+        engine.parts.drafter = GuessesByOwnLaw()
+    return engine
+
+
+class GuessesByOwnLaw:
+    """Draws guesses from fixed laws that have nothing to do with the target, and says so; counts differ by row."""
+
+    name, decoders = "own law", ()
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.law = torch.tensor([[0.7, 0.1, 0.2, 0.0], [0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]])
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        q = self.law[:k].expand(batch.rows, -1, -1)
+        flat = q.reshape(-1, SMALL).multinomial(1, generator=self.generator)
+        counts = torch.randint(0, k + 1, (batch.rows,), generator=self.generator)
+        return Draft(flat.view(batch.rows, k), counts, q.clone())
+
+    def observe(self, batch: Batch, verdict: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("knobs", LAW_PARAMS)
+@pytest.mark.parametrize(
+    ("drafter", "rule", "k"),
+    [
+        ("none", "coupled", 1),
+        ("model", "coupled", 2),
+        ("model", "rejection", 1),
+        ("model", "rejection", 2),
+        ("model", "rejection", 3),
+        ("ngram", "rejection", 2),
+        ("random guesses", "rejection", 2),
+    ],
+)
+def test_three_tokens_follow_the_exact_law(drafter: str, rule: str, k: int, knobs: str) -> None:
+    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **LAW_PARAMS[knobs])
+    assert p_value(law_engine(drafter, rule, k), params) > 1e-3
+
+
+def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:
+    engine = law_engine("model", "rejection", 2)
+    params = [SamplingParams(max_tokens=3, seed=seed) for seed in range(SAMPLES)]
+    found = Counter(tuple(o.outputs[0].token_ids) for o in run(engine, [LAW_PROMPT] * SAMPLES, params))
+    law = exact_law(params[0])
+    cells = list(itertools.product(range(SMALL), repeat=3))
+    assert chisquare([found[c] for c in cells], [law[c] * SAMPLES for c in cells]).pvalue > 1e-3
+
+
+def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
+    def last(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, batch: Batch) -> Tensor:
+        place = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+        p_here, q_here = p.gather(1, place).squeeze(1), q.gather(1, place.clamp(max=q.shape[1] - 1)).squeeze(1)
+        residual = (p_here - q_here).clamp(min=0)
+        kept_all = (accepted == counts)[:, None]
+        laws = {
+            "bonus from the draft": torch.where(kept_all, q_here, residual),
+            "recovered from the target": p_here,
+        }
+        key = noise_key(batch.sampling.seed[: batch.rows], batch.live_length + accepted, Purpose.RECOVER)
+        return noisy_argmax(laws[wrong].log(), key)
+
+    return last
+
+
+@pytest.mark.parametrize("wrong", ["bonus from the draft", "recovered from the target"])
+def test_a_wrong_rule_fails_the_test_of_the_law(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "_last_draw", _wrong_last_draw(wrong))
+    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
+    assert p_value(law_engine("model", "rejection", 2), params) < 1e-6
+
+
+def test_a_rule_that_shares_its_noise_with_the_guess_fails_the_test_of_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = functools.partial(noise_key, purpose=Purpose.GUESS)
+    monkeypatch.setattr(acceptance, "noise_key", lambda seed, position, purpose: shared(seed, position))
+    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
+    assert p_value(law_engine("model", "rejection", 2), params) < 1e-6

@@ -1,0 +1,84 @@
+"""Real weights: what comes out is what transformers' greedy ``generate`` gives, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import real_models
+from paceline import LLM, SamplingParams
+
+TOPICS = (
+    "the sea", "a lighthouse", "prime numbers", "bread", "the moon", "a spider", "rain in spring", "chess",
+)  # fmt: skip
+OPENINGS = (
+    "Write two sentences about {}.",
+    "Repeat exactly: I like {}, {} and {}. I like",
+    "def describe():\n    # about {}\n",
+    "Three facts about {}:\n1.",
+)
+PROMPTS = [opening.replace("{}", topic) for topic in TOPICS for opening in OPENINGS]
+STUBS = [
+    'def fibonacci(n):\n    """The n-th Fibonacci number."""\n',
+    'def is_prime(n):\n    """Whether n is a prime number."""\n',
+    'def reverse_words(text):\n    """The words of text, last first."""\n',
+    'def flatten(nested):\n    """A list of lists as one list."""\n',
+    'def count_vowels(text):\n    """How many vowels text has."""\n',
+    'def gcd(a, b):\n    """The greatest common divisor."""\n',
+    'class Stack:\n    """A stack with push, pop and peek."""\n',
+    'def binary_search(items, wanted):\n    """The index of wanted in sorted items, or -1."""\n',
+]
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
+    """Exactly ``tokens`` tokens of transformers' greedy continuation."""
+    model.generation_config.eos_token_id = None  # nothing ends the text, nothing is forbidden
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def check_equal_to_transformers(llm: LLM, path: Path, prompts: list[str], tokens: int) -> None:
+    assert llm.tokenizer is not None
+    ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    ours = [result.outputs[0].token_ids for result in llm.generate(ids, params, use_tqdm=False)]
+    theirs_model = real_models.load_in_transformers(path)
+    theirs = [greedy(theirs_model, prompt, tokens) for prompt in ids]
+    different = [prompt for prompt, a, b in zip(prompts, ours, theirs, strict=True) if a != b]
+    assert not different
+
+
+@pytest.mark.timeout(600)
+def test_smollm2_equals_transformers_greedy_in_float32_with_and_without_speculation() -> None:
+    path = real_models.find("smollm2-135m")
+    llm = LLM(path, drafter="ngram", num_speculative_tokens=4, dtype="float32", max_batch_size=8, max_model_len=256)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    spoken = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params, use_tqdm=False)]
+    plain = [result.outputs[0].token_ids for result in llm.plain().generate(PROMPTS, params, use_tqdm=False)]
+    assert spoken == plain
+    check_equal_to_transformers(llm, path, PROMPTS, tokens=64)
+
+
+@pytest.mark.timeout(300)
+def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> None:
+    path = real_models.find("smollm2-135m")
+    llm = LLM(path, drafter="ngram", num_speculative_tokens=3, dtype="float32", max_batch_size=6, max_model_len=256)
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=11, n=2, max_tokens=32, repetition_penalty=1.1)
+    spoken = llm.generate(PROMPTS[:8], params, use_tqdm=False)
+    plain = llm.plain().generate(PROMPTS[:8], params, use_tqdm=False)
+    assert [[o.text for o in r.outputs] for r in spoken] == [[o.text for o in r.outputs] for r in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
+    target, draft = real_models.find("qwen-coder-1.5b"), real_models.find("qwen-coder-0.5b")
+    llm = LLM(target, draft, num_speculative_tokens=3, dtype="float32", max_batch_size=8, max_model_len=256)
+    check_equal_to_transformers(llm, target, STUBS, tokens=64)

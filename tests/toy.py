@@ -1,0 +1,341 @@
+"""Small models whose next token depends on the whole prefix, drafters that follow a script, and a slow, plain truth."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.attention.base import Attend
+from paceline.attention.reference import ReferenceAttention
+from paceline.batch import Batch, Draft, Verdict
+from paceline.cache import KVCache
+from paceline.decoder import Decoder
+from paceline.engine import Engine, Models, Request
+from paceline.models.base import Model
+from paceline.outputs import CompletionOutput, RequestOutput
+from paceline.params import EngineConfig, SamplingParams
+from paceline.sampling import Purpose, noise_key, sequence_seed, uniform
+
+VOCAB = 24
+POSITIONS = 96
+
+
+class ToyModel:
+    """Query and key are zero, so attention is the mean of the visible values; times their number it is an exact sum.
+
+    Values are small whole numbers that hash (layer, head, token, position): a cache that is one token off, or holds one
+    stale value, gives another sum and so another row of a fixed table of logits. All arithmetic is exact, so logits are
+    equal to the bit however the work is batched.
+
+    blur: 0 gives ``table_seed``'s own logits; more mixes another table in, for draft models that are sometimes right.
+    """
+
+    HEADS = 4
+    LINES = 251
+
+    def __init__(
+        self,
+        vocab_size: int = VOCAB,
+        *,
+        max_positions: int = POSITIONS,
+        table_seed: int = 0,
+        blur: float = 0.0,
+        scale: float = 2.0,
+    ) -> None:
+        self.name = f"toy(blur={blur})"
+        self.vocab_size = vocab_size
+        self.layers, self.kv_heads, self.head_dim = 2, 2, 4
+        self.max_positions = max_positions
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        generator = torch.Generator().manual_seed(table_seed)
+        table = torch.randn(self.LINES, vocab_size, generator=generator)
+        other = torch.randn(self.LINES, vocab_size, generator=generator)
+        self.table = scale * ((1 - blur) * table + blur * other)
+
+    def _code(self, layer: int, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[B, G, L, D] whole numbers from 0 to 15."""
+        place = torch.arange(1, self.kv_heads * self.head_dim + 1).view(1, self.kv_heads, 1, self.head_dim)
+        mixed = (tokens[:, None, :, None] + 3) * (positions[:, None, :, None] + 7) * (place + 11 * layer) * 2654435761
+        return ((mixed >> 13) % 16).float()
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        rows, length = tokens.shape
+        total = torch.zeros(rows, self.HEADS, length, self.head_dim)
+        nothing = torch.zeros(rows, self.kv_heads, length, self.head_dim)
+        for layer in range(self.layers):
+            out = attend(layer, torch.zeros_like(total), nothing, self._code(layer, tokens, positions))
+            sums = (out * (positions + 1)[:, None, :, None]).round()
+            total += (layer + 1) * sums
+        return total.transpose(1, 2).reshape(rows, length, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        weights = torch.arange(1, hidden.shape[-1] + 1) * 40503 % 997
+        line = (hidden.long() * weights).sum(-1).remainder(self.LINES)
+        return self.table[line].clone()
+
+    def weight_bytes(self) -> int:
+        return self.table.nbytes
+
+
+class FlatToy(ToyModel):
+    """The same model running its own attention over our cache, only the real tokens of every row (``FlatModel``)."""
+
+    kernels = "toy"
+    quantization = None
+
+    def forward_flat(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        last: dict[int, int] = {}
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+            assert position == last.get(row, position - 1) + 1, "a row's tokens are consecutive"
+            last[row] = position
+        real = positions < cache.positions  # what lies beyond a row's end goes nowhere
+        total = torch.zeros(len(tokens), self.HEADS, self.head_dim)
+        for layer in range(self.layers):
+            code = self._code(layer, tokens[None], positions[None])[0].transpose(0, 1)
+            cache.values[layer][rows[real], :, positions[real]] = code[real]
+            for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+                sums = cache.values[layer, row, :, : position + 1].sum(1)
+                total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
+        return total.reshape(len(tokens), -1)
+
+
+@functools.cache
+def tiny_llama(seed: int = 0, vocab_size: int = VOCAB) -> Model:
+    """A random Llama in float32 through the native transformer, spread wide enough that near-ties are rare."""
+    from paceline.models.loading import load_model
+
+    return load_model(tiny_llama_of_transformers(seed, vocab_size), dtype=torch.float32)
+
+
+def tiny_llama_of_transformers(seed: int = 0, vocab_size: int = VOCAB) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.35,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def make_engine(
+    target: Model,
+    draft: Model | None = None,
+    *,
+    eos: tuple[int, ...] = (),
+    documents: Sequence[Sequence[int]] = (),
+    **options: Any,
+) -> Engine:
+    plain = {"max_batch_size": 4, "max_model_len": POSITIONS, "dtype": "float32", "device": "cpu"}
+    options = plain | {"num_speculative_tokens": 4} | options
+    return Engine(Models(target, draft, eos, documents), EngineConfig(**options))
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """All prompts through the engine, its integrity checked after every step."""
+    outputs = [engine.add(Request(list(p), s)) for p, s in zip(prompts, params, strict=True)]
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return outputs
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+# --- the slow, plain truth --------------------------------------------------------------------------------------------
+
+
+def logits_after(model: Model, tokens: Sequence[int]) -> list[float]:
+    """The model's logits after these tokens, all fed at once into an empty cache, through the reference attention."""
+    decoder = Decoder(model, ReferenceAttention(), 1, len(tokens))
+    hidden = decoder.forward(torch.tensor([list(tokens)]), torch.zeros(1, dtype=torch.int64), len(tokens))
+    return [float(x) for x in decoder.logits(hidden[:, -1])[0]]
+
+
+def slow_adjust(
+    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], stops: frozenset[int]
+) -> list[float]:
+    """Bias, penalties, minimum length: one position, one token at a time."""
+    adjusted = []
+    for token, given in enumerate(logits):
+        x = given + params.logit_bias.get(token, 0.0)
+        count = list(answer).count(token)
+        if count or token in prompt:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
+        if token in stops and len(answer) < params.min_tokens:
+            x = -math.inf
+        adjusted.append(x)
+    return adjusted
+
+
+def slow_warp(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
+    """Temperature, min-p, top-k, top-p: logits, -inf where cut. Temperature 0 leaves them as they are."""
+    if params.temperature == 0:
+        return list(adjusted)
+    x = [value / params.temperature for value in adjusted]
+    if params.min_p > 0:
+        floor = max(x) + math.log(params.min_p)
+        x = [value if value >= floor else -math.inf for value in x]
+    if params.top_k > 0:
+        floor = sorted(x, reverse=True)[: params.top_k][-1]
+        x = [value if value >= floor else -math.inf for value in x]
+    if params.top_p < 1:
+        law, before, floor = softmax(x), 0.0, max(x)
+        for token in sorted(range(len(x)), key=lambda t: -x[t]):
+            if before >= params.top_p:
+                break
+            floor, before = min(floor, x[token]), before + law[token]
+        x = [value if value >= floor else -math.inf for value in x]
+    return x
+
+
+def softmax(x: Sequence[float]) -> list[float]:
+    leader = max(x)
+    weights = [math.exp(value - leader) for value in x]
+    return [weight / sum(weights) for weight in weights]
+
+
+def slow_law(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
+    if params.temperature == 0:
+        leader = max(range(len(adjusted)), key=lambda t: (adjusted[t], -t))
+        return [float(token == leader) for token in range(len(adjusted))]
+    return softmax(slow_warp(adjusted, params))
+
+
+def slow_draw(adjusted: Sequence[float], params: SamplingParams, row_seed: int, position: int) -> int:
+    """argmax of the warped logits plus full Gumbel noise; ties to the smaller token."""
+    scores = slow_warp(adjusted, params)
+    if params.temperature > 0:
+        key = noise_key(torch.tensor(row_seed), torch.tensor(position), Purpose.DRAW)
+        u = uniform(key, torch.arange(len(scores))).tolist()
+        scores = [s - math.log(-math.log(v)) for s, v in zip(scores, u, strict=True)]
+    return max(range(len(scores)), key=lambda t: (scores[t], -t))
+
+
+def slow_answer(
+    model: Model, prompt: Sequence[int], params: SamplingParams, index: int = 0, eos: tuple[int, ...] = ()
+) -> list[int]:
+    """Plain decoding by the book: no cache, no batch, every token from the whole text."""
+    assert params.seed is not None or params.temperature == 0
+    row_seed = sequence_seed(params.seed or 0, index)
+    stops = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        adjusted = slow_adjust(logits_after(model, [*prompt, *answer]), params, prompt, answer, stops)
+        answer.append(slow_draw(adjusted, params, row_seed, len(prompt) + len(answer)))
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+# --- drafters and policies by script ----------------------------------------------------------------------------------
+
+
+def never(rng: random.Random, right: int, vocab: int) -> int:
+    return (right + 1 + rng.randrange(vocab - 1)) % vocab
+
+
+def always(rng: random.Random, right: int, vocab: int) -> int:
+    return right
+
+
+def sometimes(rng: random.Random, right: int, vocab: int) -> int:
+    return right if rng.random() < 0.7 else never(rng, right, vocab)
+
+
+@dataclass
+class Scripted:
+    """Knows every row's answer (``truth``: row seed -> prompt and answer) and guesses after a script.
+
+    ragged: how many guesses of a row are real varies, 0 included. short: may return fewer columns than were asked for.
+    """
+
+    truth: Mapping[int, Sequence[int]]
+    script: Callable[[random.Random, int, int], int] = always
+    ragged: bool = False
+    short: bool = False
+    seed: int = 0
+    name: str = "scripted"
+    decoders: Sequence[Decoder] = ()
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.asked: list[int] = []
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        self.asked.append(k)
+        k = self.rng.randint(0, k) if self.short else k
+        tokens, counts = [], []
+        for row in range(batch.rows):
+            text = self.truth[int(batch.sampling.seed[row])]
+            right = [*text[batch.lengths[row] :], *([0] * k)][:k]
+            tokens.append([self.script(self.rng, token, batch.vocab_size) for token in right])
+            counts.append(self.rng.randint(0, k) if self.ragged else k)
+        shape = torch.tensor(tokens, dtype=torch.int64).view(batch.rows, k)
+        return Draft(shape, torch.tensor(counts, dtype=torch.int64))
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass
+
+
+def truth_of(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], tokens: Sequence[Sequence[Sequence[int]]]
+) -> dict[int, list[int]]:
+    """Row seed -> prompt and answer, for ``Scripted``. Every params needs a seed of its own."""
+    return {
+        sequence_seed(s.seed or 0, index): [*prompt, *answer]
+        for prompt, s, each in zip(prompts, params, tokens, strict=True)
+        for index, answer in enumerate(each)
+    }
+
+
+class RandomLength:
+    """Another speculation length every round, 0 included."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0, longest: int = 6) -> None:
+        self.rng, self.longest = random.Random(seed), longest
+
+    def choose(self, batch: Batch) -> int:
+        return self.rng.randint(0, self.longest)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass
+
+
+class RandomCaps(RandomLength):
+    """Another length every round and another for every row."""
+
+    name = "caps"
+
+    def choose(self, batch: Batch) -> int:
+        batch.caps = [self.rng.randint(0, self.longest) for _ in range(batch.rows)]
+        return max(batch.caps)
+
+
+def kinds(answer: CompletionOutput) -> dict[str, int]:
+    return {kind: answer.token_kinds.count(kind) for kind in ("accepted", "recovered", "bonus")}  # type: ignore[arg-type]

@@ -1,0 +1,20 @@
+"""An ``LLM`` on toy models, without files and without a tokenizer: what benchmarks need of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.engine import Engine, Models
+from paceline.llm import LLM
+from paceline.params import EngineConfig
+from toy import ToyModel
+
+
+def toy_llm(positions: int = 200, **options: Any) -> LLM:
+    options = {"max_batch_size": 4, "max_model_len": positions, "device": "cpu", "dtype": "float32"} | options
+    draft = ToyModel(max_positions=positions, blur=0.2) if options.get("drafter") == "model" else None
+    llm = LLM.__new__(LLM)
+    llm.tokenizer = None
+    llm._models = Models(ToyModel(max_positions=positions), draft)
+    llm.engine = Engine(llm._models, EngineConfig(**options))
+    return llm
