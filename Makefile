@@ -14,11 +14,11 @@ SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt slow clean
+.PHONY: help setup demo test check fmt slow clean bench-peers
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
-		|| grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST)
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
+		|| grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the other targets call it)
 
@@ -40,6 +40,9 @@ fmt: $(INSTALLED) ## format the code, mend what ruff can mend
 
 slow: setup ## the slow tests: large models, minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench-peers: $(INSTALLED) ## beside transformers, vLLM, OpenVINO, llama.cpp: benchmarks/results, docs/img/peers.png
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.peers.run $(ARGS)
 
 clean: ## remove the virtual environment and all caches in this directory (the model stays in its cache)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

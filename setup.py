@@ -23,7 +23,7 @@ KERNELS = _load_build()
 
 
 class BuildWithKernels(build_py):
-    """Copies the package, then compiles the kernels into the copy (into the sources, if the installation is editable)."""
+    """Copies the package, then compiles the kernels into the copy (into the sources of an editable installation)."""
 
     def run(self):
         super().run()

@@ -9,16 +9,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from paceline.models.hub import cache_directory
+from paceline.errors import ModelNotFoundError
+from paceline.models.hub import resolve
 
 
 def find(name: str) -> Path:
-    """The file NAME.gguf, from $PACELINE_TEST_MODELS or paceline's own cache; skips the test if it is in neither."""
+    """The file NAME.gguf from $PACELINE_TEST_MODELS or, if embedded, paceline's own cache; else skips the test."""
     kept = Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
-    for path in (kept / f"{name}.gguf", *cache_directory().rglob(f"{name}.gguf")):
-        if path.is_file():
-            return path
-    pytest.skip(f"no {name}.gguf: run `paceline pull {name}` if it is an embedded model, or set PACELINE_TEST_MODELS")
+    path = kept / f"{name}.gguf"
+    if path.is_file():
+        return path
+    try:
+        return resolve(name)
+    except ModelNotFoundError as error:
+        pytest.skip(f"no {path}, and: {error}")
 
 
 def load_in_transformers(path: Path) -> PreTrainedModel:

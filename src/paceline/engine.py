@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+from paceline.hardware import torch_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
-from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity, Profile, machine_name, model_hash
 from paceline.memory import check_memory
@@ -80,8 +82,8 @@ class Engine:
         target = self._decoder(models.target)
         drafter = self._drafter()
         self._profile = self._load_profile()
-        policy = self._policy(target, drafter)
-        self.parts = Speculation(target, drafter, policy, RULES[config.acceptance])
+        self.parts = Speculation(target, drafter, FixedLength(0), RULES[config.acceptance])
+        self.parts.policy = self._policy()
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
         self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, config.prefill_chunk)
 
@@ -104,10 +106,11 @@ class Engine:
             raise ParameterError("drafter", "model", "needs a draft_model; or choose 'ngram' or None")
         return ModelDrafter(self._decoder(self.models.draft), self.config.acceptance)
 
-    def _policy(self, target: Decoder, drafter: Drafter) -> LengthPolicy:
+    def _policy(self) -> LengthPolicy:
+        drafter = self.parts.drafter
         if isinstance(drafter, NoDrafter):
             return FixedLength(0)
-        means = Means(lambda: self._costs(target, drafter), self._need_profile, drafter.decoders)
+        means = Means(self._costs, self._need_profile, drafter.decoders)
         return make_policy(self.config.num_speculative_tokens, means)
 
     def _load_profile(self) -> Profile | None:
@@ -122,7 +125,13 @@ class Engine:
             raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         return self._profile
 
-    def _costs(self, target: Decoder, drafter: Drafter) -> CostTable:
+    def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
+        """What rounds cost with these models; only while the engine is idle."""
+        parts = self.parts
+        with self._few_torch_threads():
+            return Calibration(parts.target, parts.drafter, parts.accept, grid).run(progress)
+
+    def _costs(self) -> CostTable:
         """From the profile, from an engine before this one on the same models, or measured now."""
         if self._profile is not None:
             return self._profile.costs
@@ -130,8 +139,7 @@ class Engine:
         key = (config.drafter, config.attention, config.acceptance, config.max_batch_size, self.max_model_len)
         if key not in known:
             started = time.perf_counter()
-            grid = Grid.coarse(config.max_batch_size)
-            known[key] = Calibration(target, drafter, RULES[config.acceptance], grid).run()
+            known[key] = self.measure_costs(Grid.coarse(config.max_batch_size))
             log.info(
                 "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
                 time.perf_counter() - started,
@@ -235,6 +243,14 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
+        with self._few_torch_threads():
+            return self._step()
+
+    def _few_torch_threads(self) -> AbstractContextManager[None]:
+        """Beside the CPU kernels' own threads torch gets one: its others would spin on cores that they need next."""
+        return torch_threads(1 if isinstance(self.models.target, FlatModel) else torch.get_num_threads())
+
+    def _step(self) -> list[RequestOutput]:
         changed = self.scheduler.overdue(time.monotonic())
         self.scheduler.admit()
         if self.scheduler.running:

@@ -15,8 +15,8 @@ from paceline.params import MAX_SPECULATION_LENGTH
 Counts = NDArray[np.float64]
 NewCounts = NDArray[np.bool_] | NDArray[np.int64]
 
-ROW_MEMORY = 20.0  # rounds after which a row's evidence weighs 1 / e
-ALL_MEMORY = 14.0  # likewise, of all rows together: more evidence a round, so it may be forgotten sooner
+ROW_MEMORY = 24.0  # rounds after which a row's evidence weighs 1 / e
+ALL_MEMORY = 20.0  # likewise, of all rows together: more evidence a round, so it may be forgotten sooner
 STALE = 3.0  # evidence about positions that nobody tries fades down to so many trials, so that a few new ones decide
 PRIOR = 0.6  # acceptance of the first guess before anything is known
 PRIOR_TRIALS = 1.0  # what the prior, and each position's predecessor, weighs at first

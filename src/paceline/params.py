@@ -135,7 +135,7 @@ class EngineConfig:
 
     drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), None (plain decoding).
     num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
-        and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: a profile's, by batch size).
+        and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
     attention: "native" (the C++ kernels for CPUs, ragged and batch-invariant), "padded" (BASS-PAD) or "split"

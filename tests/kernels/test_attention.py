@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.tools import random_spec, run_attention
 
+from kernels.tools import random_spec, run_attention
 from paceline.cache import KVCache
 from paceline.kernels import native, twin
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.tools import ADD, SWIGLU, embed, quantise_row, rms_norm, run_linear, same_bits
 from torch.nn import functional
 
+from kernels.tools import ADD, SWIGLU, embed, quantise_row, rms_norm, run_linear, same_bits
 from paceline.kernels import native, pack, twin
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight
 
@@ -145,7 +145,9 @@ def test_adding_to_the_residual_in_the_epilogue(kernels, to):
 @given(width=st.integers(1, 300), scale=st.sampled_from([0.0, 1e-15, 1.0, 1e15]), seed=st.integers(0, 1000))
 def test_rms_norm_equals_its_twin(kernels, width, scale, seed):
     x, weight = normal(width, seed=seed) * scale, normal(width, seed=seed + 1)
-    torch.testing.assert_close(rms_norm(kernels, x, weight, 1e-6), twin.rms_norm(x, weight, 1e-6), rtol=2e-6, atol=1e-30)
+    torch.testing.assert_close(
+        rms_norm(kernels, x, weight, 1e-6), twin.rms_norm(x, weight, 1e-6), rtol=2e-6, atol=1e-30
+    )
 
 
 @on_every_isa

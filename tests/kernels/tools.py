@@ -40,9 +40,7 @@ def random_spec(
         return (torch.randn(*shape, generator=random) * scale).bfloat16()
 
     def linear(outputs: int, inputs: int) -> LinearWeights:
-        return LinearWeights(
-            normal(outputs, inputs, scale=inputs**-0.5), normal(outputs, scale=0.1) if bias else None
-        )
+        return LinearWeights(normal(outputs, inputs, scale=inputs**-0.5), normal(outputs, scale=0.1) if bias else None)
 
     def norm(size: int) -> Tensor:
         return 1 + normal(size, scale=0.1)

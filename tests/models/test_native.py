@@ -1,8 +1,8 @@
 import pytest
 import torch
-from kernels.tools import cache_for, ragged, random_spec
 from torch.nn import functional
 
+from kernels.tools import cache_for, ragged, random_spec
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
@@ -69,7 +69,9 @@ def error(x, expected):
 
 @of_every_shape
 @quantised_every_way
-@pytest.mark.parametrize("kernels", (*native.available(), None), ids=lambda kernels: kernels.name if kernels else "twin")
+@pytest.mark.parametrize(
+    "kernels", [*native.available(), None], ids=lambda kernels: kernels.name if kernels else "twin"
+)
 def test_the_forward_pass_is_that_of_plain_torch(kernels, shape, quantization):
     spec = random_spec(**SHAPES[shape])
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)

@@ -28,7 +28,7 @@ from paceline.decoder import Decoder
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
-from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths.calibration import Grid
 from paceline.lengths.profile import Profile
 from paceline.params import SamplingParams
 
@@ -46,7 +46,7 @@ class Phase:
 
 PHASES = (Phase(1, 0.9), Phase(16, 0.9), Phase(16, 0.1), Phase(1, 0.1), Phase(1, 0.9))
 LENGTHS = (0, 1, 2, 4, 8)
-PROMPT = tuple(range(1, 33))
+PROMPT = tuple(range(1, 9)) * 4
 
 
 class SyntheticAcceptance:
@@ -111,7 +111,7 @@ class Stage:
         if not draft:
             parts.drafter = FreeGuesses()
         self.accept = parts.accept = SyntheticAcceptance(parts.accept)
-        self.costs = Calibration(parts.target, parts.drafter, parts.accept, Grid.coarse(rows)).run()
+        self.costs = self.engine.measure_costs(Grid.coarse(rows))
 
     def policy(self, name: str) -> LengthPolicy:
         """The policy of a name ("auto", "bass") or of a number, made anew."""

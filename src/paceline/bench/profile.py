@@ -20,7 +20,7 @@ from paceline.bench.recording import Recorder, Round, longest_stretch
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
-from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths.calibration import Grid
 from paceline.lengths.fit import PaperFit, fit_paper
 from paceline.lengths.profile import Profile, SweepPoint
 from paceline.params import SamplingParams
@@ -57,10 +57,8 @@ def run_profile(
     if llm.config.drafter is None:
         raise ParameterError("drafter", None, "'ngram', or a draft model: without guesses there is nothing to profile")
     engine = llm.with_options(max_batch_size=max(sweep.batch_sizes), num_speculative_tokens=sweep.max_k).engine
-    parts = engine.parts
     grid = Grid(sweep.batch_sizes, tuple(range(sweep.max_k + 1)), sweep.calibration_seconds, repeats=5)
-    calibration = Calibration(parts.target, parts.drafter, parts.accept, grid)
-    costs = calibration.run(lambda points: progress(points, "cost of rounds"))
+    costs = engine.measure_costs(grid, lambda points: progress(points, "cost of rounds"))
     runs = list(_play(engine, prompts, sweep, progress))
     points = tuple(_point(size, k, runs) for size in sweep.batch_sizes for k in range(sweep.max_k + 1))
     kept = [

@@ -1,6 +1,6 @@
 """Compiles ``csrc/*.cpp`` into the package: ``python -m paceline.kernels.build``.
 
-Plain g++ (or $CXX), no torch headers, a few seconds. Imports nothing but the standard library: setup.py loads this file.
+Plain g++ (or $CXX), no torch headers, a few seconds. Imports only the standard library: setup.py loads this file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ _FLAGS = {
 # No -ffast-math and no contraction: the bits must not depend on the compiler's mood. GCC 12 warns in its own headers.
 _COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unused-function", "-Wno-ignored-attributes"),
+    *(
+        "-Wall",
+        "-Wextra",
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
+        "-Wno-unused-function",
+        "-Wno-ignored-attributes",
+    ),
 )
 
 

@@ -297,7 +297,9 @@ class Arena:
         self._address = library.pl_arena_new(max(nbytes, 1))
         if not self._address:
             raise MemoryError(f"no memory for {nbytes} bytes of weights")
-        self._memory = torch.frombuffer((ctypes.c_uint8 * max(nbytes, 1)).from_address(self._address), dtype=torch.uint8)
+        self._memory = torch.frombuffer(
+            (ctypes.c_uint8 * max(nbytes, 1)).from_address(self._address), dtype=torch.uint8
+        )
 
     def take(self, nbytes: int) -> Tensor:
         """The next ``nbytes``, aligned to a cache line."""
@@ -347,5 +349,26 @@ class NativeDecoder:
             self._library.pl_model_free(self._handle)
 
 
-__all__ = ["Arena", "CAttention", "CCache", "CLayer", "CLinear", "CModel", "CRotary", "Kernels", "NativeDecoder", "Pool"]
-__all__ += ["PHASES", "VARIABLE", "address", "available", "library_path", "pool", "select", "use_huge_pages", "why_none"]
+__all__ = [
+    "Arena",
+    "CAttention",
+    "CCache",
+    "CLayer",
+    "CLinear",
+    "CModel",
+    "CRotary",
+    "Kernels",
+    "NativeDecoder",
+    "Pool",
+]
+__all__ += [
+    "PHASES",
+    "VARIABLE",
+    "address",
+    "available",
+    "library_path",
+    "pool",
+    "select",
+    "use_huge_pages",
+    "why_none",
+]

@@ -104,7 +104,7 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
 
 
 def interleave_gate_up(gate_up: Tensor) -> Tensor:
-    """Rows [gate, up] -> panels of 16 rows of the gate and the same 16 of up; the width is padded to a multiple of 16."""
+    """Rows [gate, up] -> 16 rows of the gate, the same 16 of up, and so on; the width is padded to a multiple of 16."""
     gate, up = (_pad_rows(half, round_up(half.shape[0], 16)) for half in gate_up.chunk(2))
     blocks = (half.view(-1, 16, *half.shape[1:]) for half in (gate, up))
     return torch.stack(tuple(blocks), dim=1).flatten(0, 2)

@@ -21,7 +21,7 @@ _SILENT = 1e-30  # rows whose largest amplitude is not above it count as zero
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [N, K] float32 -> int8 values [N, G, 64] and the scale of each group of 64 inputs [N, G]."""
-    groups = functional.pad(x, (0, -x.shape[1] % ACTIVATION_GROUP)).unflatten(1, (-1, ACTIVATION_GROUP))
+    groups = functional.pad(x, (0, -x.shape[1] % ACTIVATION_GROUP)).view(x.shape[0], -1, ACTIVATION_GROUP)
     amplitude = groups.abs().amax(dim=2)
     silent = ~(amplitude > _SILENT)
     inverse = torch.where(silent, 0.0, 127.0 / amplitude)
@@ -47,9 +47,9 @@ def _int8(x: Tensor, weight: Int8Weight) -> Tensor:
 
 def _int4(x: Tensor, weight: Int4Weight) -> Tensor:
     values, scales = quantise_rows(x)
-    fine = values.flatten(1).unflatten(1, (-1, weight.group))
+    fine = values.view(values.shape[0], -1, weight.group)
     scales = scales.repeat_interleave(ACTIVATION_GROUP // weight.group, dim=1)
-    groups = weight.values.unflatten(1, (-1, weight.group)).double() - weight.zeros[:, :, None].double()
+    groups = weight.values.view(*weight.zeros.shape, weight.group).double() - weight.zeros[:, :, None].double()
     there = groups.shape[1]  # the weight is padded to its own groups, the activations to theirs
     exact = torch.einsum("ngk,mgk->nmg", fine[:, :there].double(), groups)
     return (exact * weight.scales.double() * scales[:, None, :there].double()).sum(dim=2).float()
@@ -69,7 +69,7 @@ def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, heads, D]; cos, sin [N, half]: turn the pairs (i, i + half); what lies beyond 2 * half stays."""
     half = cos.shape[1]
-    a, b, rest = x.split([half, half, x.shape[2] - 2 * half], dim=2)
+    a, b, rest = x.split_with_sizes([half, half, x.shape[2] - 2 * half], dim=2)
     c, s = cos[:, None], sin[:, None]
     return torch.cat([a * c - b * s, b * c + a * s, rest], dim=2)
 
@@ -88,7 +88,9 @@ def attend(
     longest = min(int(positions.max()) + 1, cache.positions)
     key_position = torch.arange(longest)
     out = torch.empty_like(q)
-    for i, (row, position) in enumerate(zip(rows.tolist(), positions.clamp(max=cache.positions - 1).tolist(), strict=True)):
+    for i, (row, position) in enumerate(
+        zip(rows.tolist(), positions.clamp(max=cache.positions - 1).tolist(), strict=True)
+    ):
         visible = key_position <= position
         if window is not None:
             visible &= key_position > position - window
@@ -126,7 +128,7 @@ class TwinDecoder:
         for index, layer in enumerate(self._layers):
             weights = layer.weights
             qkv = layer.qkv(rms_norm(x, weights.input_norm, spec.epsilon)).view(x.shape[0], -1, spec.head_dim)
-            q, k, v = qkv.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+            q, k, v = qkv.split_with_sizes([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
             if weights.q_norm is not None and weights.k_norm is not None:
                 q, k = rms_norm(q, weights.q_norm, spec.epsilon), rms_norm(k, weights.k_norm, spec.epsilon)
             write(index, cache, rows, positions, rotate(k, cos, sin), v)

@@ -94,7 +94,7 @@ def _tupled(value: Any) -> Any:
 
 CELL_MEMORY = 24.0  # rounds of one (batch bucket, k) after which a measurement weighs 1 / e
 ALL_MEMORY = 48.0  # rounds of any kind, likewise
-ALL_ROUNDS = 3.0  # what the ratio of all rounds weighs in a cell's
+ALL_ROUNDS = 1.0  # what the ratio of all rounds weighs in a cell's
 JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
 
 

@@ -39,6 +39,8 @@ HORIZON = 64  # rounds over which the cost of switching on is spread
 PROBE_SHARE = 0.0075  # of the time
 MIN_INTERVAL = 16  # rounds between two probes, however cheap
 MAX_DEBT = 3  # probes on credit
+FEW_TRIALS = 4  # of the first guess, before which speculation is not switched off
+FIRST_REACH = 4  # the longest draft to begin with; from there on, at most twice the present length
 FURTHER = 2  # guesses beyond the best length that a probe asks for
 SURPRISE = 0.3  # a probe that keeps this much more of its guesses than believed is repeated at once
 PLAIN_MARGIN = 1.25  # plain rounds are measured again while speculation promises less than this factor
@@ -55,7 +57,7 @@ class _Round:
     began: float
     probe: bool = False
     asked: range | None = None  # the rows asked for guesses; None: all
-    measured: bool = True  # whether its time says what such rounds take
+    catch_up: float = 0.0  # ms that the draft model needs to catch up first
     believed: float = 1.0  # acceptance at the first position that only a probe asks for
 
 
@@ -96,8 +98,8 @@ class GoodputLength:
             if probe := self._probe(batch):
                 self._start_probe(batch, *probe)
         played.k = min(played.k, batch.room - 1)
-        catching_up = self._off and played.k > 0 and bool(self.decoders)
-        played.measured = played.asked is None and not catching_up
+        if self._off and played.k > 0 and played.asked is None:
+            played.catch_up = self.costs.feed_ms(sum(self._backlog(batch)))
         return played.k
 
     def _start_probe(self, batch: Batch, k: int, rows: range | None) -> None:
@@ -127,7 +129,9 @@ class GoodputLength:
             charged = self._times.copy()
             charged[1:] += self.costs.feed_ms(sum(self._backlog(batch))) / HORIZON
         rates = self._tokens / charged
-        best = int(rates.argmax())
+        best = int(rates[: max(FIRST_REACH, 2 * self.k) + 1].argmax())  # what lies far beyond is not known from here
+        if best == 0 and self.k > 0 and batch.history.all_tried[0] < FEW_TRIALS:
+            best = 1
         present = rates[self.k]
         if best == 0 and self.k > 0:
             present *= self._benefit_of_doubt(batch)
@@ -155,12 +159,16 @@ class GoodputLength:
         """The length to try and the rows to try it on (None: all), if there is something to try and it is paid for."""
         if self.k > 0 and self._turn and self._plain_unclear():
             k, rows, cost = 0, None, self._loss(0)
-        elif self.k == 0 and self.decoders:
+        elif self.k == 0 and self.decoders and batch.rows > 1:
             k, (rows, cost) = 1, self._one_row(batch)
         else:
             k, rows = min(self.k + (FURTHER if self.k else 1), self.costs.longest), None
             cost = self._loss(k)
+            if self._off:
+                cost += self.costs.feed_ms(sum(self._backlog(batch)))
         self._price = max(cost, MIN_INTERVAL * PROBE_SHARE * float(self._times[self.k]))
+        if not self.rounds:
+            self._purse = self._price  # the first probe is free: nothing but tables has spoken yet
         if k == self.k or not (self._purse >= self._price or (self._repeat and self._purse > -MAX_DEBT * self._price)):
             return None
         return k, rows
@@ -192,8 +200,8 @@ class GoodputLength:
         ms = 1000 * (self.clock() - played.began)
         self.rounds += 1
         self.total_ms += ms
-        if played.measured:
-            self.costs.observe(played.rows, played.k, played.context, ms)
+        if played.asked is None and played.catch_up < ms / 2:  # else the time says little about such rounds
+            self.costs.observe(played.rows, played.k, played.context, ms - played.catch_up)
         if played.probe:
             self._pay(played, ms, accepted)
         else:

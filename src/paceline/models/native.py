@@ -7,9 +7,9 @@ says so (the twin makes no promise about bits).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class NativeModel:
         *,
         quantization: Quantization | None = None,
         threads: int | None = None,
-        kernels: native.Kernels | None | Literal["choose"] = "choose",
+        kernels: native.Kernels | Literal["choose"] | None = "choose",
     ) -> None:
         _check(spec)
         if quantization not in _LAYER_FORMAT:
@@ -61,7 +61,7 @@ class NativeModel:
         formats = _LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
         self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else _PackedDecoder(spec, *formats, chosen, self.threads)
-        self._caches: dict[int, tuple[Tensor, native.CCache]] = {}
+        self._caches: WeakKeyDictionary[KVCache, native.CCache] = WeakKeyDictionary()
         self._weight_bytes = _stored_bytes(spec, *formats)
 
     @classmethod
@@ -127,14 +127,13 @@ class NativeModel:
 
     def _describe(self, cache: KVCache) -> native.CCache:
         """The cache's description, made once: caches never move."""
-        known = self._caches.get(id(cache))
-        if known is None or known[0] is not cache.keys:
+        known = self._caches.get(cache)
+        if known is None:
             _check_cache(cache, self)
             if self._packed is not None:
                 self._packed.prepare_cache(cache)
-            self._caches = {id(cache): (cache.keys, native.CCache.of(cache))}
-            known = self._caches[id(cache)]
-        return known[1]
+            known = self._caches[cache] = native.CCache.of(cache)
+        return known
 
 
 def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
@@ -179,7 +178,7 @@ def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
 
 
 def _weights_of(model: Transformer) -> dict[str, Tensor]:
-    """The tensors that a transformer was made of, by their names. Raises ModelFormatError if they are quantised already."""
+    """The tensors that a transformer was made of, by their names. Raises ModelFormatError if they are quantised."""
     found: dict[str, Tensor | None] = {"embed.weight": model._embedding, "norm.weight": _norm_weight(model._norm)}
     linears = {} if model.config.tied else {"head": model._head}
     for i, block in enumerate(model._blocks):
@@ -239,7 +238,6 @@ class _PackedDecoder:
     def __init__(
         self, spec: NativeSpec, layer_format: Format, head_format: Format, kernels: native.Kernels, threads: int
     ) -> None:
-        self._spec = spec
         self._keep: list[object] = []
         self._arena = native.Arena(kernels.library, _packed_bytes(spec, layer_format, head_format))
         layers = [self._layer(layer, layer_format) for layer in spec.layers]
@@ -281,7 +279,8 @@ class _PackedDecoder:
         )
 
     def _linear(self, linear: LinearWeights, to: Format) -> native.CLinear:
-        memory = self._arena.take(pack.packed_bytes(*linear.weight.shape, to))
+        outputs, inputs = linear.weight.shape
+        memory = self._arena.take(pack.packed_bytes(outputs, inputs, to))
         packed = pack.pack(pack.quantise(linear.weight, to), linear.bias, memory)
         self._keep.append(packed)
         return native.CLinear.of(packed)

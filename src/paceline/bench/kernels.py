@@ -1,0 +1,231 @@
+"""The CPU kernels beside their floor: ``python -m paceline.bench.kernels``; the last line is one JSON document.
+
+First the machine: read bandwidth, and multiply-adds a second of the kernels on weights that lie in the cache. Then
+whole decode steps (forward and head) with random weights: the floor of a step is the larger of reading its weights,
+keys and values once, and of its arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline.cache import KVCache
+from paceline.kernels import native, pack
+from paceline.kernels.pack import Format
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.models.native import NativeModel, Quantization
+
+_READ_BYTES = 1 << 29
+_FORMATS: dict[str, Format] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
+_STEPS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 4), (16, 4))  # rows, tokens a row
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's measures."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+
+
+SHAPES = {
+    "smollm2-135m": Shape(576, 30, 9, 3, 64, 1536, 49152),
+    "qwen2.5-0.5b": Shape(896, 24, 14, 2, 64, 4864, 151936),
+    "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151936),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the kernels may hope for."""
+
+    kernels: str
+    threads: int
+    read_gb_s: float
+    gmac_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step beside its floor, in milliseconds; phases is the forward pass by parts, on the first thread."""
+
+    shape: str
+    format: str
+    rows: int
+    tokens: int
+    context: int
+    forward_ms: float
+    head_ms: float
+    total_ms: float
+    memory_floor_ms: float
+    compute_floor_ms: float
+    phases_ms: dict[str, float]
+
+    @property
+    def of_floor(self) -> float:
+        return max(self.memory_floor_ms, self.compute_floor_ms) / self.total_ms
+
+
+def fastest(function: Callable[[], object], seconds: float) -> float:
+    """The least time of a call, over as many calls as fit."""
+    function()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure_machine(kernels: native.Kernels, threads: int, seconds: float) -> Machine:
+    """Bandwidth of all threads, and the kernels' rate on weights in the cache."""
+    pool = native.pool(kernels, threads).handle
+    arena = native.Arena(kernels.library, _READ_BYTES)
+    memory = arena.take(_READ_BYTES).fill_(1)
+    place = pool, memory.data_ptr(), _READ_BYTES // 8
+    time.sleep(0.2)  # torch's own threads spin for a while after filling the memory, in the place of ours
+    read = _READ_BYTES / fastest(lambda: kernels.library.pl_read(*place), max(seconds, 0.5)) / 1e9
+    rates = {name: _rate(kernels, pool, to, threads, seconds) for name, to in _FORMATS.items()}
+    return Machine(kernels.name, threads, round(read, 1), rates)
+
+
+def _rate(kernels: native.Kernels, pool: int, to: Format, threads: int, seconds: float) -> float:
+    rows, inputs, outputs = 96, 512, 1024 * threads
+    packed = pack.pack(pack.quantise(torch.randn(outputs, inputs), to))
+    layer = native.CLinear.of(packed)
+    x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
+    place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs
+    took = fastest(lambda: kernels.library.pl_linear(kernels.handle, *place), seconds)
+    return round(rows * inputs * outputs / took / 1e9, 1)
+
+
+def random_spec(shape: Shape, positions: int) -> NativeSpec:
+    """Random weights of a shape; all layers share one, which packing then multiplies."""
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
+    def linear(outputs: int, inputs: int) -> LinearWeights:
+        return LinearWeights((torch.randn(outputs, inputs) * inputs**-0.5).bfloat16())
+
+    layer = LayerWeights(
+        qkv=linear(qkv, shape.width),
+        attention_out=linear(shape.width, shape.heads * shape.head_dim),
+        gate_up=linear(2 * shape.ffn, shape.width),
+        down=linear(shape.width, shape.ffn),
+        input_norm=torch.ones(shape.width),
+        post_norm=torch.ones(shape.width),
+    )
+    half = shape.head_dim // 2
+    return NativeSpec(
+        width=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        vocab_size=shape.vocab_size,
+        max_positions=positions,
+        inverse_frequencies=[10000 ** (-i / half) for i in range(half)],
+        embedding=torch.randn(shape.vocab_size, shape.width).bfloat16(),
+        final_norm=torch.ones(shape.width),
+        layers=[layer] * shape.layers,
+    )
+
+
+def measure_step(
+    model: NativeModel, shape: str, machine: Machine, rows: int, tokens: int, context: int, seconds: float
+) -> Step:
+    """One step of ``tokens`` a row over a cache of ``context`` positions."""
+    cache = KVCache(model.layers, rows, model.kv_heads, context + tokens, model.head_dim, dtype=model.dtype)
+    flat = torch.randint(0, model.vocab_size, (rows * tokens,))
+    place = torch.arange(rows).repeat_interleave(tokens)
+    positions = (context + torch.arange(tokens)).repeat(rows)
+    hidden = model.forward_flat(flat, place, positions, cache)
+
+    forward = fastest(lambda: model.forward_flat(flat, place, positions, cache), seconds)
+    head = fastest(lambda: model.logits(hidden), seconds)
+    total = fastest(lambda: model.logits(model.forward_flat(flat, place, positions, cache)), seconds)
+    name = model.quantization or "bf16"
+    width = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 3 / pack.INT4_GROUP}[name]
+    macs = rows * tokens * model.weight_bytes() / width
+    moved = model.weight_bytes() + 2 * cache.keys[:, :, :, : context + tokens].nbytes
+    return Step(
+        shape=shape,
+        format=name,
+        rows=rows,
+        tokens=tokens,
+        context=context,
+        forward_ms=round(1e3 * forward, 3),
+        head_ms=round(1e3 * head, 3),
+        total_ms=round(1e3 * total, 3),
+        memory_floor_ms=round(moved / machine.read_gb_s / 1e6, 3),
+        compute_floor_ms=round(macs / machine.gmac_s[name] / 1e6, 3),
+        phases_ms=_phases(lambda: model.forward_flat(flat, place, positions, cache), model, seconds),
+    )
+
+
+def _phases(forward: Callable[[], object], model: NativeModel, seconds: float) -> dict[str, float]:
+    """The parts of the fastest forward pass."""
+    best, parts = float("inf"), torch.zeros_like(model.seconds)
+    model.timed = True
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        model.seconds.zero_()
+        forward()
+        if float(model.seconds.sum()) < best:
+            best, parts = float(model.seconds.sum()), model.seconds.clone()
+    model.timed = False
+    return {name: round(1e3 * part, 3) for name, part in zip(native.PHASES, parts.tolist(), strict=True)}
+
+
+def _line(step: Step) -> str:
+    floor = f"floor {step.memory_floor_ms:7.2f} memory {step.compute_floor_ms:7.2f} compute"
+    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in step.phases_ms.items())
+    who = f"{step.shape} {step.format:5} {step.rows:2} x {step.tokens}"
+    return f"{who}: {step.total_ms:8.2f} ms, {floor}, {step.of_floor:4.0%} of floor | head {step.head_ms:.2f}, {parts}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="The CPU kernels beside their floor.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m"])
+    parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=["int8", "bf16"])
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
+    options = parser.parse_args(arguments)
+    kernels = native.select()
+    if kernels is None:
+        sys.exit(f"no kernels to measure: {native.why_none() or native.VARIABLE + '=off'}")
+    machine = measure_machine(kernels, options.threads, options.seconds)
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gmac_s.items())
+    _say(f"{machine.kernels}, {machine.threads} threads: read {machine.read_gb_s} GB/s; GMAC/s in cache: {rates}")
+    steps = []
+    for shape in options.shapes:
+        spec = random_spec(SHAPES[shape], options.context + 8)
+        for name in options.formats:
+            quantization: Quantization | None = None if name == "bf16" else name
+            model = NativeModel(spec, shape, quantization=quantization, threads=options.threads, kernels=kernels)
+            for rows, tokens in _STEPS:
+                steps.append(measure_step(model, shape, machine, rows, tokens, options.context, options.seconds))
+                _say(_line(steps[-1]))
+    _say(json.dumps({"machine": asdict(machine), "steps": [asdict(step) for step in steps]}))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 (a benchmark's answer)
+
+
+if __name__ == "__main__":
+    main()
