@@ -1,9 +1,9 @@
 import pytest
 import torch
-from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, rope
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, rope
 from paceline.errors import ModelFormatError
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 

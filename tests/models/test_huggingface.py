@@ -1,8 +1,8 @@
 import pytest
 import torch
-from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
 from torch import nn
 
+from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
 from paceline.errors import ModelFormatError
 from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.loading import load_model

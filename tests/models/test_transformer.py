@@ -1,7 +1,7 @@
 import pytest
 import torch
-from model_support import NATIVE, Runner, ragged_error, random_tokens, tiny
 
+from model_support import NATIVE, Runner, ragged_error, random_tokens, tiny
 from paceline.models.linear import Dense
 from paceline.models.loading import load_model
 from paceline.models.transformer import Transformer

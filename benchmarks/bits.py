@@ -1,0 +1,139 @@
+"""Are a sequence's tokens the same whatever shares its batch and however it was speculated? Bit for bit.
+
+    python benchmarks/bits.py smollm2-135m --prompts 64 --max-tokens 128
+    python benchmarks/bits.py qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --prompts 16 --max-tokens 64
+
+The reference is plain decoding, each prompt alone. Against it: batches of random size in random order, a random
+speculation length every round (0 included), greedy and coupled sampling at temperature 0.8, in every precision asked
+for. The last line is one JSON document; the exit code is 1 if any sequence differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import get_args
+
+from paceline import LLM, SamplingParams
+from paceline.batch import Batch, Verdict
+from paceline.bench.prompts import COPYING, OPEN
+from paceline.hardware import cpu_name
+from paceline.params import QuantizationName
+
+LONGEST = 6
+TEXTS = [*COPYING, *OPEN]
+
+
+class RandomLength:
+    """Another length every round, 0 included."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, batch: Batch) -> int:
+        return self._random.randint(0, LONGEST)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass
+
+
+@dataclass
+class Outcome:
+    """One precision, one way of sampling: sequences compared and equal, and what speculation did."""
+
+    precision: str
+    sampling: str
+    sequences: int
+    equal: int
+    tokens: int
+    acceptance_rate: float | None
+    seconds: float
+
+
+def _texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def compare(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], seed: int) -> tuple[int, float | None]:
+    """Sequences equal to plain decoding alone, and the acceptance rate."""
+    alone = llm.with_options(drafter=None, max_batch_size=1)
+    reference = [_texts(alone, [prompt], [p])[0] for prompt, p in zip(prompts, params, strict=True)]
+    order = list(range(len(prompts)))
+    chance = random.Random(seed)
+    chance.shuffle(order)
+    found: dict[int, list[int]] = {}
+    drafted = accepted = 0
+    while order:
+        group = [order.pop() for _ in range(min(len(order), chance.randint(2, 16)))]
+        mixed = llm.with_options(
+            max_batch_size=max(1, len(group) - chance.randint(0, 2)), prefill_chunk=chance.choice([16, 64, 512])
+        )
+        mixed.engine.parts.policy = RandomLength(chance.randrange(2**31))
+        results = mixed.generate([prompts[i] for i in group], [params[i] for i in group], use_tqdm=False)
+        for i, result in zip(group, results, strict=True):
+            found[i] = result.outputs[0].token_ids
+            drafted += result.outputs[0].metrics.drafted
+            accepted += result.outputs[0].metrics.accepted
+    equal = sum(found[i] == reference[i] for i in range(len(prompts)))
+    return equal, accepted / drafted if drafted else None
+
+
+def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
+    done = []
+    for precision in arguments.precisions.split(","):
+        quantization = precision if precision in get_args(QuantizationName) else None
+        llm = LLM(
+            arguments.model,
+            arguments.draft_model,
+            drafter="model" if arguments.draft_model else "ngram",
+            num_speculative_tokens=LONGEST,
+            dtype="float32" if precision == "float32" else "bfloat16",
+            quantization=quantization,
+            max_batch_size=16,
+            max_model_len=1024,
+        )
+        print(llm.engine.describe(), file=sys.stderr)
+        assert llm.tokenizer is not None
+        prompts = [
+            llm.tokenizer.encode(TEXTS[i % len(TEXTS)] + " " * (i // len(TEXTS))) for i in range(arguments.prompts)
+        ]
+        for temperature in (0.0, 0.8):
+            params = [
+                SamplingParams(temperature=temperature, seed=i, max_tokens=arguments.max_tokens, ignore_eos=True)
+                for i in range(arguments.prompts)
+            ]
+            began = time.perf_counter()
+            equal, rate = compare(llm, prompts, params, arguments.seed)
+            sampling = "greedy" if temperature == 0 else f"coupled, temperature {temperature}"
+            seconds = round(time.perf_counter() - began, 1)
+            done.append(
+                Outcome(precision, sampling, len(prompts), equal, len(prompts) * arguments.max_tokens, rate, seconds)
+            )
+            print(done[-1], file=sys.stderr)
+    return done
+
+
+def main() -> None:
+    """Parse, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--precisions", default="int8,bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    done = _outcomes(arguments)
+    report = {"machine": cpu_name(), "model": arguments.model, "draft_model": arguments.draft_model}
+    print(json.dumps(report | {"outcomes": [asdict(outcome) for outcome in done]}))
+    sys.exit(any(outcome.equal < outcome.sequences for outcome in done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What is compared: the model pairs, the peers, and how each is started. Adding a peer is one entry and one worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+VENVS = ROOT / "benchmarks" / ".venvs"
+RESULTS = ROOT / "benchmarks" / "results"
+PLOT = ROOT / "docs" / "img" / "peers.png"
+
+MODES = ("plain", "draft", "ngram")
+
+
+def models_directory() -> Path:
+    """Where get_models.sh has put the GGUF files."""
+    return Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
+
+
+def export_directory() -> Path:
+    """Where the models are kept in the formats of the peers: $PACELINE_BENCH_CACHE or ~/.cache/paceline-bench."""
+    return Path(os.environ.get("PACELINE_BENCH_CACHE") or "~/.cache/paceline-bench").expanduser()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and perhaps a draft model, by the names of their GGUF files."""
+
+    target: str
+    draft: str | None
+    bf16_gib: dict[str, float]  # of each model's weights, to plan the memory
+
+    def modes(self) -> tuple[str, ...]:
+        return MODES if self.draft is not None else ("plain", "ngram")
+
+
+PAIRS = {
+    "qwen": Pair("qwen-coder-1.5b", "qwen-coder-0.5b", {"qwen-coder-1.5b": 3.1, "qwen-coder-0.5b": 1.0}),
+    "smollm2": Pair("smollm2-135m", None, {"smollm2-135m": 0.3}),
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine in one precision.
+
+    name: in plots and results. venv: the environment it runs in; None is this one. model_format: what its worker reads
+    ("gguf", "huggingface", "openvino"). split: one worker a mode, for engines that take one configuration at start.
+    """
+
+    name: str
+    venv: str | None
+    worker: str
+    model_format: str
+    precision: str
+    split: bool = False
+    modes: tuple[str, ...] = MODES
+    environment: dict[str, str] = field(default_factory=dict)
+    memory: float = 2.0  # needed while loading, in multiples of the weights in bf16
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable) if self.venv is None else VENVS / self.venv / "bin" / "python"
+
+    @property
+    def requirements(self) -> Path:
+        return HERE / "requirements" / f"{self.venv}.txt"
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+PEERS = {
+    "transformers": Peer(
+        "transformers", "transformers", "transformers_worker.py", "huggingface", "bf16", environment=OFFLINE
+    ),
+    "vllm": Peer("vllm", "vllm", "vllm_worker.py", "huggingface", "bf16", split=True),
+    "openvino": Peer("openvino", "openvino", "openvino_worker.py", "openvino", "int8", split=True, memory=1.5),
+    "llamacpp": Peer("llamacpp", "llamacpp", "llamacpp_worker.py", "gguf", "gguf", split=True, memory=1.0),
+}
+PACELINE_PRECISIONS = ("bf16", "int8")
+ALL_NAMES = ("paceline", *PEERS)
+
+
+def chosen_peers(names: list[str], precisions: list[str]) -> list[Peer]:
+    """The peers of these names; paceline once for each precision. Raises KeyError."""
+    found: list[Peer] = []
+    for name in names:
+        found += [_paceline(precision) for precision in precisions] if name == "paceline" else [PEERS[name]]
+    return found
+
+
+def _paceline(precision: str) -> Peer:
+    path = {"PYTHONPATH": str(ROOT / "src")}
+    return Peer(f"paceline-{precision}", None, "paceline_worker.py", "gguf", precision, environment=path)

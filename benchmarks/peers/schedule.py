@@ -1,0 +1,167 @@
+"""The order of the measurements: each configuration once a repeat, the workers back and forth, within a time budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from benchmarks.peers.pool import WorkerError, WorkerLostError, WorkerSpec
+
+MAX_LOSSES = 2  # a worker that was lost so often is not started again
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One point of the plot: a peer in a mode at a batch size."""
+
+    peer: str
+    precision: str
+    mode: str
+    batch: int
+    k: int | str
+    worker: WorkerSpec
+
+
+@dataclass
+class Outcome:
+    """What came of a configuration: a sample a repeat, or the line that says why there is none."""
+
+    configuration: Configuration
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    seconds: float = 0.0  # that its last repeat took, loading included
+
+
+class Worker(Protocol):
+    """What the schedule needs of a worker."""
+
+    info: dict[str, Any]
+
+    def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]: ...
+
+
+class Workers(Protocol):
+    """What the schedule needs of the pool."""
+
+    def get(self, spec: WorkerSpec) -> tuple[Any, bool]: ...
+    def drop(self, key: str) -> None: ...
+
+
+@dataclass
+class Measurement:
+    """Runs the configurations. prompts: as many as the largest batch. saved: called after each result."""
+
+    workers: Workers
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int
+    call_seconds: float
+    deadline: float  # time.monotonic()
+    say: Callable[[str], None]
+    saved: Callable[[list[Outcome]], None]
+    infos: dict[str, dict[str, Any]] = field(default_factory=dict)
+    losses: dict[str, int] = field(default_factory=dict)
+    warm: set[tuple[str, str]] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self, configurations: Sequence[Configuration], repeats: int) -> list[Outcome]:
+        """All configurations, repeat by repeat. If time is short, whole repeats are dropped, and ``notes`` says so."""
+        outcomes = [Outcome(configuration) for configuration in configurations]
+        for repeat in range(repeats):
+            alive = [outcome for outcome in outcomes if outcome.error is None]
+            if repeat and not self._has_time_for(alive):
+                self._note(f"dropped repeats {repeat + 1} to {repeats}: no time left in the budget")
+                break
+            for outcome in back_and_forth(alive, repeat):
+                self._once(outcome, repeat)
+                self.saved(outcomes)
+        return outcomes
+
+    def _has_time_for(self, outcomes: Sequence[Outcome]) -> bool:
+        return time.monotonic() + sum(outcome.seconds for outcome in outcomes) <= self.deadline
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(text)
+
+    def _once(self, outcome: Outcome, repeat: int) -> None:
+        if time.monotonic() > self.deadline:
+            if not outcome.samples:
+                outcome.error = "not measured: no time left in the budget"
+            return
+        began = time.monotonic()
+        try:
+            sample = self._measure(outcome.configuration)
+        except WorkerError as error:
+            self._fail(outcome, error)
+        else:
+            outcome.samples.append({**sample, "repeat": repeat + 1})
+            self.say(
+                f"{repeat + 1}: {label(outcome.configuration)}: {sample['tokens'] / sample['total_s']:.1f} tokens/s"
+            )
+        outcome.seconds = time.monotonic() - began
+
+    def _fail(self, outcome: Outcome, error: WorkerError) -> None:
+        """A refusal is final. A lost worker is too for this configuration; the next one starts it anew."""
+        outcome.error = str(error)
+        self.say(f"{label(outcome.configuration)}: failed: {error}")
+        if isinstance(error, WorkerLostError):
+            key = outcome.configuration.worker.key
+            self.losses[key] = self.losses.get(key, 0) + 1
+            self.workers.drop(key)
+
+    def _measure(self, configuration: Configuration) -> dict[str, Any]:
+        spec = configuration.worker
+        if self.losses.get(spec.key, 0) >= MAX_LOSSES:
+            raise WorkerError(f"its worker was lost {MAX_LOSSES} times before")
+        worker, fresh = self.workers.get(spec)
+        if fresh:
+            self.infos[spec.key] = worker.info
+            self.warm = {entry for entry in self.warm if entry[0] != spec.key}
+        self._warm_up(worker, configuration)
+        sample: dict[str, Any] = worker.call(
+            self._request(configuration, configuration.batch, self.max_tokens), self.call_seconds
+        )
+        self._check(sample, configuration)
+        return sample
+
+    def _warm_up(self, worker: Worker, configuration: Configuration) -> None:
+        """Once for each mode of a new worker: few tokens, all rows; a single row where the peer refuses that."""
+        entry = (configuration.worker.key, configuration.mode)
+        if entry in self.warm:
+            return
+        few = min(4, self.max_tokens)
+        try:
+            worker.call(self._request(configuration, len(self.prompts), few), self.call_seconds)
+        except WorkerLostError:
+            raise
+        except WorkerError:
+            worker.call(self._request(configuration, 1, few), self.call_seconds)
+        self.warm.add(entry)
+
+    def _request(self, configuration: Configuration, batch: int, max_tokens: int) -> dict[str, Any]:
+        return {
+            "cmd": "run",
+            "batch": batch,
+            "mode": configuration.mode,
+            "prompts": [list(prompt) for prompt in self.prompts[:batch]],
+            "max_tokens": max_tokens,
+            "k": configuration.k,
+        }
+
+    def _check(self, sample: Mapping[str, Any], configuration: Configuration) -> None:
+        """Every row must have exactly the tokens asked for; otherwise the figures are not comparable."""
+        lengths = sorted({len(row) for row in sample["output_ids"]})
+        if lengths != [self.max_tokens] or len(sample["output_ids"]) != configuration.batch:
+            raise WorkerError(f"answered {lengths} tokens a row instead of {self.max_tokens}")
+
+
+def back_and_forth(outcomes: Sequence[Outcome], repeat: int) -> Iterator[Outcome]:
+    """In order, then backwards, and so on: drift hits all alike, and the last worker is still loaded."""
+    return iter(outcomes) if repeat % 2 == 0 else reversed(outcomes)
+
+
+def label(configuration: Configuration) -> str:
+    """A configuration in a few words."""
+    return f"{configuration.peer} {configuration.mode} b={configuration.batch}"
