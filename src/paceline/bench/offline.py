@@ -111,12 +111,17 @@ class Transformers:
     name = "transformers"
 
     def __init__(self, source: str, like: LLM) -> None:
+        import transformers
         from transformers import AutoModelForCausalLM
 
         from paceline.models.hub import resolve
 
         target, path = like.engine.models.target, resolve(source)
-        where, extra = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        where = path.parent if path.is_file() else path
+        extra: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+        packs = getattr(transformers, "GgufConfig", None)  # newer ones keep a GGUF packed, which is slow in bfloat16
+        if extra and packs is not None:
+            extra["quantization_config"] = packs(dequantize=True)
         self._model = AutoModelForCausalLM.from_pretrained(str(where), dtype=target.dtype, **extra).to(target.device)
         self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
 
