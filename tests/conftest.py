@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")
 
 
 @pytest.fixture
