@@ -398,6 +398,19 @@ def test_a_broken_gguf_header_never_raises_anything_else(
     _check_broken(bytes(broken), tmp_path_factory.mktemp("broken") / "tiny.gguf")
 
 
+@pytest.mark.parametrize("key", ["embedding_length", "block_count", "attention.head_count"])
+@pytest.mark.parametrize("byte", [2, 3])
+def test_a_gguf_header_with_absurd_sizes_is_refused_before_anything_is_allocated(
+    key: str, byte: int, gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    broken = bytearray(gguf_bytes)
+    name = f".{key}".encode()
+    broken[broken.index(name) + len(name) + 4 + byte] = 0x7F  # the number follows its four bytes of type
+    (tmp_path / "tiny.gguf").write_bytes(bytes(broken))
+    with pytest.raises(ModelFormatError, match="cannot be true"):
+        _load(tmp_path / "tiny.gguf")
+
+
 def test_an_unknown_gguf_version_is_refused(gguf_bytes: bytes, tmp_path: Path) -> None:
     content = gguf_bytes[:4] + struct.pack("<I", 9) + gguf_bytes[8:]
     (tmp_path / "tiny.gguf").write_bytes(content)

@@ -28,6 +28,11 @@ _FIELDS = {
 }
 _NEEDED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 
+# A broken header must not make us allocate: no model is wider, and every layer has tensors of its own.
+_WIDTHS = ("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
+_HEAD_WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_WIDEST = 2**20
+
 _ROPE_FIELDS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -86,7 +91,16 @@ def _fields(file: GGUFFile) -> dict[str, Any]:
         raise ModelFormatError(f"{file.path}: the metadata {what}")
     if file.metadata.get("split.count", 1) > 1:
         raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
+    _check_sizes(file, found)
     return found
+
+
+def _check_sizes(file: GGUFFile, found: Mapping[str, Any]) -> None:
+    limits = {"block_count": len(file.tensors)} | dict.fromkeys((*_WIDTHS, *_HEAD_WIDTHS), _WIDEST)
+    for key, limit in limits.items():
+        value = found.get(key, 1)
+        if isinstance(value, int) and value > limit:
+            raise ModelFormatError(f"{file.path}: {key}={value} cannot be true (at most {limit}); the file is broken")
 
 
 def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
