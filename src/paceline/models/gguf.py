@@ -54,7 +54,10 @@ class PackedTensor:
 def _numbers(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Tensor:
     """Packed rows -> float32 [rows, width]."""
     plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(kind)
-    numbers = dequantize(rows, kind) if plain is None else rows.view(plain).astype(np.float32)
+    try:
+        numbers = dequantize(rows, kind) if plain is None else rows.view(plain).astype(np.float32)
+    except (NotImplementedError, ValueError, IndexError) as error:
+        raise ModelFormatError(f"a tensor of kind {kind.name} cannot be unpacked: {error}") from error
     return torch.from_numpy(numbers)
 
 

@@ -167,7 +167,10 @@ def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: b
     file = GGUFFile(path)
     config = gguf_config.native_config(file)
     stored = gguf_config.tensors(file, config)
-    return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
+    try:
+        return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
+    except ModelFormatError as error:
+        raise error if path.name in str(error) else ModelFormatError(f"{path}: {error}") from error
 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
