@@ -60,7 +60,7 @@ $(BIN)/python:
 
 $(INSTALLED): $(SOURCES_OF_BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench,serve]'
 	@touch $@
 
 $(PULLED): | $(INSTALLED)

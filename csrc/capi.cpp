@@ -1,25 +1,13 @@
 // The C interface: what src/paceline/kernels/native.py calls. Functions that can fail return null or a message.
 #include <sys/mman.h>
 
-#include <cstring>
-#include <exception>
-
+#include "cpu.h"
 #include "model.h"
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace paceline {
 namespace {
-
-bool has(const char* name) {
-  __builtin_cpu_init();
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (!std::strcmp(name, "avx512-vnni")) return avx512;
-  if (!std::strcmp(name, "avx512-vnni-bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
-  return false;
-}
 
 template <class Work>
 void in_parallel(Pool& pool, Work work) {
@@ -33,12 +21,9 @@ using namespace paceline;
 
 PL_EXPORT int pl_abi_version() { return kAbiVersion; }
 
-PL_EXPORT const Kernels* pl_kernels(const char* name) {
-  if (!has(name)) return nullptr;
-  if (!std::strcmp(name, "avx2")) return avx2_kernels();
-  if (!std::strcmp(name, "avx512-vnni")) return avx512_kernels();
-  return avx512bf16_kernels();
-}
+PL_EXPORT const Kernels* pl_kernels(const char* name) { return kernels_named(name); }
+PL_EXPORT const char* pl_amx_obstacle() { return amx_obstacle(); }
+PL_EXPORT int pl_multiplies_correctly(const Kernels* kernels) { return multiplies_correctly(*kernels); }
 
 PL_EXPORT Pool* pl_pool_new(int threads) { return new Pool(threads); }
 PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
@@ -91,6 +76,33 @@ PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows
 
 PL_EXPORT void pl_argmax(Model* model, Pool* pool, const float* hidden, int rows, int64_t* tokens, float* values) {
   model->argmax(*pool, hidden, rows, tokens, values);
+}
+
+namespace paceline {
+namespace {
+
+// sampling.noise_key
+void noise_key(uint64_t seed, int64_t position, uint32_t purpose, uint32_t* key) {
+  const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32), at = static_cast<uint32_t>(position);
+  const uint32_t salt = 0x9e3779b9u * purpose;
+  key[0] = mix(mix(mix(low ^ salt) ^ high) ^ at);
+  key[1] = mix(mix(mix(high ^ 0x85ebca6bu) ^ low) ^ at ^ salt);
+}
+
+}  // namespace
+}  // namespace paceline
+
+// A token for every place of every row's block.
+PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
+  const int64_t count = call->rows * call->block;
+  in_parallel(*pool, [&](int thread) {
+    for (int64_t i = thread; i < count; i += pool->threads()) {
+      const int64_t row = i / call->block;
+      Draw one = {call->logits + i * call->stride, call->vocabulary, call->temperature[row], {0, 0}};
+      noise_key(static_cast<uint64_t>(call->seeds[row]), call->first[row] + call->offset + i % call->block, call->purpose, one.key);
+      tokens[i] = kernels->draw(one);
+    }
+  });
 }
 
 // --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ enum class Epilogue { kStore, kAdd, kSwiglu };
 
 constexpr int kPanel = 32;           // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;   // inputs are padded to it: the depth of an AMX tile of bytes
+constexpr int kRowMultiple = 16;     // memory of rows is padded to it: the height of an AMX tile
 constexpr int kKeyBlock = 256;       // keys, aligned to absolute positions, that share one softmax partial
 constexpr int kActivationGroup = 64;  // inputs of a row that share a scale: outliers cost their neighbours alone
 constexpr int kInt8Zero = 128;       // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
@@ -19,7 +20,7 @@ constexpr int kInt8Zero = 128;       // int8 weights are stored as w + 128: the 
 // Packed weights: panels of 32 columns, each one linear stream.
 //   int8  [inputs / 4][32][4] bytes, w + 128
 //   bf16  [inputs / 2][32][2] bf16
-//   int4  per group of inputs: 32 fp16 scales, 32 byte zero points, then [group / 8][32][4] bytes; a byte holds the
+//   int4  per group of inputs: 32 fp16 scales, 32 fp16 lows (what code 0 stands for), then [group / 8][32][4] bytes; a byte holds the
 //         values of input i (low bits) and of input i + 4 (high bits)
 // SwiGLU panels hold 16 columns of the gate, then the same 16 of up.
 struct Linear {
@@ -83,6 +84,14 @@ struct Attention {
   float epsilon;
 };
 
+// One row of logits to draw a token from.
+struct Draw {
+  const float* logits;
+  int64_t vocabulary;
+  float temperature;  // 0: the largest logit's token
+  uint32_t key[2];    // of the noise
+};
+
 struct Kernels {
   const char* name;
   bool fp32_activations;  // bf16 weights meet activations that are rounded to bf16 but stored as fp32
@@ -98,7 +107,14 @@ struct Kernels {
   // keys that this thread reads next, or null.
   void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
   void (*embed)(const Linear& table, int64_t token, float* out);
+  int64_t (*draw)(const Draw& draw);
 };
+
+static inline uint32_t mix(uint32_t x) {  // a 32-bit finaliser, Wellons' lowbias32: all noise comes from it
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
 
 static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 static inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }
@@ -107,7 +123,7 @@ static inline size_t panel_bytes(const Linear& l) {
   const size_t inputs = static_cast<size_t>(l.inputs);
   if (l.format == kInt8) return inputs * kPanel;
   if (l.format == kBf16) return inputs * kPanel * 2;
-  return inputs / static_cast<size_t>(l.group) * (static_cast<size_t>(l.group) * kPanel / 2 + 3 * kPanel);
+  return inputs / static_cast<size_t>(l.group) * (static_cast<size_t>(l.group) * kPanel / 2 + 4 * kPanel);
 }
 
 // Scores of every query, its running sums, one transposed key tile.
@@ -118,6 +134,7 @@ static inline size_t attend_scratch_floats(int queries, int dim) {
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();      // VNNI, without bf16 instructions
 const Kernels* avx512bf16_kernels();
-const Kernels* amx_kernels();
+const Kernels* amx_kernels();           // in builds with PL_WITH_AMX
+const Kernels* emulated_amx_kernels();  // tiles in memory, for tests
 
 }  // namespace paceline

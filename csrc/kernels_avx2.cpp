@@ -1,10 +1,11 @@
 #define PL_FP32_ACTIVATIONS
+#include "draw.h"
 #include "linear_avx2.h"
 
 namespace paceline {
 
 const Kernels* avx2_kernels() {
-  static const Kernels kernels = {"avx2", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed};
+  static const Kernels kernels = {"avx2", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw};
   return &kernels;
 }
 

@@ -1,9 +1,10 @@
+#include "draw.h"
 #include "linear_avx512.h"
 
 namespace paceline {
 
 const Kernels* avx512bf16_kernels() {
-  static const Kernels kernels = {"avx512-vnni-bf16", false, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed};
+  static const Kernels kernels = {"avx512-vnni-bf16", false, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw};
   return &kernels;
 }
 

@@ -67,8 +67,8 @@ struct Int4Block {
     for (int r = 0; r < R; ++r) total[r] = zero();
     for (int g = 0; g < call.linear->inputs / call.linear->group; ++g) {
       const F16 scale = load_fp16(reinterpret_cast<const uint16_t*>(w) + 16 * which);
-      const I16 zeros = load_bytes(w + 64 + 16 * which);
-      w += 3 * kPanel;
+      const F16 start = load_fp16(reinterpret_cast<const uint16_t*>(w) + 32 + 16 * which);
+      w += 4 * kPanel;
       __m256i s[R][4] = {};
       for (int k = 0; k < call.linear->group / 8; ++k, w += kStepBytes, x += 8) {
         __m256i lows[4], highs[4];
@@ -81,9 +81,9 @@ struct Int4Block {
         add_step<R>(highs, x + 4, stride, s);
       }
       for (int r = 0; r < R; ++r) {
-        const __m256i sum = _mm256_set1_epi32(sum_of(call.input, first + r, g));
-        const I16 exact = join(s[r]) - I16{_mm256_mullo_epi32(zeros.a, sum), _mm256_mullo_epi32(zeros.b, sum)};
-        total[r] = fma(to_float(exact) * scale, scale_of(call.input, first + r, g * call.linear->group), total[r]);
+        const F16 sum = set1(static_cast<float>(sum_of(call.input, first + r, g)));
+        const F16 exact = fma(to_float(join(s[r])), scale, sum * start);
+        total[r] = fma(exact, scale_of(call.input, first + r, g * call.linear->group), total[r]);
       }
     }
   }

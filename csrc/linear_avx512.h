@@ -128,37 +128,35 @@ struct Int4Block {
     const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
     const size_t steps = static_cast<size_t>(call.linear->group) / 8;
     const int groups = call.linear->inputs / call.linear->group;
-    const __m512i low = _mm512_set1_epi8(15);
+    const __m512i nibble = _mm512_set1_epi8(15);
     Totals<R> totals;
     for (int g = 0; g < groups; ++g) {
       const uint8_t* head = w;
-      w += 3 * kPanel;
+      w += 4 * kPanel;
       __m512i s[R][2];
       for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_si512();
       for (size_t k = 0; k < steps; ++k, w += kStepBytes, x += 8) {
         prefetch.step<kOnlyPass>(k);
         const __m512i w0 = weight_line(w), w1 = weight_line(w + 64);
-        const __m512i low0 = _mm512_and_si512(w0, low), low1 = _mm512_and_si512(w1, low);
-        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi32(w0, 4), low), high1 = _mm512_and_si512(_mm512_srli_epi32(w1, 4), low);
+        const __m512i even0 = _mm512_and_si512(w0, nibble), even1 = _mm512_and_si512(w1, nibble);
+        const __m512i odd0 = _mm512_and_si512(_mm512_srli_epi32(w0, 4), nibble), odd1 = _mm512_and_si512(_mm512_srli_epi32(w1, 4), nibble);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           const __m512i a = four_bytes(x + stride * static_cast<size_t>(r)), b = four_bytes(x + stride * static_cast<size_t>(r) + 4);
-          s[r][0] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[r][0], low0, a), high0, b);
-          s[r][1] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[r][1], low1, a), high1, b);
+          s[r][0] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[r][0], even0, a), odd0, b);
+          s[r][1] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[r][1], even1, a), odd1, b);
           stay(s[r]);
         }
       }
-      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 3 * kPanel : 0);
+      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 4 * kPanel : 0);
       const F16 scale0 = load_fp16(reinterpret_cast<const uint16_t*>(head)), scale1 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 16);
-      const __m512i zero0 = load_bytes(head + 64).v, zero1 = load_bytes(head + 80).v;
+      const F16 low0 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 32), low1 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 48);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const __m512i sum = _mm512_set1_epi32(sum_of(call.input, first + r, g));
+        const F16 sum = set1(static_cast<float>(sum_of(call.input, first + r, g)));
         const F16 scale = scale_of(call.input, first + r, g * call.linear->group);
-        const I16 exact0 = {_mm512_sub_epi32(s[r][0], _mm512_mullo_epi32(zero0, sum))};
-        const I16 exact1 = {_mm512_sub_epi32(s[r][1], _mm512_mullo_epi32(zero1, sum))};
-        totals.add(r, 0, to_float(exact0) * scale0, scale);
-        totals.add(r, 1, to_float(exact1) * scale1, scale);
+        totals.add(r, 0, fma(to_float(I16{s[r][0]}), scale0, sum * low0), scale);
+        totals.add(r, 1, fma(to_float(I16{s[r][1]}), scale1, sum * low1), scale);
       }
       totals.fence();
     }

@@ -19,6 +19,7 @@ void Buffer::grow(size_t bytes) {
 }
 
 void Quantised::grow(int rows, int inputs) {
+  rows = padded(rows, kRowMultiple);
   // 4 bytes an input fit every kind of activation; one line more a row keeps rows out of each other's cache sets.
   view.stride = static_cast<size_t>(inputs) * 4 + 64;
   view.scale_stride = static_cast<size_t>(inputs) / kActivationGroup;

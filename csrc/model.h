@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/native.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 1;
+constexpr int kAbiVersion = 3;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -33,6 +33,16 @@ struct ModelSpec {
   int64_t positions;
   int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
   float epsilon, attention_scale;
+};
+
+// Blocks of logits, one row of the batch after the other.
+struct DrawCall {
+  const float* logits;  // [rows][block], `stride` floats from one to the next
+  const float* temperature;  // of each row
+  const int64_t* seeds;
+  const int64_t* first;  // position of each row's first token, before `offset`
+  int64_t rows, block, stride, vocabulary, offset;
+  uint32_t purpose;
 };
 
 struct Cache {

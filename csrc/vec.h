@@ -38,6 +38,14 @@ inline I16 round_to_int(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I16 operator-(I16 a, I16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline I16 operator*(I16 a, I16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline I16 operator^(I16 a, I16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int N> inline I16 shift_right(I16 a) { return {_mm512_srli_epi32(a.v, N)}; }
+inline I16 sixteen_from(int32_t start) {
+  return {_mm512_add_epi32(_mm512_set1_epi32(start), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
+}
+inline F16 bits_as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
+inline uint32_t lanes_at_least(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline I16 izero() { return {_mm512_setzero_si512()}; }
 inline I16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline F16 scale_by_power_of_two(F16 x, I16 n) {
@@ -46,7 +54,7 @@ inline F16 scale_by_power_of_two(F16 x, I16 n) {
 inline void store_int8(int8_t* p, I16 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
 // Lanes whose index + start lies in [low, high).
 inline Mask lanes_within(int start, int low, int high) {
-  const __m512i at = _mm512_add_epi32(_mm512_set1_epi32(start), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i at = sixteen_from(start).v;
   return {_kand_mask16(_mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(low)), _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(high)))};
 }
 inline F16 select(Mask m, F16 yes, F16 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
@@ -153,6 +161,16 @@ inline I16 round_to_int(F16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_e
 inline F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I16 operator+(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I16 operator-(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I16 operator*(I16 x, I16 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+inline I16 operator^(I16 x, I16 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int N> inline I16 shift_right(I16 x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+inline __m256i eight_from(int32_t start) { return _mm256_add_epi32(_mm256_set1_epi32(start), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
+inline I16 sixteen_from(int32_t start) { return {eight_from(start), eight_from(start + 8)}; }
+inline F16 bits_as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline uint32_t lanes_at_least(F16 x, F16 y) {
+  const int a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)), b = _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
+  return static_cast<uint32_t>(a | b << 8);
+}
 inline I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I16 iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline __m256 scale_half(__m256 x, __m256i n) {
@@ -164,7 +182,7 @@ inline void store_int8(int8_t* p, I16 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 inline __m256 within_half(int start, int low, int high) {
-  const __m256i at = _mm256_add_epi32(_mm256_set1_epi32(start), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i at = eight_from(start);
   const __m256i yes = _mm256_and_si256(_mm256_cmpgt_epi32(at, _mm256_set1_epi32(low - 1)), _mm256_cmpgt_epi32(_mm256_set1_epi32(high), at));
   return _mm256_castsi256_ps(yes);
 }

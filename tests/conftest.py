@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU, slowly
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
 settings.register_profile("paceline", deadline=None)

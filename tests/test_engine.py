@@ -270,11 +270,11 @@ def test_logprobs_only_where_they_were_asked_for_and_as_many_as_were() -> None:
 def test_every_token_is_accepted_recovered_or_bonus_and_every_round_is_counted(tokens: int) -> None:
     engine = oracle(script=sometimes)
     answer = run(engine, [PROMPT], [seeded(GREEDY, max_tokens=tokens)])[0].outputs[0]
-    counts = {kind: answer.token_kinds.count(kind) for kind in ("accepted", "recovered", "bonus")}
+    counts = {kind: answer.token_kinds.count(kind) for kind in ("accepted", "recovered", "bonus", "plain")}
     metrics = answer.metrics
     assert sum(counts.values()) == tokens == metrics.output_tokens
     assert metrics.accepted == counts["accepted"] <= metrics.drafted
-    assert metrics.rounds - (answer.token_kinds[-1] == "accepted") == counts["recovered"] + counts["bonus"]
+    assert metrics.rounds - (answer.token_kinds[-1] == "accepted") == tokens - counts["accepted"]
     asked = engine.parts.drafter.asked  # type: ignore[attr-defined]
     assert len(asked) <= metrics.rounds
     assert metrics.drafted <= sum(asked)

@@ -14,11 +14,23 @@ SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 
 LAYERS: list[set[str]] = [
     {"errors", "params", "outputs"},
-    {"batch", "rows", "history", "cache", "sampling", "acceptance", "attention", "kernels", "hardware"},
+    {
+        "batch",
+        "rows",
+        "history",
+        "reliability",
+        "cache",
+        "sampling",
+        "acceptance",
+        "attention",
+        "kernels",
+        "gpu",
+        "hardware",
+    },
     {"models", "decoder", "tokenizer"},
     {"drafters", "lengths"},
     {"round"},
-    {"scheduler", "engine", "metrics", "memory"},
+    {"scheduler", "engine", "metrics", "memory", "scoring"},
     {"llm", "server", "cli", "bench", "training"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

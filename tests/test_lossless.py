@@ -22,15 +22,20 @@ from paceline import acceptance
 from paceline.batch import Batch, Draft
 from paceline.engine import Engine, Request
 from paceline.lengths import LengthPolicy
+from paceline.lengths.budget import BudgetLength
+from paceline.lengths.cost import CostModel
+from paceline.lengths.goodput import LONGEST_AUTO
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
 from paceline.params import SamplingParams
 from paceline.sampling import Purpose, noise_key, noisy_argmax
+from simulation import linear_costs
 from toy import (
     VOCAB,
     FlatToy,
     RandomCaps,
     RandomLength,
+    RandomSelection,
     Scripted,
     ToyModel,
     always,
@@ -57,7 +62,7 @@ DRAFTS: dict[str, Callable[[], Model]] = {
     "llama": lambda: tiny_llama(1),
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short"]
-LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps"]
+LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection"]
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4)]
@@ -86,6 +91,11 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
     return alone
 
 
+def cheap_budget() -> BudgetLength:
+    """Verifies whatever has a chance: a guess costs next to nothing."""
+    return BudgetLength(CostModel(linear_costs(token=0.01), LONGEST_AUTO))
+
+
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
     draft = {"model": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
@@ -94,6 +104,8 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     policies: dict[str, Callable[[], LengthPolicy]] = {
         "random": lambda: RandomLength(seed=len(drafter)),
         "caps": lambda: RandomCaps(seed=len(drafter)),
+        "selection": lambda: RandomSelection(seed=len(drafter)),
+        "budget": cheap_budget,
         "profiled": lambda: ProfiledLength({1: 5, 2: 0, 3: 3, 4: 1}),
     }
     k = 4 if length in policies else length
@@ -150,7 +162,7 @@ def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str
     assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("llama", family)
 
 
-@pytest.mark.parametrize("length", ["random", "caps"])
+@pytest.mark.parametrize("length", ["random", "caps", "selection", "auto", "budget"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
     engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)

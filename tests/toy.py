@@ -337,5 +337,14 @@ class RandomCaps(RandomLength):
         return max(batch.caps)
 
 
+class RandomSelection(RandomLength):
+    """Another length every round, and of what was drafted another part in every row."""
+
+    name = "selection"
+
+    def select(self, batch: Batch, draft: Draft) -> Draft:
+        return draft.first([self.rng.randint(0, count) for count in draft.counts.tolist()])
+
+
 def kinds(answer: CompletionOutput) -> dict[str, int]:
-    return {kind: answer.token_kinds.count(kind) for kind in ("accepted", "recovered", "bonus")}  # type: ignore[arg-type]
+    return {kind: answer.token_kinds.count(kind) for kind in ("accepted", "recovered", "bonus", "plain")}  # type: ignore[arg-type]

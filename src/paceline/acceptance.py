@@ -1,6 +1,7 @@
 """Which guesses are kept, and what is drawn instead of the first that is not. Two rules, one law: the target's.
 
-Shapes: B rows, k guesses, V vocabulary. Position j of the target's logits [B, k + 1, V] follows guess j.
+Shapes: B rows, k guesses, V vocabulary. Position j of the target's logits [B, k + 1, V] follows guess j. Logits [N, V]
+are those of the N real tokens of a ragged draft, row after row.
 """
 
 from __future__ import annotations
@@ -22,8 +23,24 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 
     What a row gains are the target's own draws, whoever guessed: the same seed gives the same text.
     """
-    draws = draw(adjust(logits, batch, draft.tokens), batch)
+    draws = _draw(draft, logits, batch)
     return Verdict(draws, _leading(draft.tokens == draws[:, :-1], draft.counts), draft.counts)
+
+
+def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
+    """[B, k + 1]: the target's own draws; 0 where a row has no guess."""
+    if logits.dim() == 3:
+        return draw(adjust(logits, batch, draft.tokens), batch)
+    lines = batch.unrolled(draft)
+    nothing = draft.tokens.new_empty(lines.rows, 0)
+    return _rectangle(draft, draw(adjust(logits[:, None], lines, nothing), lines)[:, 0])
+
+
+def _rectangle(draft: Draft, flat: Tensor) -> Tensor:
+    """[N, ...] of the real tokens -> [B, k + 1, ...], 0 elsewhere."""
+    table = flat.new_zeros(*draft.real.shape, *flat.shape[1:])
+    table[draft.real] = flat
+    return table
 
 
 def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
@@ -70,6 +87,8 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         verdict = rule(draft, logits, batch)
         if batch.sampling.logprobs is not None:
+            if logits.dim() == 2:
+                logits = _rectangle(draft, logits)
             law = logits.float().log_softmax(-1)
             values, ids = law.topk(min(batch.sampling.logprobs, law.shape[-1]), dim=-1)
             own = law.gather(-1, verdict.tokens[..., None]).squeeze(-1)

@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.history import AcceptanceHistory
+from paceline.history import AcceptanceHistory, Pace
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.reliability import Reliability
 from paceline.rows import SamplingRows
+
+
+def real_places(counts: Tensor, width: int) -> Tensor:
+    """[B, width] bool: the first counts[i] places of row i."""
+    return torch.arange(width, device=counts.device) < counts[:, None]
 
 
 @dataclass
@@ -22,15 +30,28 @@ class Draft:
     tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
     probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
         drawn with the target's own noise (coupled).
+    confidence: [B, k] on the host, the drafter's own score from 0 to 1 of each guess, given that those before it are
+        right; None if it has none.
     """
 
     tokens: Tensor
     counts: Tensor
     probabilities: Tensor | None = None
+    confidence: NDArray[np.float64] | None = None
 
     @property
     def k(self) -> int:
         return self.tokens.shape[1]
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, k + 1] bool: each row's unseen token and its real guesses."""
+        return real_places(self.counts + 1, self.k + 1)
+
+    @cached_property
+    def ragged(self) -> bool:
+        """Whether some row has fewer than k guesses; reads the device."""
+        return not bool(self.real.all())
 
     @staticmethod
     def empty(batch: Batch) -> Draft:
@@ -43,6 +64,12 @@ class Draft:
             return self
         most = self.counts.new_tensor(caps)
         return replace(self, counts=torch.minimum(self.counts, most))
+
+    def first(self, counts: Sequence[int]) -> Draft:
+        """The first counts[i] guesses of each row alone, as narrow as they allow."""
+        k = max(counts)
+        laws = None if self.probabilities is None else self.probabilities[:, :k]
+        return Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
 
     def spread(self, first: int, rows: int) -> Draft:
         """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
@@ -131,6 +158,7 @@ class Batch:
         self.length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.lengths = [0] * capacity
         self.limits = [0] * capacity  # the length at which a row must end
+        self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
         self.rows = 0
         self.first = 0
         self.caps: list[int] | None = None
@@ -138,6 +166,9 @@ class Batch:
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
         self.history = AcceptanceHistory(capacity)
+        self.reliability = Reliability(capacity)
+        self.pace = Pace(capacity)
+        self.draining = False  # these are the last rows: nobody waits, and nobody will come
 
     @property
     def device(self) -> torch.device:
@@ -155,8 +186,16 @@ class Batch:
 
     @property
     def room(self) -> int:
-        """Most tokens that any decoding row may still gain."""
-        return max(limit - length for limit, length in zip(self.limits[: self.rows], self.lengths, strict=False))
+        """Most tokens that any decoding row may gain in a round."""
+        rows = range(self.rows)
+        return max(min(self.limits[row] - self.lengths[row], self.most_guesses[row] + 1) for row in rows)
+
+    def cap_guesses(self, k: int) -> None:
+        """Where a request allows its row fewer than k guesses, ``caps`` say so."""
+        allowed = self.most_guesses[: self.rows]
+        if min(allowed) < k:
+            caps = [k] * self.rows if self.caps is None else self.caps
+            self.caps = [min(cap, most) for cap, most in zip(caps, allowed, strict=True)]
 
     def set_row(self, row: int, start: RowStart) -> None:
         size = len(start.tokens)
@@ -164,7 +203,11 @@ class Batch:
         self.length[row] = self.lengths[row] = size
         self.limits[row] = min(size + start.params.max_tokens, self.positions)
         self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
-        self.history.reset(row)
+        allowed = start.params.num_speculative_tokens
+        self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
+        self.history.reset(row, self.most_guesses[row])
+        self.reliability.reset(row)
+        self.pace.reset(row)
 
     def copy_row(self, source: int, destination: int) -> None:
         """Put the row ``source`` in the place of ``destination``."""
@@ -172,8 +215,11 @@ class Batch:
         self.length[destination] = self.length[source]
         self.lengths[destination] = self.lengths[source]
         self.limits[destination] = self.limits[source]
+        self.most_guesses[destination] = self.most_guesses[source]
         self.sampling.copy_row(source, destination)
         self.history.copy_row(source, destination)
+        self.reliability.copy_row(source, destination)
+        self.pace.copy_row(source, destination)
 
     def set_rows(self, rows: int) -> None:
         """From now on rows 0 .. rows - 1 decode."""
@@ -186,8 +232,24 @@ class Batch:
         part.first, part.rows, part.caps = self.first + first, stop - first, None
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
+        part.most_guesses = self.most_guesses[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
+
+    def unrolled(self, draft: Draft) -> Batch:
+        """Each row's unseen token and each of its real guesses as a row of its own, which ends there: N rows, copies.
+
+        What is drawn after them is the same, penalties included; so positions that no guess fills cost nothing.
+        """
+        row, guesses = draft.real.nonzero(as_tuple=True)
+        lines = copy.copy(self)
+        lines.rows, lines.length = len(row), self.live_length[row] + guesses
+        lines.sampling = self.sampling.select(row)
+        lines.tokens = self.tokens[: self.rows]
+        if lines.sampling.any_penalty:
+            place = self.live_length[:, None] + torch.arange(draft.k, device=self.device)
+            lines.tokens = lines.tokens.scatter(1, place, draft.tokens)[row]
+        return lines
 
     @property
     def guessing(self) -> tuple[int, int]:

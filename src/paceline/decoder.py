@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention import AttentionBackend
-from paceline.batch import Batch, Draft
+from paceline.batch import Batch, Draft, real_places
 from paceline.cache import KVCache
 from paceline.models.base import AnyModel, FlatModel, Model
 
@@ -70,22 +70,36 @@ class Decoder:
         self, model: FlatModel, tokens: Tensor, positions: Tensor, first_row: int, counts: Tensor | None
     ) -> Tensor:
         """Only the real tokens are run."""
-        rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
-        real = None if counts is None else _real(counts, tokens.shape[1])
+        real = None if counts is None else real_places(counts, tokens.shape[1])
         if real is None or bool(real.all()):
+            rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
             flat = model.forward_flat(tokens.flatten(), rows.flatten(), positions.flatten(), self.cache)
             return flat.view(*tokens.shape, -1)
-        flat = model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
+        flat = self._forward_real(model, tokens, positions, real, first_row)
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
+
+    def _forward_real(
+        self, model: FlatModel, tokens: Tensor, positions: Tensor, real: Tensor, first_row: int
+    ) -> Tensor:
+        """The tokens [B, L] at the places ``real`` [B, L] -> hidden [N, width], row after row."""
+        rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
+        return model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
         """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow.
 
-        Where a row has fewer than k guesses, the logits beyond them mean nothing.
+        Where a row has fewer than k guesses, the logits beyond them mean nothing. A FlatModel leaves them out, for its
+        head would take as long for them as for real ones: if rows differ, it gives [N, V] for the N real tokens, row
+        after row (``Batch.unrolled``); not for guesses with probabilities, whose rule needs the rectangle.
         """
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
-        counts = draft.counts + 1
-        hidden = self.forward(tokens, batch.live_length - 1, batch.longest + draft.k, counts=counts)
+        start = batch.live_length - 1
+        if isinstance(self.model, FlatModel) and draft.probabilities is None and draft.ragged:
+            if self.model.vocab_size < self.vocab_size:
+                tokens = tokens.clamp(max=self.model.vocab_size - 1)
+            positions = start[:, None] + torch.arange(tokens.shape[1])
+            return self.logits(self._forward_real(self.model, tokens, positions, draft.real, batch.first))
+        hidden = self.forward(tokens, start, batch.longest + draft.k, counts=draft.counts + 1)
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -156,8 +170,3 @@ class Decoder:
         """Put the first ``length`` positions of a row in the place of another row."""
         self.cache.copy_row(source, destination, length)
         self.seen[destination] = self.seen[source].clamp(max=length)
-
-
-def _real(counts: Tensor, width: int) -> Tensor:
-    """[B, width] bool: the first counts[i] places of row i."""
-    return torch.arange(width, device=counts.device) < counts[:, None]

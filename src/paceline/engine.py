@@ -6,6 +6,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from paceline.acceptance import RULES
 from paceline.attention import BACKENDS, AttentionBackend
-from paceline.batch import Batch
+from paceline.batch import Batch, Verdict
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
@@ -34,6 +35,7 @@ from paceline.round import Speculation, speculative_round
 from paceline.sampling import sequence_seed
 from paceline.scheduler import Scheduler, TextStream
 from paceline.scheduler import Sequence as Row
+from paceline.scoring import PromptScorer
 
 log = logging.getLogger("paceline")
 
@@ -79,6 +81,8 @@ class Engine:
         check_memory(models.target, models.draft, config, self.max_model_len)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
+        self.closed = False  # whether no request will come before those that are here have ended
+        self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
         target = self._decoder(models.target)
         drafter = self._drafter()
         self._profile = self._load_profile()
@@ -110,7 +114,8 @@ class Engine:
         drafter = self.parts.drafter
         if isinstance(drafter, NoDrafter):
             return FixedLength(0)
-        means = Means(self._costs, self._need_profile, drafter.decoders)
+        ragged = isinstance(self.models.target, FlatModel)
+        means = Means(self._costs, self._need_profile, drafter.decoders, ragged)
         return make_policy(self.config.num_speculative_tokens, means)
 
     def _load_profile(self) -> Profile | None:
@@ -191,7 +196,7 @@ class Engine:
 
         Raises EmptyPromptError, PromptTooLongError or ParameterError; other requests are not affected.
         """
-        self._check(request)
+        self.check(request)
         request_id = request.request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ParameterError("request_id", request_id, "not the id of a request that still runs")
@@ -219,7 +224,8 @@ class Engine:
             deadline=None if request.max_time is None else now + request.max_time,
         )
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise what ``add`` would; any thread may ask."""
         size, vocab = len(request.prompt_token_ids), self.models.target.vocab_size
         if size == 0:
             raise EmptyPromptError("the prompt has no tokens; give at least one")
@@ -251,11 +257,13 @@ class Engine:
         return torch_threads(1 if isinstance(self.models.target, FlatModel) else torch.get_num_threads())
 
     def _step(self) -> list[RequestOutput]:
+        self.last_verdict = None
         changed = self.scheduler.overdue(time.monotonic())
         self.scheduler.admit()
         if self.scheduler.running:
-            verdict = speculative_round(self.parts, self.batch)
-            changed += self.scheduler.settle(verdict)
+            self.batch.draining = self.closed and not self.scheduler.waiting and not self.scheduler.prefilling
+            self.last_verdict = speculative_round(self.parts, self.batch)
+            changed += self.scheduler.settle(self.last_verdict)
         if not self.busy:
             self.scheduler.check_integrity()
         return self._collect(changed)
@@ -275,6 +283,20 @@ class Engine:
                 answer.finish_reason = answer.finish_reason or "abort"
         self._requests.clear()
 
+    def clear_begun(self) -> list[RequestOutput]:
+        """After an exception in a round: end the requests it may have touched; those that only wait go on."""
+        waiting = Counter(row.request_id for row in self.scheduler.waiting)
+        begun = {name for name, output in self._requests.items() if waiting[name] < len(output.outputs)}
+        ended = [self._requests[name] for name in begun]
+        untouched = {name: output for name, output in self._requests.items() if name not in begun}
+        queue = [row for row in self.scheduler.waiting if row.request_id in untouched]
+        self.scheduler.waiting = deque(row for row in self.scheduler.waiting if row.request_id in begun)
+        self._requests = {output.request_id: output for output in ended}
+        self.clear()
+        self.scheduler.waiting.extend(queue)
+        self._requests.update(untouched)
+        return ended
+
     def _collect(self, changed: list[Row]) -> list[RequestOutput]:
         ids = dict.fromkeys(row.request_id for row in changed)
         outputs = [self._requests[request_id] for request_id in ids]
@@ -282,6 +304,18 @@ class Engine:
             if output.finished:
                 del self._requests[output.request_id]
         return outputs
+
+    def scorer(self, token_ids: Sequence[int], top: int) -> PromptScorer:
+        """For ``score_some``: a text, and how many of the most likely tokens to tell at every place."""
+        model = self.models.target
+        decoder = Decoder(model, self._backend(), 1, len(token_ids), model.vocab_size)
+        return PromptScorer(decoder, token_ids, top)
+
+    @torch.inference_mode()
+    def score_some(self, scorer: PromptScorer) -> None:
+        """Score a chunk; rounds may be played between two chunks."""
+        with self._few_torch_threads():
+            scorer.step()
 
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:

@@ -10,7 +10,9 @@ PacelineError
 │   ├── EmptyPromptError
 │   └── PromptTooLongError
 ├── ProfileError                         a profile cannot be read, or is of another machine or model
-└── CapacityError                        the rows asked for do not fit into memory
+├── CapacityError                        the rows asked for do not fit into memory
+├── MissingPackageError                  an optional package is not installed; says how to get it
+└── ApiError (server/errors.py)          an HTTP answer that is no success
 """
 
 from __future__ import annotations
@@ -64,3 +66,10 @@ class ProfileError(PacelineError):
 
 class CapacityError(PacelineError):
     """The rows asked for need more memory than there is."""
+
+
+class MissingPackageError(PacelineError):
+    """Something optional was asked for, and a package that it needs is not installed."""
+
+    def __init__(self, missing: ImportError, extra: str) -> None:
+        super().__init__(f"the package {missing.name!r} is not installed: pip install 'paceline[{extra}]'")

@@ -21,6 +21,7 @@ STALE = 3.0  # evidence about positions that nobody tries fades down to so many 
 PRIOR = 0.6  # acceptance of the first guess before anything is known
 PRIOR_TRIALS = 1.0  # what the prior, and each position's predecessor, weighs at first
 PRIOR_TRIALS_GONE = 4.0  # after so many trials it weighs half of that
+PACE_PRIOR = 2.0  # rounds of one token that a row's pace begins with
 ALL_TRIALS = 4.0  # what the batch's acceptance weighs in a row's
 
 
@@ -30,23 +31,27 @@ class AcceptanceHistory:
     A position counts as tried when a guess was asked for there and everything before it was kept, whether or not the
     drafter had a guess: missing guesses lower the acceptance, as they should, for the round was paid for.
 
+    most: [R], guesses that a row's request allows: positions beyond them are never tried, and nothing is kept there.
     tried, kept: [R, K]. all_tried, all_kept: [K]; they outlive the rows: new rows begin with what others showed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.tried = np.zeros((capacity, MAX_SPECULATION_LENGTH))
         self.kept = np.zeros((capacity, MAX_SPECULATION_LENGTH))
+        self.most = np.full(capacity, MAX_SPECULATION_LENGTH)
         self.all_tried = np.zeros(MAX_SPECULATION_LENGTH)
         self.all_kept = np.zeros(MAX_SPECULATION_LENGTH)
         self._place = np.arange(MAX_SPECULATION_LENGTH)
 
-    def reset(self, row: int) -> None:
+    def reset(self, row: int, most: int = MAX_SPECULATION_LENGTH) -> None:
         """A new sequence begins."""
         self.tried[row] = self.kept[row] = 0
+        self.most[row] = most
 
     def copy_row(self, source: int, destination: int) -> None:
         self.tried[destination] = self.tried[source]
         self.kept[destination] = self.kept[source]
+        self.most[destination] = self.most[source]
 
     def update(self, asked: int | Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a round of len(accepted) rows: guesses asked for (of each row) and kept."""
@@ -55,7 +60,7 @@ class AcceptanceHistory:
             return
         place = self._place[:deepest]
         count = np.asarray(accepted)[:, None]
-        tried = (place <= count) & (place < np.reshape(asked, (-1, 1)))
+        tried = (place <= count) & (place < np.minimum(asked, self.most[:rows])[:, None])
         kept = place < count
         _learn(self.tried[:rows, :deepest], self.kept[:rows, :deepest], tried, kept, ROW_MEMORY)
         _learn(self.all_tried[:deepest], self.all_kept[:deepest], tried.sum(0), kept.sum(0), ALL_MEMORY)
@@ -71,7 +76,8 @@ class AcceptanceHistory:
     def acceptance(self, rows: int, k: int) -> Counts:
         """[rows, k]: the chance that a guess is kept if all before it were; each row's shrunk to all rows'."""
         batch = self.batch_acceptance(k)
-        return (self.kept[:rows, :k] + ALL_TRIALS * batch) / (self.tried[:rows, :k] + ALL_TRIALS)
+        chance = (self.kept[:rows, :k] + ALL_TRIALS * batch) / (self.tried[:rows, :k] + ALL_TRIALS)
+        return chance * (self._place[:k] < self.most[:rows, None])
 
     def batch_acceptance(self, k: int) -> Counts:
         """[k]: of all rows together; each position's shrunk to the one before it, the first to the prior."""
@@ -81,6 +87,36 @@ class AcceptanceHistory:
             chance = (kept + weight * chance) / (tried + weight)
             chances.append(chance)
         return np.array(chances)
+
+
+class Pace:
+    """How fast each row has come on. R rows of capacity.
+
+    ahead: [R], by how many plain rounds' time a row is ahead of where plain decoding would be since it began.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.ahead = np.zeros(capacity)
+        self._gained, self._rounds = np.zeros(capacity), np.zeros(capacity)
+
+    def reset(self, row: int) -> None:
+        """A new sequence begins."""
+        self.ahead[row] = self._gained[row] = self._rounds[row] = 0
+
+    def copy_row(self, source: int, destination: int) -> None:
+        for table in (self.ahead, self._gained, self._rounds):
+            table[destination] = table[source]
+
+    def update(self, accepted: Sequence[int], took: float) -> None:
+        """A round of len(accepted) rows that took so many times what a plain one would have taken."""
+        rows, gained = len(accepted), np.array(accepted) + 1.0
+        self.ahead[:rows] += gained - took
+        self._gained[:rows] = self._gained[:rows] * _DECAY[ROW_MEMORY] + gained
+        self._rounds[:rows] = self._rounds[:rows] * _DECAY[ROW_MEMORY] + 1
+
+    def tokens(self, rows: int) -> Counts:
+        """[rows]: tokens a round, lately; 1 before anything is known."""
+        return (self._gained[:rows] + PACE_PRIOR) / (self._rounds[:rows] + PACE_PRIOR)
 
 
 _DECAY = {memory: float(np.exp(-1 / memory)) for memory in (ROW_MEMORY, ALL_MEMORY)}

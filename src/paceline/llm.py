@@ -169,6 +169,7 @@ class LLM:
         engine = self.engine
         try:
             outputs = [engine.add(request) for request in requests]
+            engine.closed = True
             with tqdm(total=len(outputs), desc="answers", disable=not use_tqdm) as bar:
                 while engine.busy:
                     for output in engine.step():
@@ -177,6 +178,7 @@ class LLM:
                             if on_finished is not None:
                                 on_finished(output)
         finally:
+            engine.closed = False
             engine.clear()
         return outputs
 
@@ -190,12 +192,15 @@ class LLM:
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
             raise ParameterError("params", f"{len(each)} entries", f"one, or one a prompt ({len(prompts)})")
-        return [self._request(prompt, p, max_time) for prompt, p in zip(prompts, each, strict=True)]
+        return [self.request(prompt, p, max_time=max_time) for prompt, p in zip(prompts, each, strict=True)]
 
-    def _request(self, prompt: Prompt, params: SamplingParams, max_time: float | None) -> Request:
+    def request(
+        self, prompt: Prompt, params: SamplingParams, *, max_time: float | None = None, request_id: str | None = None
+    ) -> Request:
+        """A prompt as ``engine.add`` takes it: tokens, and how they become text again."""
         text = prompt if isinstance(prompt, str) else None
         make_stream = self._stream if self.tokenizer is not None else None
-        return Request(self._encode(prompt), params, prompt=text, max_time=max_time, make_stream=make_stream)
+        return Request(self._encode(prompt), params, text, request_id, max_time, make_stream)
 
     def _stream(self, params: SamplingParams) -> Detokenizer:
         assert self.tokenizer is not None

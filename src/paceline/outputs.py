@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
-TokenKind = Literal["accepted", "recovered", "bonus"]
+TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no guesses for the row
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,16 @@ class Metrics:
 
 @dataclass
 class CompletionOutput:
-    """One answer (``index`` of n) to a prompt. ``logprobs`` and ``cumulative_logprob`` only if asked for."""
+    """One answer (``index`` of n) to a prompt. ``logprobs`` and ``cumulative_logprob`` only if asked for.
+
+    pieces: the text that each token let out; "" while a character or a stop string is open. Together they are ``text``.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     token_kinds: list[TokenKind] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it

@@ -15,10 +15,13 @@ QuantizationName = Literal["int8", "int4"]
 DrafterName = Literal["model", "ngram"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LengthName = Literal["auto", "bass", "profiled"]
+LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4
 MAX_SPECULATION_LENGTH = 32
+MAX_LOGPROBS = 20
+COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -73,6 +76,8 @@ class SamplingParams:
     logit_bias: added to the logits of these token ids.
     logprobs: None for none; m for each token's own log-probability and the m most likely ones. They are the model's own
         (before bias, penalties and temperature).
+    num_speculative_tokens: most guesses a round for this prompt, however many the engine plays; 0 is plain decoding.
+        None leaves it to the engine.
     """
 
     n: int = 1
@@ -92,6 +97,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1)
@@ -107,7 +113,9 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 20)
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATION_LENGTH)
         self._check_collections()
 
     def _check_collections(self) -> None:
@@ -197,6 +205,47 @@ class EngineConfig:
             _check_int("threads", self.threads, 1)
         if self.memory_limit is not None:
             _check_int("memory_limit", self.memory_limit, 1)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server listens and whom it serves.
+
+    host, port: where it listens. served_model_name: what requests call the model; None: its own name.
+    api_keys: requests must carry one of them; none: everybody who reaches the server may use it.
+    max_waiting: answers that may wait for a row; requests beyond them are refused with 429.
+    max_body_bytes: of a request. body_timeout: seconds in which it must have arrived.
+    request_timeout: seconds after which a request is given up, where it does not say so itself; None: never.
+    shutdown_timeout: seconds that running requests may still take when the server is told to end.
+    log_format: "text" for people, "json" for machines: one object a line.
+    log_interval: seconds between two lines about throughput, while there is any.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: Sequence[str] = field(default=(), repr=False)
+    max_waiting: int = 64
+    max_body_bytes: int = 4 * 2**20
+    body_timeout: float = 30.0
+    request_timeout: float | None = None
+    shutdown_timeout: float = 30.0
+    log_format: LogFormat = "text"
+    log_interval: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_int("port", self.port, 0, 65535)
+        _check(self.served_model_name != "", "served_model_name", "", "a name")
+        _check(all(self.api_keys), "api_keys", "...", "keys that are not empty")
+        _check_int("max_waiting", self.max_waiting, 0)
+        _check_int("max_body_bytes", self.max_body_bytes, 1)
+        _check_number("body_timeout", self.body_timeout, 0, math.inf, open_low=True)
+        if self.request_timeout is not None:
+            _check_number("request_timeout", self.request_timeout, 0, math.inf, open_low=True)
+        _check_number("shutdown_timeout", self.shutdown_timeout, 0, math.inf)
+        _check_choice("log_format", self.log_format, get_args(LogFormat))
+        _check_number("log_interval", self.log_interval, 0, math.inf, open_low=True)
+        object.__setattr__(self, "api_keys", tuple(self.api_keys))
 
 
 class EngineOptions(TypedDict, total=False):

@@ -99,6 +99,14 @@ class SamplingRows:
         part.refresh(stop - first)
         return part
 
+    def select(self, index: Tensor) -> SamplingRows:
+        """The rows of an index [N], as copies; which features are used stays as it is."""
+        chosen = copy.copy(self)
+        for name in [*_SCALARS, "seed", "prompt_length", "min_length", "_bias", "_stop_tokens"]:
+            table = getattr(self, name)
+            setattr(chosen, name, None if table is None else table[index])
+        return chosen
+
     def refresh(self, rows: int) -> None:
         """Note which features rows 0 .. rows - 1 use; called whenever rows come, go or move."""
         live = self.params[:rows]

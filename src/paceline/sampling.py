@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Batch
+from paceline.kernels.drawing import draw_tokens, kernels_for
 
 
 class Purpose(IntEnum):
@@ -25,6 +26,7 @@ class Purpose(IntEnum):
     GUESS = 2  # a drafter's independent guess (rejection rule)
     ACCEPT = 3  # the coin that keeps a guess (rejection rule)
     RECOVER = 4  # the token instead of the first rejected guess, or after the last kept one (rejection rule)
+    SYNTHETIC = 5  # the coin of benchmarks with synthetic acceptance
 
 
 # --- counter-based noise -----------------------------------------------------
@@ -121,9 +123,7 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
     Rows at temperature 0 are not divided: their draw is the argmax.
     """
     rows, live = batch.sampling, batch.rows
-    temperature = rows.temperature[:live, None, None]
-    # The leader's logit becomes 0: next to temperature 0 the others' distance to it survives rounding.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature == 0, 1.0, temperature)
+    scaled = _scale(logits, rows.temperature[:live])
     if not rows.any_cut:
         return scaled
     floor = rows.min_p[:live, None, None].log()  # under the leader's 0; log 0 = -inf cuts nothing
@@ -133,6 +133,15 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
     if rows.any_top_p:
         scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p[:live]), -math.inf)
     return scaled
+
+
+def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits [B, L, V] over temperature [B]; rows at 0 are not divided.
+
+    The leader's logit becomes 0: next to temperature 0 the others' distance to it survives rounding.
+    """
+    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
+    return (logits - logits.amax(-1, keepdim=True)) / divisor
 
 
 def _top_k_floor(scaled: Tensor, top_k: Tensor, largest: int) -> Tensor:
@@ -177,14 +186,26 @@ def probabilities(logits: Tensor, batch: Batch) -> Tensor:
 
 def draw(logits: Tensor, batch: Batch, first: int = 0, purpose: Purpose = Purpose.DRAW) -> Tensor:
     """A token for every position: adjusted logits [B, L, V] -> [B, L] int64. Greedy rows take their argmax."""
-    rows = batch.sampling
+    rows, live = batch.sampling, batch.rows
+    temperature = rows.temperature[:live]
+    if rows.any_cut and not rows.all_greedy:
+        logits, temperature = warp(logits, batch), (temperature > 0).float()
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        return draw_tokens(kernels, logits, temperature, rows.seed[:live], batch.live_length, first, purpose)
     if rows.all_greedy:
         return logits.argmax(-1)
+    return _draw(
+        logits, temperature, noise_key(rows.seed[:live, None], _positions(batch, logits.shape[1], first), purpose)
+    )
+
+
+def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
+    """logits [B, L, V], temperature [B], a key [B, L] for each place -> [B, L]: the native kernel's twin in torch."""
     live, length, vocab = logits.shape
-    key = noise_key(rows.seed[:live, None], _positions(batch, length, first), purpose)
-    strength = (rows.temperature[:live, None] > 0).expand(live, length)
-    flat = (key[0].flatten(), key[1].flatten())
-    return noisy_argmax(warp(logits, batch).view(-1, vocab), flat, strength.flatten()).view(live, length)
+    noisy = (temperature[:, None] > 0).expand(live, length)
+    scores = _scale(logits, temperature).view(-1, vocab)
+    return noisy_argmax(scores, (key[0].flatten(), key[1].flatten()), noisy.flatten()).view(live, length)
 
 
 def noisy_argmax(scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None) -> Tensor:

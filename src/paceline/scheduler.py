@@ -221,6 +221,7 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
     for place, token in enumerate(host.tokens[row]):
         output.token_ids.append(token)
         output.token_kinds.append(_kind(place, accepted, drafted))
+        output.pieces.append("")
         kept += 1
         if output.logprobs is not None:
             output.logprobs.append(_token_logprob(verdict, row, place, token, sequence.params))
@@ -238,7 +239,9 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
 def _kind(place: int, accepted: int, drafted: int) -> TokenKind:
     if place < accepted:
         return "accepted"
-    return "recovered" if accepted < drafted else "bonus"
+    if accepted < drafted:
+        return "recovered"
+    return "bonus" if drafted else "plain"
 
 
 def _token_logprob(verdict: Verdict, row: int, place: int, token: int, params: SamplingParams) -> TokenLogprob:
@@ -257,7 +260,7 @@ def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> N
         finish(sequence, "stop", now)
         return
     if sequence.stream is not None:
-        sequence.stream.push(token)
+        output.pieces[-1] = sequence.stream.push(token)
         output.text = sequence.stream.text
         if sequence.stream.stopped is not None:
             output.stop_reason = sequence.stream.stopped
@@ -270,7 +273,9 @@ def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> N
 def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
     """Close a sequence: its text is complete, its time is taken."""
     if sequence.stream is not None:
-        sequence.stream.finish()
+        held_back = sequence.stream.finish()
+        if held_back:
+            sequence.output.pieces[-1] += held_back
         sequence.output.text = sequence.stream.text
     sequence.output.finish_reason = reason
     sequence.output.metrics.finished = now

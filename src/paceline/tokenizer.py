@@ -51,9 +51,9 @@ class Tokenizer:
         loaded = _from_directory(path)
         return cls(loaded, str(source), _own_eos(loaded))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model wants around a text (BOS)."""
-        return list(self.huggingface(text, verbose=False)["input_ids"])
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens that the model wants around a text (BOS) unless told otherwise."""
+        return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special tokens left out."""
@@ -77,6 +77,17 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens by their name; bytes that are no whole character show as U+FFFD."""
         return str(self.huggingface.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; special tokens by their name, unknown ids none."""
+        spelling = self.spelling(token_id)
+        if spelling is None:
+            return b""
+        if _BYTE_TOKEN.fullmatch(spelling):
+            return bytes.fromhex(spelling[3:5])
+        if self.is_byte_level() and not self.is_special(token_id):
+            return _bytes_of(spelling)
+        return self.token_text(token_id).encode()
 
     def tokens(self) -> list[str | None]:
         """The whole vocabulary as the tokenizer spells it; None where an id has no token."""

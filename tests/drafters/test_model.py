@@ -94,6 +94,7 @@ def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: p
     monkeypatch.setattr(
         sampling, "noise_key", lambda s, p, purpose: purposes.append(purpose) or original(s, p, purpose)
     )
+    monkeypatch.setattr(sampling, "kernels_for", lambda _: None)  # the kernel makes its keys out of sight
     for rule in ("coupled", "rejection"):
         drafter, batch = setup(rule)  # type: ignore[arg-type]
         drafter.propose(batch, 1)

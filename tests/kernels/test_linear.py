@@ -9,7 +9,8 @@ from paceline.kernels import native, pack, twin
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight
 
 FORMATS: tuple[Format, ...] = ("int8", "bf16", "int4")
-on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
+EVERY = (*native.available(), *native.emulated())
+on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
 in_every_format = pytest.mark.parametrize("to", FORMATS)
 
 
@@ -65,7 +66,7 @@ def test_integer_sums_are_exact(kernels, rows, groups, outputs, group, extreme, 
     assert torch.equal(run_linear(kernels, x.float(), int8), (x @ values.T).float())
     nibbles = torch.randint(0, 16, (outputs, inputs), generator=random)
     zeros = torch.randint(0, 16, (outputs, inputs // group), generator=random)
-    int4 = Int4Weight(nibbles.byte(), torch.ones(outputs, inputs // group).half(), zeros.byte(), group)
+    int4 = Int4Weight(nibbles.byte(), torch.ones(outputs, inputs // group).half(), -zeros.half(), group)
     exact = x @ (nibbles - zeros.repeat_interleave(group, dim=1)).T
     assert torch.equal(run_linear(kernels, x.float(), int4), exact.float())
 
@@ -114,11 +115,11 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernels, to):
     assert same_bits([run_linear(kernels, x, weight, threads=threads) for threads in (1, 2, 3, 7)])
 
 
-@pytest.mark.skipif(len(native.available()) < 2, reason="needs two instruction sets")
+@pytest.mark.skipif(len(EVERY) < 2, reason="needs two instruction sets")
 @pytest.mark.parametrize("to", ["int8", "int4"])
 def test_all_instruction_sets_give_the_same_bits_for_integer_weights(to):
-    x, weight = normal(9, 300), pack.quantise(normal(70, 300, seed=1), to)
-    assert same_bits([run_linear(kernels, x, weight) for kernels in native.available()])
+    x, weight = normal(45, 300), pack.quantise(normal(70, 300, seed=1), to)
+    assert same_bits([run_linear(kernels, x, weight) for kernels in EVERY])
 
 
 @on_every_isa
@@ -176,3 +177,23 @@ def test_bf16_weights_round_as_torch_does():
     quantised = pack.quantise(weight, "bf16")
     assert isinstance(quantised, Bf16Weight)
     assert torch.equal(quantised.values, weight.bfloat16())
+
+
+def test_four_bit_groups_of_a_file_are_kept_as_they_are():
+    """Weights that already lie on a grid of 4 bits, with a low of their own (GGUF's Q4_1): the same codes again."""
+    codes = torch.randint(0, 16, (48, 6, 32))
+    codes[:, :, 0], codes[:, :, 1] = 0, 15
+    scales = torch.rand(48, 6).half() * 0.01 + 0.001
+    lows = (-scales * (6 + 3 * torch.rand(48, 6))).half()
+    weight = (codes * scales.float()[:, :, None] + lows.float()[:, :, None]).flatten(1)
+    again = pack.quantise(weight.bfloat16().float(), "int4")  # as a model loaded in bfloat16 has them
+    assert torch.equal(again.values, codes.flatten(1).byte())
+    assert (pack.dequantise(again, 192) - weight).norm() / weight.norm() < 0.003  # bfloat16's own rounding
+
+
+def test_the_best_number_of_steps_is_found():
+    codes = torch.randint(0, 12, (16, 4, 32))
+    codes[:, :, 0], codes[:, :, 1] = 0, 11  # a grid of which only twelve codes occur
+    weight = (codes * 0.01 - 0.05).flatten(1)
+    again = pack.quantise(weight, "int4")
+    assert (pack.dequantise(again, 128) - weight).norm() / weight.norm() < 0.001

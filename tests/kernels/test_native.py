@@ -3,8 +3,10 @@ import sys
 
 import pytest
 
+from kernels.tools import random_spec
 from paceline.errors import ParameterError
 from paceline.kernels import build, native
+from paceline.models.native import NativeModel
 
 needs_extension = pytest.mark.skipif(not native.available(), reason=native.why_none())
 
@@ -62,3 +64,33 @@ def test_an_arena_knows_its_end():
     assert arena.take(100).numel() == 100
     with pytest.raises(MemoryError):
         arena.take(100)
+
+
+@needs_extension
+@pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
+def test_every_instruction_set_passes_the_self_check_that_amx_must_pass_before_it_is_used(kernels):
+    assert kernels.library.pl_multiplies_correctly(kernels.handle)
+
+
+@needs_extension
+def test_emulated_tiles_run_only_if_asked_for(monkeypatch):
+    assert all(kernels.name != native.EMULATED for kernels in native.available())
+    if not native.emulated():
+        pytest.skip("needs AVX-512 with bf16")
+    monkeypatch.setenv(native.VARIABLE, native.EMULATED)
+    chosen = native.select()
+    assert chosen is not None
+    assert chosen.name == native.EMULATED
+
+
+def test_why_amx_is_not_used_is_said(monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: ())
+    monkeypatch.setattr(native, "amx_obstacle", lambda: "it is Sunday")
+    with pytest.raises(ParameterError, match="it is Sunday"):
+        native.select("amx")
+    assert NativeModel(random_spec(), "random", kernels=None).kernels == "torch twin (not AMX: it is Sunday)"
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="needs a compiler")
+def test_a_compiler_that_does_not_know_the_flags_is_noticed():
+    assert not build._knows(build.compiler() or "", ("-mno-such-instructions",))

@@ -17,7 +17,8 @@ SHAPES = {
     "qwen2": {"bias": True, "head_dim": 128, "heads": 4, "kv_heads": 2, "width": 100},
     "qwen3": {"qk_norm": True, "head_dim": 32, "heads": 5, "kv_heads": 5},
 }
-on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
+EVERY = (*native.available(), *native.emulated())
+on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
 of_every_shape = pytest.mark.parametrize("shape", SHAPES)
 quantised_every_way = pytest.mark.parametrize("quantization", QUANTIZATIONS)
 
@@ -69,9 +70,7 @@ def error(x, expected):
 
 @of_every_shape
 @quantised_every_way
-@pytest.mark.parametrize(
-    "kernels", [*native.available(), None], ids=lambda kernels: kernels.name if kernels else "twin"
-)
+@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "twin")
 def test_the_forward_pass_is_that_of_plain_torch(kernels, shape, quantization):
     spec = random_spec(**SHAPES[shape])
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)

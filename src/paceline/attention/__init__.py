@@ -8,6 +8,17 @@ from paceline.attention.base import Attend, AttentionBackend, Plan
 from paceline.attention.padded import PaddedAttention
 from paceline.attention.split import SplitAttention
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"padded": PaddedAttention, "split": SplitAttention}
+
+def _ragged() -> AttentionBackend:
+    from paceline.attention.ragged import RaggedAttention  # needs triton
+
+    return RaggedAttention()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "padded": PaddedAttention,
+    "split": SplitAttention,
+    "ragged": _ragged,
+}
 
 __all__ = ["BACKENDS", "Attend", "AttentionBackend", "Plan"]

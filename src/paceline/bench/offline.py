@@ -13,13 +13,16 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline import __version__
+from paceline.batch import Batch, Draft, Verdict
 from paceline.bench.measure import BatchRun, run_batch
 from paceline.bench.prompts import COPYING, OPEN
-from paceline.params import SamplingParams
+from paceline.decoder import Decoder
+from paceline.drafters import Drafter
+from paceline.params import LengthName, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -145,12 +148,43 @@ class Transformers:
         return seconds
 
 
-def sides_for(llm: LLM, batch_size: int, others: Sequence[Side] = ()) -> list[Side]:
-    """Plain decoding, speculation if there is a drafter, and the others."""
+class WrongGuesses:
+    """A drafter's guesses, each changed into another token: the work of speculation, next to none of its gain."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name = inner, f"{inner.name} (all guesses made wrong)"
+
+    @property
+    def decoders(self) -> Sequence[Decoder]:
+        return self.inner.decoders
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        draft = self.inner.propose(batch, k)
+        return replace(draft, tokens=(draft.tokens + 1) % batch.vocab_size)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.inner.observe(batch, verdict)
+
+
+def sides_for(
+    llm: LLM,
+    batch_size: int,
+    lengths: Sequence[int | LengthName] = (),
+    wrong: bool = False,
+    others: Sequence[Side] = (),
+) -> list[Side]:
+    """Plain decoding; with a drafter, speculation at the engine's length or at each of ``lengths``; the others."""
     plain = Paceline("plain", llm.with_options(drafter=None, max_batch_size=batch_size))
     if llm.config.drafter is None:
         return [plain, *others]
-    return [plain, Paceline("speculation", llm.with_options(max_batch_size=batch_size)), *others]
+    named = {f"k={length}": length for length in lengths} or {"speculation": llm.config.num_speculative_tokens}
+    sides = []
+    for name, length in named.items():
+        side = llm.with_options(max_batch_size=batch_size, num_speculative_tokens=length)
+        if wrong:
+            side.engine.parts.drafter = WrongGuesses(side.engine.parts.drafter)
+        sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side))
+    return [plain, *sides, *others]
 
 
 def prompts_for(llm: LLM, kind: str, batch_size: int) -> list[Ids]:

@@ -12,7 +12,8 @@ import typer
 
 from paceline.cli.adaptive import phases, traffic
 from paceline.cli.console import stderr, table, working
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers, with_flags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers, with_flags
+from paceline.cli.quality import quality
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ def offline(
         typer.Option("--prompts", help="Built-in prompts: copying repeats its prompt (good for ngram), open does not."),
     ] = "mixed",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = 3,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", help="Time several speculation lengths side by side: 1,2,4,bass,auto.")
+    ] = None,
+    wrong_guesses: Annotated[
+        bool, typer.Option("--wrong-guesses", help="Make every guess wrong: what speculation costs at its worst.")
+    ] = False,
     compare: Annotated[
         Literal["transformers"] | None, typer.Option("--compare", help="Time another program on the same batches.")
     ] = None,
@@ -48,13 +55,14 @@ def offline(
     sizes = whole_numbers("--batch-sizes", batch_sizes)
     if max_tokens < 2:
         raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
+    each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
     llm = engine.load(model, quiet)
     others = [Transformers(model, llm)] if compare == "transformers" else []
     results: list[Result] = []
     for size in sizes:
         with working(f"batch of {size}"):
             batch = prompts_for(llm, prompts, size)
-            results += measure(sides_for(llm, size, others), batch, max_tokens, repeats)
+            results += measure(sides_for(llm, size, each, wrong_guesses, others), batch, max_tokens, repeats)
     stderr().print(_table(results, max_tokens, prompts))
     text = json.dumps(document(llm, shlex.join(["paceline", *sys.argv[1:]]), results))
     if output is not None:
@@ -65,6 +73,7 @@ def offline(
 app.command()(with_flags(offline))
 app.command()(with_flags(traffic))
 app.command()(with_flags(phases))
+app.command()(quality)
 
 
 def _table(results: list[Result], tokens: int, prompts: str) -> object:

@@ -16,6 +16,7 @@ from paceline.cli.generate import generate
 from paceline.cli.options import with_flags
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
+from paceline.cli.serve import serve
 from paceline.cli.verify import verify
 from paceline.errors import PacelineError
 
@@ -44,7 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Batched speculative decoding for language models, without changing the output.",
 )
-for command in (generate, chat, pull, demo, verify, profile):
+for command in (generate, chat, serve, pull, demo, verify, profile):
     app.command()(with_flags(command))
 app.add_typer(bench_app, name="bench")
 

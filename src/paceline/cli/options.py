@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 
@@ -23,6 +23,7 @@ from paceline.params import (
     EngineConfig,
     EngineOptions,
     LengthName,
+    QuantizationName,
     SamplingParams,
 )
 
@@ -72,6 +73,17 @@ class EngineFlags:
     dtype: Annotated[DtypeName, engine_option("--dtype", text="Precision; auto: bfloat16 where it is native.")] = (
         EngineConfig.dtype
     )
+    draft_dtype: Annotated[
+        Literal["same", "auto", "float32", "bfloat16"],
+        engine_option("--draft-dtype", text="Precision of the draft model."),
+    ] = EngineConfig.draft_dtype
+    quantization: Annotated[
+        QuantizationName | None, engine_option("--quantization", text="Weights in fewer bits, on the CPU kernels.")
+    ] = EngineConfig.quantization
+    draft_quantization: Annotated[
+        Literal["same", "none", "int8", "int4"],
+        engine_option("--draft-quantization", text="The draft model's weights."),
+    ] = "same" if EngineConfig.draft_quantization == "same" else EngineConfig.draft_quantization or "none"
     max_batch_size: Annotated[
         int, engine_option("--max-batch-size", "--max-num-seqs", text="Sequences decoded at once.")
     ] = EngineConfig.max_batch_size
@@ -95,6 +107,9 @@ class EngineFlags:
             "acceptance": self.acceptance,
             "attention": self.attention,
             "dtype": self.dtype,
+            "draft_dtype": self.draft_dtype,
+            "quantization": self.quantization,
+            "draft_quantization": None if self.draft_quantization == "none" else self.draft_quantization,
             "max_batch_size": self.max_batch_size,
             "max_model_len": self.max_model_len,
             "device": self.device,

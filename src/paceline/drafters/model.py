@@ -29,7 +29,7 @@ class ModelDrafter:
         self.decoder = decoder
         self._independent = acceptance == "rejection"
         self._lag = 1  # no row's cache lacks more tokens than this
-        self._all_rows = True  # whether the last draft was for every row
+        self._drafted = 0  # guesses of the last draft, if it was for every row
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -37,8 +37,8 @@ class ModelDrafter:
 
     def propose(self, batch: Batch, k: int) -> Draft:
         first, stop = batch.guessing
-        self._all_rows = stop - first == batch.rows
-        if self._all_rows:
+        if stop - first == batch.rows:
+            self._drafted = k
             return self._propose(batch, k)
         if first == stop:
             return Draft.empty(batch)
@@ -70,10 +70,10 @@ class ModelDrafter:
         return draw(logits, batch, step, Purpose.GUESS)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        k = verdict.tokens.shape[1] - 1
         self.decoder.rewind(batch)
         most = max(verdict.host.accepted)
-        if k == 0 or not self._all_rows:
+        if self._drafted == 0:
             self._lag += most + 1
-        else:
-            self._lag = USUAL_LAG if most == k else 1
+        else:  # whatever part of the draft was verified
+            self._lag = USUAL_LAG if most == self._drafted else 1
+        self._drafted = 0

@@ -20,12 +20,15 @@ PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE.parents[2] / "csrc"
 
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
+_AMX_SOURCE = "kernels_amx.cpp"  # left out where the compiler does not know AMX
 # Each instruction set has its own file and flags; the rest runs on any x86-64.
 _FLAGS = {
     "kernels_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "kernels_avx512.cpp": _AVX512,
     "kernels_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
-    "kernels_amx.cpp": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    _AMX_SOURCE: (*_AVX512, "-mavx512bf16", *_AMX),
+    "kernels_amx_emulated.cpp": (*_AVX512, "-mavx512bf16"),
 }
 # No -ffast-math and no contraction: the bits must not depend on the compiler's mood. GCC 12 warns in its own headers.
 _COMMON = (
@@ -64,16 +67,17 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
     cxx = compiler()
     if cxx is None:
         raise BuildError("no C++ compiler found (g++ or $CXX, on 64-bit x86 Linux)")
-    files = sorted(sources.glob("*.cpp"))
+    with_amx = _knows(cxx, _AMX)
+    files = sorted(path for path in sources.glob("*.cpp") if with_amx or path.name != _AMX_SOURCE)
     if not files:
         raise BuildError(f"no C++ sources in {sources}")
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination, prefix=".build-") as scratch:
-        define = f'-DPL_SOURCE_HASH="{source_hash(sources)}"'
+        defines = [f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(["-DPL_WITH_AMX"] if with_amx else [])]
 
         def compile_one(source: Path) -> str:
             target = str(Path(scratch, source.stem + ".o"))
-            _run([cxx, *_COMMON, *extra, *_FLAGS.get(source.name, ()), define, "-c", str(source), "-o", target])
+            _run([cxx, *_COMMON, *extra, *_FLAGS.get(source.name, ()), *defines, "-c", str(source), "-o", target])
             return target
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -81,6 +85,13 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
         made = Path(scratch, LIBRARY)
         _run([cxx, "-shared", "-pthread", "-static-libgcc", *extra, *objects, "-o", str(made)])
         return made.replace(destination / LIBRARY)  # at once: who has loaded the old one keeps it
+
+
+def _knows(cxx: str, flags: tuple[str, ...]) -> bool:
+    """Whether the compiler and its assembler take these flags and their instructions."""
+    program = "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbsud(0, 1, 2); }"
+    command = [cxx, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
 
 
 def _run(command: list[str]) -> None:

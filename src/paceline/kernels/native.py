@@ -2,13 +2,27 @@
 
 ``PACELINE_KERNELS`` chooses the instruction set: ``auto`` (the default: the best that this CPU has), ``amx``,
 ``avx512``, ``avx2``, or ``off`` (the plain torch twin). One that is not available here is an error, never replaced.
+``amx-emulated`` runs the kernels for AMX with tiles in memory: slow, for tests where there is no AMX.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from collections.abc import Sequence
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,14 +35,16 @@ from paceline.errors import ParameterError
 from paceline.kernels import build
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 1
+ABI_VERSION = 3
 VARIABLE = "PACELINE_KERNELS"
+EMULATED = "amx-emulated"
 # What the user says: what the library may choose from, best first.
 CHOICES: dict[str, tuple[str, ...]] = {
     "auto": ("amx", "avx512-vnni-bf16", "avx512-vnni", "avx2"),
     "amx": ("amx",),
     "avx512": ("avx512-vnni-bf16", "avx512-vnni"),
     "avx2": ("avx2",),
+    EMULATED: (EMULATED,),
     "off": (),
 }
 PHASES = ("embed", "norm and quantise", "matrix products", "rotary and cache write", "attention")
@@ -123,6 +139,16 @@ class CCache(Structure):
         return cls(cache.keys.data_ptr(), cache.values.data_ptr(), *strides, cache.rows, cache.positions, int(bf16))
 
 
+class CDraw(Structure):
+    """csrc: DrawCall."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "temperature", "seeds", "first")),
+        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "offset")),
+        ("purpose", c_uint32),
+    )
+
+
 class CRotary(Structure):
     """csrc: Rotary."""
 
@@ -160,6 +186,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_abi_version": (c_int, ()),
     "pl_source_hash": (c_char_p, ()),
     "pl_kernels": (c_void_p, (c_char_p,)),
+    "pl_amx_obstacle": (c_char_p, ()),
+    "pl_multiplies_correctly": (c_int, (c_void_p,)),
     "pl_pool_new": (c_void_p, (c_int,)),
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
@@ -170,6 +198,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_forward": (c_char_p, (*(c_void_p,) * 5, c_int, *(c_void_p,) * 3)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
     "pl_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "pl_draw": (None, (c_void_p,) * 4),
     "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
     "pl_quantise": (None, (c_void_p,) * 6),
     "pl_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p)),
@@ -222,11 +251,22 @@ _STALE = "the C++ extension was built from other sources (python -m paceline.ker
 @cache
 def available() -> tuple[Kernels, ...]:
     """What this machine can run, best first; empty without the extension."""
+    return _named(CHOICES["auto"])
+
+
+def _named(names: Sequence[str]) -> tuple[Kernels, ...]:
+    """Those of the kernels that can run here."""
     library = _load()
     if isinstance(library, str):
         return ()
-    handles = ((name, library.pl_kernels(name.encode())) for name in CHOICES["auto"])
+    handles = ((name, library.pl_kernels(name.encode())) for name in names)
     return tuple(Kernels(library, name, handle) for name, handle in handles if handle)
+
+
+@cache
+def emulated() -> tuple[Kernels, ...]:
+    """The kernels for AMX with tiles in memory, where there is AVX-512 with bf16: for tests."""
+    return _named(CHOICES[EMULATED])
 
 
 def select(choice: str | None = None) -> Kernels | None:
@@ -237,12 +277,18 @@ def select(choice: str | None = None) -> Kernels | None:
     choice = choice or os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ParameterError(VARIABLE, choice, f"one of {', '.join(CHOICES)}")
-    for kernels in available():
+    for kernels in emulated() if choice == EMULATED else available():
         if kernels.name in CHOICES[choice]:
             return kernels
     if choice in ("auto", "off"):
         return None
     raise ParameterError(VARIABLE, choice, f"not available here; there is {_describe_available()}")
+
+
+def amx_obstacle() -> str:
+    """Why a CPU that has AMX does not use it; empty if it does, has none, or there is no extension."""
+    library = _load()
+    return "" if isinstance(library, str) else str(library.pl_amx_obstacle().decode())
 
 
 def why_none() -> str:
@@ -254,7 +300,8 @@ def why_none() -> str:
 
 
 def _describe_available() -> str:
-    return ", ".join(kernels.name for kernels in available()) or f"nothing: {why_none()}"
+    names = ", ".join(kernels.name for kernels in available()) or f"nothing: {why_none()}"
+    return f"{names} ({amx_obstacle()})" if amx_obstacle() else names
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -287,6 +334,11 @@ def pool(kernels: Kernels, threads: int) -> Pool:
     if threads not in _pools:
         _pools[threads] = Pool(kernels.library, threads)
     return _pools[threads]
+
+
+def widest_pool(kernels: Kernels) -> Pool:
+    """The pool with the most threads that models made; without one, the caller's thread alone."""
+    return max(_pools.values(), key=lambda pool: pool.threads, default=None) or pool(kernels, 1)
 
 
 class Arena:
@@ -353,6 +405,7 @@ __all__ = [
     "Arena",
     "CAttention",
     "CCache",
+    "CDraw",
     "CLayer",
     "CLinear",
     "CModel",
@@ -362,13 +415,17 @@ __all__ = [
     "Pool",
 ]
 __all__ += [
+    "EMULATED",
     "PHASES",
     "VARIABLE",
     "address",
+    "amx_obstacle",
     "available",
+    "emulated",
     "library_path",
     "pool",
     "select",
     "use_huge_pages",
     "why_none",
+    "widest_pool",
 ]

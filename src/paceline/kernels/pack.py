@@ -14,6 +14,7 @@ Format = Literal["int8", "bf16", "int4"]
 PANEL = 32  # output columns packed together
 INPUT_MULTIPLE = 64
 INT4_GROUP = 32
+_AT_ONCE = 1 << 20  # weights that are rounded together: what is computed for them stays in the cache
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ class Bf16Weight:
 
 @dataclass(frozen=True)
 class Int4Weight:
-    """weight = (values - zeros) * scales, by groups of inputs; values uint8 0..15 [outputs, inputs].
+    """weight = values * scales + lows, by groups of inputs; values uint8 0..15 [outputs, inputs].
 
-    scales float16 and zeros uint8 are [outputs, inputs / group].
+    scales and lows, float16, are [outputs, inputs / group]. A low need be no multiple of its scale: so files that come
+    with 4-bit groups of 32 (GGUF's Q4_0, Q4_1, Q4_K) are taken as they are; rounding them once more would cost much.
     """
 
     values: Tensor
     scales: Tensor
-    zeros: Tensor
+    lows: Tensor
     group: int
 
 
@@ -85,12 +87,31 @@ def _int8(weight: Tensor) -> Int8Weight:
 def _int4(weight: Tensor, group: int) -> Int4Weight:
     weight = pad(weight, (0, -weight.shape[1] % group))
     groups = weight.view(weight.shape[0], -1, group)
-    low, high = groups.amin(dim=2).clamp(max=0.0), groups.amax(dim=2).clamp(min=0.0)
-    scales = ((high - low) / 15.0).clamp(min=1e-7).half()
-    wide = scales.float()
-    zeros = (-low / wide).round().clamp(0, 15)
-    values = (groups / wide[:, :, None] + zeros[:, :, None]).round().clamp(0, 15)
-    return Int4Weight(values.view_as(weight).to(torch.uint8), scales, zeros.to(torch.uint8), group)
+    parts = [_int4_groups(part) for part in torch.split(groups, max(1, _AT_ONCE // weight.shape[1]))]
+    values, scales, lows = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Int4Weight(values.view_as(weight), scales, lows, group)
+
+
+def _int4_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[M, G, group] -> codes, scales and lows of the grid that comes closest.
+
+    The lowest value is always on the grid; tried are all grids on which the highest is too, with 15 down to 8 steps
+    between them: with fewer the error is never the least, except on weights that had fewer bits before.
+    """
+    low = groups.amin(dim=2, keepdim=True).half()
+    span = groups.amax(dim=2, keepdim=True) - low.float()
+    best = torch.full_like(span, torch.inf)
+    scales = torch.zeros_like(low)
+    for steps in range(15, 7, -1):
+        scale = (span / steps).clamp(min=1e-7).half()
+        error = (_int4_codes(groups, scale, low) * scale.float() + low.float() - groups).square().sum(2, keepdim=True)
+        better = error < best
+        best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
+    return _int4_codes(groups, scales, low).to(torch.uint8), scales[:, :, 0], low[:, :, 0]
+
+
+def _int4_codes(groups: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    return ((groups - low.float()) / scale.float()).round().clamp(0, 15)
 
 
 def dequantise(weight: Weight, inputs: int) -> Tensor:
@@ -99,8 +120,8 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
         return weight.values.float()
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
-    groups = weight.values.view(weight.values.shape[0], -1, weight.group).float() - weight.zeros[:, :, None].float()
-    return (groups * weight.scales[:, :, None].float()).flatten(1)[:, :inputs]
+    groups = weight.values.view(weight.values.shape[0], -1, weight.group).float()
+    return (groups * weight.scales[:, :, None].float() + weight.lows[:, :, None].float()).flatten(1)[:, :inputs]
 
 
 def interleave_gate_up(gate_up: Tensor) -> Tensor:
@@ -114,7 +135,7 @@ def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP)
     """Bytes of the packed weights (scales of int8 and bias not counted)."""
     columns, inputs = round_up(outputs, PANEL), round_up(inputs, INPUT_MULTIPLE)
     if to == "int4":
-        return columns // PANEL * (inputs // group) * (3 * PANEL + group * PANEL // 2)
+        return columns // PANEL * (inputs // group) * (4 * PANEL + group * PANEL // 2)
     return columns * inputs * (1 if to == "int8" else 2)
 
 
@@ -152,7 +173,7 @@ def _pack_int4(values: Tensor, weight: Int4Weight, columns: int, inputs: int) ->
     octets = values.view(columns // PANEL, PANEL, groups, weight.group // 8, 2, 4)
     nibbles = octets[..., 0, :] | (octets[..., 1, :] << 4)
     body = nibbles.permute(0, 2, 3, 1, 4).reshape(columns // PANEL, groups, -1)
-    heads = [_group_head(scale, columns, groups).view(torch.uint8) for scale in (weight.scales, weight.zeros)]
+    heads = [_group_head(scale, columns, groups).view(torch.uint8) for scale in (weight.scales, weight.lows)]
     return torch.cat([*heads, body], dim=2)
 
 

@@ -24,7 +24,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = functional.pad(x, (0, -x.shape[1] % ACTIVATION_GROUP)).view(x.shape[0], -1, ACTIVATION_GROUP)
     amplitude = groups.abs().amax(dim=2)
     silent = ~(amplitude > _SILENT)
-    inverse = torch.where(silent, 0.0, 127.0 / amplitude)
+    # A true division, as the kernels': torch takes ``127.0 / tensor`` for 127 times its reciprocal, which rounds twice.
+    inverse = torch.where(silent, 0.0, torch.full_like(amplitude, 127.0) / amplitude)
     scales = torch.where(silent, 0.0, amplitude / 127.0)
     return (groups * inverse[:, :, None]).round().to(torch.int8), scales
 
@@ -49,10 +50,11 @@ def _int4(x: Tensor, weight: Int4Weight) -> Tensor:
     values, scales = quantise_rows(x)
     fine = values.view(values.shape[0], -1, weight.group)
     scales = scales.repeat_interleave(ACTIVATION_GROUP // weight.group, dim=1)
-    groups = weight.values.view(*weight.zeros.shape, weight.group).double() - weight.zeros[:, :, None].double()
+    groups = weight.values.view(*weight.scales.shape, weight.group).double()
     there = groups.shape[1]  # the weight is padded to its own groups, the activations to theirs
-    exact = torch.einsum("ngk,mgk->nmg", fine[:, :there].double(), groups)
-    return (exact * weight.scales.double() * scales[:, None, :there].double()).sum(dim=2).float()
+    exact = torch.einsum("ngk,mgk->nmg", fine[:, :there].double(), groups) * weight.scales.double()
+    exact += fine[:, :there].double().sum(dim=2)[:, None] * weight.lows.double()
+    return (exact * scales[:, None, :there].double()).sum(dim=2).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

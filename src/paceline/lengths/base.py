@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
@@ -29,14 +29,30 @@ class LengthPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class Selective(Protocol):
+    """A length policy that looks at the guesses before it decides which of them are verified."""
+
+    def select(self, batch: Batch, draft: Draft) -> Draft:
+        """The draft with only the first guesses of each row: as many as are worth it, perhaps none."""
+        ...
+
+
+def selected(policy: LengthPolicy, batch: Batch, draft: Draft) -> Draft:
+    """What of a draft is verified under this policy."""
+    return policy.select(batch, draft) if isinstance(policy, Selective) and draft.k > 0 else draft
+
+
 @dataclass(frozen=True)
 class Means:
     """What a policy can be made of; nothing is measured or read before a policy asks for it.
 
     costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
-    decoders: the drafter's.
+    decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
+    over the rows.
     """
 
     costs: Callable[[], CostTable]
     profile: Callable[[], Profile]
     decoders: Sequence[Decoder] = ()
+    ragged: bool = False

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Milliseconds = NDArray[np.float64]
+Logs = NDArray[np.float64]
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -60,18 +61,23 @@ class CostTable:
         more = 0.0 if context is None else rows * (context - self.context)
         return interpolate(self.batch_sizes, at_size, rows) + more * (self.context_once + (k + 1) * self.context_token)
 
-    def draft_ms(self, rows: int, k: int) -> float:
+    def draft_ms(self, rows: int, k: float) -> float:
         if k == 0:
             return 0.0
         once, step = (interpolate(self.batch_sizes, table, rows) for table in (self.draft_once, self.draft_step))
         return once + k * step
 
-    def round_ms(self, rows: int, k: int, context: float | None = None) -> float:
+    def round_ms(self, rows: int, k: float, context: float | None = None) -> float:
         return self.verify_ms(rows, k, context) + self.draft_ms(rows, k)
 
     def feed_ms(self, tokens: int) -> float:
         """Catching up by so many tokens, all rows together."""
         return interpolate(self.feed_tokens, self.feed, tokens) if tokens > 0 else 0.0
+
+    def without_drafting(self) -> CostTable:
+        """The same for guesses that cost nothing."""
+        free = (0.0,) * len(self.batch_sizes)
+        return replace(self, draft_once=free, draft_step=free)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,63 +98,94 @@ def _tupled(value: Any) -> Any:
 
 # --- correction by real rounds -------------------------------------------------
 
-CELL_MEMORY = 24.0  # rounds of one (batch bucket, k) after which a measurement weighs 1 / e
-ALL_MEMORY = 48.0  # rounds of any kind, likewise
-ALL_ROUNDS = 1.0  # what the ratio of all rounds weighs in a cell's
+CELL_MEMORY = 24.0  # rounds of one kind after which a measurement weighs 1 / e
+DRIFT = 1 / 16  # what of a surprise in rounds of a well-known kind is the machine's pace
+WELL_KNOWN = 16.0  # rounds of a kind after which half of that is
+CELL_PRIOR = 2.0  # rounds that a cell's own ratio weighs before there are any
+NEIGHBOUR = 0.03  # what a round says about the next kind; the one after it, a quarter of that, ...
 JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
+LEVELS_AN_OCTAVE = 2  # kinds of rounds while the tokens of a row double
 
 
-@dataclass
-class _Ratio:
-    """A decayed mean of log(measured / predicted), robust against single slow rounds."""
+class _Bucket:
+    """What rounds of about as many rows show: log(measured / predicted) by level, beyond the drift.
 
-    memory: float
-    mean: float = 0.0
-    weight: float = 0.0
+    A level is LEVELS_AN_OCTAVE * log2(tokens in flight / rows): 0 is plain decoding. Known at whole levels, a
+    line between.
+    """
 
-    def learn(self, log_ratio: float, expected: float) -> None:
-        self.weight = self.weight * math.exp(-1 / self.memory) + 1
-        surprise = log_ratio - expected
-        if self.weight > 2:  # the first rounds say how far off the table is
-            surprise = min(max(surprise, -JUMP), JUMP)
-        self.mean += (expected + surprise - self.mean) / self.weight
+    def __init__(self, levels: int) -> None:
+        self.weight, self.mean = np.zeros(levels), np.zeros(levels)
+        self._places = np.arange(levels)
+        apart = np.abs(self._places[:, None] - self._places)
+        self._kernel = np.where(apart == 0, 1.0, NEIGHBOUR / np.maximum(apart, 1) ** 2)
+        self._smooth: Logs | None = None
+
+    def ratios(self, level: Any) -> Any:
+        """At these levels: their own mean, and their neighbours' where those know more."""
+        if self._smooth is None:
+            weights = self._kernel * self.weight
+            self._smooth = weights @ self.mean / np.maximum(weights.sum(1), 1e-9)
+        return np.interp(level, self._places, self._smooth)
+
+    def known(self, level: float) -> float:
+        return float(np.interp(level, self._places, self.weight))
+
+    def learn(self, level: float, surprise: float) -> None:
+        """The whole levels on both sides, each by its share."""
+        low = min(int(level), len(self.mean) - 2)
+        for place, share in ((low, low + 1 - level), (low + 1, level - low)):
+            if share > 0:
+                if not self.weight[place]:
+                    self.mean[place] = self.ratios(place)
+                self.weight[place] = self.weight[place] * math.exp(-share / CELL_MEMORY) + share
+                self.mean[place] += share * surprise / (self.weight[place] + CELL_PRIOR)
+        self._smooth = None
 
 
 class CostModel:
-    """time(b, k, context): the table times the ratio that real rounds show, by batch bucket and k.
+    """time(b, k, context): the table times what real rounds show.
 
-    A cell without rounds of its own has the ratio of all rounds; one with n has the mean of both, weighted
-    n : ALL_ROUNDS. Buckets are 1, 2, 3-4, 5-8, 9-16, ... rows.
+    log(measured / predicted) = drift (of all rounds: the machine's pace) + the ratio of this kind of round, by batch
+    bucket (1, 2, 3-4, 5-8, 9-16, ... rows) and tokens a row. A machine that slows down for everybody moves the drift
+    and so changes no decision. A kind that was never played has its neighbours' ratio.
     """
 
     def __init__(self, table: CostTable, longest: int) -> None:
         self.table = table
         self.longest = longest  # times are given for k = 0 .. longest
+        self.drift = 0.0
+        self._rounds = 0
+        self._levels = math.ceil(_level(longest)) + 1
+        self._buckets: dict[int, _Bucket] = {}
         self._base: dict[int, tuple[Milliseconds, Milliseconds]] = {}
-        self._all = _Ratio(ALL_MEMORY)
-        self._cells: dict[tuple[int, int], _Ratio] = {}
-        self._factors: dict[int, Milliseconds] = {}
 
     def times(self, rows: int, context: float) -> Milliseconds:
         """[longest + 1]: milliseconds of a round with k = 0, 1, ... guesses a row."""
-        return self._predicted(rows, context) * self._factor(_bucket(rows))
+        lengths = np.arange(self.longest + 1)
+        return self._predicted(rows, context) * self._factor(rows, lengths)
 
-    def observe(self, rows: int, k: int, context: float, ms: float) -> None:
-        """A real round took so long; k is what was asked for, whether or not the drafter had as many guesses."""
-        log_ratio = math.log(ms / float(self._predicted(rows, context)[k]))
-        bucket = _bucket(rows)
-        cell = self._cells.setdefault((bucket, k), _Ratio(CELL_MEMORY))
-        cell.learn(log_ratio, cell.mean if cell.weight else log_ratio)
-        self._all.learn(log_ratio, self._all.mean if self._all.weight else log_ratio)
-        self._factors.clear()
+    def times_of_guesses(self, rows: int, most: int, context: float) -> Milliseconds:
+        """[most + 1]: milliseconds of a round with 0, 1, ... guesses in all, at most ``longest`` a row on average."""
+        spread = np.arange(most + 1) / rows
+        predicted = np.interp(spread, np.arange(self.longest + 1), self._predicted(rows, context))
+        return predicted * self._factor(rows, spread)
 
-    def rounds(self, rows: int, k: int) -> float:
-        """How many real rounds of this kind (decayed) have been measured."""
-        cell = self._cells.get((_bucket(rows), k))
-        return 0.0 if cell is None else cell.weight
+    def observe(self, rows: int, k: float, context: float, ms: float) -> None:
+        """A real round took so long; k guesses a row, which need not be a whole number."""
+        predicted = float(np.interp(k, np.arange(self.longest + 1), self._predicted(rows, context)))
+        bucket = self._buckets.setdefault(_bucket(rows), _Bucket(self._levels))
+        level = float(_level(k))
+        surprise = math.log(ms / predicted) - self.drift - float(bucket.ratios(level))
+        surprise = min(max(surprise, -JUMP), JUMP) if self._rounds else surprise
+        self._rounds += 1
+        known = bucket.known(level)
+        step = surprise * max(1 / self._rounds, DRIFT * known / (known + WELL_KNOWN))
+        self.drift += step
+        bucket.learn(level, surprise - step)
 
     def feed_ms(self, tokens: int) -> float:
-        return self.table.feed_ms(tokens) * math.exp(self._all.mean)
+        return self.table.feed_ms(tokens) * math.exp(self.drift)
 
     def _predicted(self, rows: int, context: float) -> Milliseconds:
         if rows not in self._base:
@@ -161,17 +198,14 @@ class CostModel:
             return at_table
         return np.maximum(at_table + slopes * (context - self.table.context), 0.1 * at_table)
 
-    def _factor(self, bucket: int) -> Milliseconds:
-        if bucket not in self._factors:
-            logs = [self._log_ratio(bucket, k) for k in range(self.longest + 1)]
-            self._factors[bucket] = np.exp(logs)
-        return self._factors[bucket]
+    def _factor(self, rows: int, lengths: NDArray[Any]) -> Milliseconds:
+        bucket = self._buckets.get(_bucket(rows))
+        ratios = 0.0 if bucket is None else bucket.ratios(_level(lengths))
+        return np.exp(self.drift + ratios)  # type: ignore[no-any-return]
 
-    def _log_ratio(self, bucket: int, k: int) -> float:
-        cell = self._cells.get((bucket, k))
-        if cell is None:
-            return self._all.mean
-        return (cell.weight * cell.mean + ALL_ROUNDS * self._all.mean) / (cell.weight + ALL_ROUNDS)
+
+def _level(k: Any) -> Any:
+    return LEVELS_AN_OCTAVE * np.log2(1 + k)
 
 
 def _bucket(rows: int) -> int:

@@ -55,7 +55,7 @@ class NativeModel:
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
-        self.kernels = "torch twin" if chosen is None else chosen.name
+        self.kernels = _kernels_in_words(chosen)
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)
         self.timed = False  # whether forward adds to ``seconds``, by native.PHASES
         formats = _LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
@@ -134,6 +134,13 @@ class NativeModel:
                 self._packed.prepare_cache(cache)
             known = self._caches[cache] = native.CCache.of(cache)
         return known
+
+
+def _kernels_in_words(kernels: native.Kernels | None) -> str:
+    """For the start line; says why a CPU's AMX is not used."""
+    name = "torch twin" if kernels is None else kernels.name
+    obstacle = native.amx_obstacle()
+    return f"{name} (not AMX: {obstacle})" if obstacle else name
 
 
 def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:

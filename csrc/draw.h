@@ -1,0 +1,110 @@
+// A token from a row of logits: the largest, or the largest after temperature and Gumbel noise (src/paceline/sampling.py
+// says what the noise is). Two passes over the row: one finds the leader, one asks of every token whether its noise could
+// carry it past the best so far; the few of which that may be so are computed exactly, in the twin's arithmetic.
+#pragma once
+
+#include <cmath>
+
+#include "body.h"
+
+namespace paceline {
+namespace {
+
+constexpr int64_t kStride = 16;
+constexpr float kTwoTo23 = 8388608.0f;
+
+inline I16 mix_lanes(I16 x) {  // mix of kernels.h
+  x = (x ^ shift_right<16>(x)) * iset1(0x7feb352d);
+  x = (x ^ shift_right<15>(x)) * iset1(static_cast<int32_t>(0x846ca68bu));
+  return x ^ shift_right<16>(x);
+}
+
+// Sixteen logits from `at` on; beyond the end: -infinity.
+inline F16 logits_at(const Draw& draw, int64_t at) {
+  if (at + kStride <= draw.vocabulary) return load(draw.logits + at);
+  float rest[kStride];
+  for (int64_t i = 0; i < kStride; ++i) rest[i] = at + i < draw.vocabulary ? draw.logits[at + i] : kMinusInfinity;
+  return load(rest);
+}
+
+inline float largest_logit(const Draw& draw) {
+  F16 tops[4] = {set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity)};
+  int64_t at = 0;
+  for (; at + 4 * kStride <= draw.vocabulary; at += 4 * kStride) {
+    for (int i = 0; i < 4; ++i) tops[i] = max(load(draw.logits + at + i * kStride), tops[i]);
+  }
+  for (; at < draw.vocabulary; at += kStride) tops[0] = max(logits_at(draw, at), tops[0]);
+  return largest(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+}
+
+inline int64_t first_with(const Draw& draw, float value) {
+  for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
+    const uint32_t equal = lanes_at_least(logits_at(draw, at), set1(value));
+    if (equal) return at + __builtin_ctz(equal);
+  }
+  return 0;  // nothing but NaN
+}
+
+// The best token so far, and what another one must reach.
+class Contest {
+ public:
+  Contest(const Draw& draw, float top) : draw_(draw), top_(top), slope_(steepness(draw.temperature)) {}
+
+  void enter(int64_t token) {
+    const uint32_t hash = mix(mix(draw_.key[0] ^ static_cast<uint32_t>(token)) ^ draw_.key[1]) >> 8;
+    const double uniform = (static_cast<double>(hash) + 0.5) * 0x1p-24;
+    const float score = (draw_.logits[token] - top_) / draw_.temperature;
+    const double value = static_cast<double>(score) - std::log(-std::log(uniform));
+    if (value > best_) {
+      best_ = value;
+      winner_ = token;
+      offset_ = static_cast<float>((127.002 - value * 1.4426950408889634) * kTwoTo23);
+    } else if (value == best_ && token < winner_) {
+      winner_ = token;
+    }
+  }
+
+  // Lanes that may win. Winning takes 1 - uniform <= e^(score - best); its right side is bounded from above by the float
+  // whose bits grow linearly with the exponent, a chord of the exponential.
+  uint32_t may_win(F16 logits, int64_t at) const {
+    const F16 bits = max(fma(logits - set1(top_), set1(slope_), set1(offset_)), zero());
+    if (!lanes_at_least(bits, set1(kLeastBits))) return 0;
+    const I16 hash = shift_right<8>(mix_lanes(mix_lanes(iset1(static_cast<int32_t>(draw_.key[0])) ^ sixteen_from(static_cast<int32_t>(at))) ^
+                                        iset1(static_cast<int32_t>(draw_.key[1]))));
+    const F16 least = to_float(iset1(0xffffff) - hash) * set1(0x1p-24f);  // 1 - uniform, or a little less
+    return lanes_at_least(bits_as_float(round_to_int(bits)), least);
+  }
+
+  int64_t winner() const { return winner_; }
+
+ private:
+  static constexpr float kLeastBits = 101.9f * kTwoTo23;  // of 2^-25, the least that 1 - uniform can be
+  static float steepness(float temperature) {
+    const float slope = 1.4426950408889634f * kTwoTo23 / temperature;
+    return slope < 1e30f ? slope : 1e30f;  // infinite, it would make the leader's equals NaN
+  }
+
+  const Draw& draw_;
+  const float top_, slope_;
+  float offset_ = 0.0f;
+  double best_ = -__builtin_inf();
+  int64_t winner_ = 0;
+};
+
+inline int64_t draw(const Draw& draw) {
+  const float top = largest_logit(draw);
+  const int64_t leader = first_with(draw, top);
+  if (!(draw.temperature > 0.0f)) return leader;
+  Contest contest(draw, top);
+  contest.enter(leader);
+  for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
+    for (uint32_t lanes = contest.may_win(logits_at(draw, at), at); lanes; lanes &= lanes - 1) {
+      const int64_t token = at + __builtin_ctz(lanes);
+      if (token < draw.vocabulary) contest.enter(token);
+    }
+  }
+  return contest.winner();
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,137 @@
+"""``paceline serve``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
+from paceline.errors import MissingPackageError, ParameterError
+from paceline.params import DrafterName, EngineConfig, LogFormat, ServerConfig
+
+SERVER = "Server"
+KEYS_VARIABLE = "PACELINE_API_KEYS"
+_METHODS: dict[str, DrafterName] = {"draft_model": "model", "ngram": "ngram"}
+
+
+def _option(*names: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=SERVER)
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """How the server listens: ``ServerConfig`` as options."""
+
+    host: Annotated[str, _option("--host", text="Address to listen on.")] = ServerConfig.host
+    port: Annotated[int, _option("--port", text="Port to listen on.")] = ServerConfig.port
+    api_key: Annotated[
+        list[str] | None,
+        _option("--api-key", text=f"A key that requests must carry; repeatable. Better: a file, or ${KEYS_VARIABLE}."),
+    ] = None
+    api_key_file: Annotated[Path | None, _option("--api-key-file", text="A file with one key a line.")] = None
+    served_model_name: Annotated[
+        str | None, _option("--served-model-name", text="What requests call the model. Default: its own name.")
+    ] = ServerConfig.served_model_name
+    max_waiting: Annotated[
+        int, _option("--max-waiting", text="Answers that may wait for a row; more are refused with 429.")
+    ] = ServerConfig.max_waiting
+    max_body_bytes: Annotated[int, _option("--max-body-bytes", text="Longest body of a request.")] = (
+        ServerConfig.max_body_bytes
+    )
+    request_timeout: Annotated[
+        float | None, _option("--request-timeout", text="Seconds after which a request is given up. Default: never.")
+    ] = ServerConfig.request_timeout
+    shutdown_timeout: Annotated[
+        float, _option("--shutdown-timeout", text="Seconds that running requests may take when the server ends.")
+    ] = ServerConfig.shutdown_timeout
+    log_format: Annotated[LogFormat, _option("--log-format", text="text for people, json for machines.")] = (
+        ServerConfig.log_format
+    )
+    log_interval: Annotated[float, _option("--log-interval", text="Seconds between lines about throughput.")] = (
+        ServerConfig.log_interval
+    )
+
+    def config(self) -> ServerConfig:
+        """With the keys of all three sources. Raises ParameterError."""
+        from paceline.server.security import read_keys
+
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        keys = [*(given.pop("api_key") or ()), *os.environ.get(KEYS_VARIABLE, "").split()]
+        if (path := given.pop("api_key_file")) is not None:
+            keys += read_keys(path)
+        return ServerConfig(**given, api_keys=keys)
+
+
+def serve(
+    engine: EngineFlags,
+    server: ServerFlags,
+    model: Model = DEFAULT_MODEL,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            help='JSON in place of --drafter, --draft-model, -k: {"method": "ngram", "num_speculative_tokens": 4}.',
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", help="Devices that share a model: 1.")
+    ] = 1,
+) -> None:
+    """Serve a model over HTTP as OpenAI does. Without a draft model, n-gram lookup guesses."""
+    if tensor_parallel_size != 1:
+        raise ParameterError("tensor_parallel_size", tensor_parallel_size, "1: a model runs on one device")
+    try:
+        from paceline.server.run import serve as run
+    except ImportError as error:
+        raise MissingPackageError(error, "serve") from error
+    from paceline.models import hub
+
+    flags = with_drafter(engine if speculative_config is None else with_json(engine, speculative_config))
+    config = server.config()
+    EngineConfig(**flags.options())  # refuse bad values before anything is loaded
+    if model in hub.EMBEDDED:
+        hub.pull(model)
+    if config.served_model_name is None:
+        config = dataclasses.replace(config, served_model_name=model)
+    run(config, lambda: flags.load(model, quiet=True))
+
+
+def with_drafter(flags: EngineFlags) -> EngineFlags:
+    """A server always has a drafter; how far it speculates, and whether, is for the length policy to say."""
+    if flags.drafter is None and flags.draft_model is None:
+        return dataclasses.replace(flags, drafter="ngram")
+    return flags
+
+
+def with_json(flags: EngineFlags, text: str) -> EngineFlags:
+    """The flags that vLLM's spelling of speculation means. Raises ParameterError."""
+    if flags.drafter is not None or flags.draft_model is not None:
+        raise ParameterError("speculative_config", text, "given alone, without --drafter and --draft-model")
+    given = _parse(text)
+    model = given.pop("model", None)
+    method = given.pop("method", "ngram" if model is None else "draft_model")
+    if method not in _METHODS:
+        raise ParameterError("speculative_config.method", method, "one of " + ", ".join(map(repr, _METHODS)))
+    if model is not None and not isinstance(model, str):
+        raise ParameterError("speculative_config.model", model, "the draft model's name")
+    k = given.pop("num_speculative_tokens", EngineConfig.num_speculative_tokens)
+    for name, value in given.items():
+        allowed = "left out; known are method, model and num_speculative_tokens"
+        raise ParameterError(f"speculative_config.{name}", value, allowed)
+    return dataclasses.replace(flags, drafter=_METHODS[method], draft_model=model, num_speculative_tokens=str(k))
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ParameterError("speculative_config", text, f"a JSON object: {error}") from error
+    if not isinstance(given, dict):
+        raise ParameterError("speculative_config", text, "a JSON object")
+    return given

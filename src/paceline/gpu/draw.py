@@ -1,0 +1,199 @@
+"""A token from every line of logits: temperature and counter-based noise in the kernel, no probabilities in memory.
+
+Shapes: N lines (B rows x L positions), V vocabulary. A line's tokens are shared out over programs in blocks; what each
+block found is joined by the kernel that needs it. The arithmetic is that of ``sampling.draw``: the leader's logit
+becomes 0 in float32, the noise is float64, ties go to the smaller token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.gpu.noise import gumbel, noise_key, salt
+
+BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit
+def leader_kernel(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    leaders: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): each block's largest logit -> maxima [N, blocks] and its first token -> leaders, int32."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    best = tl.max(x, 0)
+    tl.store(maxima + line * BLOCKS + block, best)
+    tl.store(leaders + line * BLOCKS + block, tl.min(tl.where(x == best, column, vocab), 0))
+
+
+@triton.jit
+def line_max(maxima: tl.tensor, line: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr) -> tl.tensor:
+    """The largest logit of a line."""
+    block = tl.arange(0, BLOCKS_UP)
+    return tl.max(tl.load(maxima + line * BLOCKS + block, mask=block < BLOCKS, other=float("-inf")), 0)
+
+
+@triton.jit
+def first_best(
+    values: tl.tensor, tokens: tl.tensor, line: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr
+) -> tl.tensor:
+    """The token of a line's largest value; of equal ones the smallest token."""
+    block = tl.arange(0, BLOCKS_UP)
+    value = tl.load(values + line * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    token = tl.load(tokens + line * BLOCKS + block, mask=block < BLOCKS, other=2147483647)
+    return tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
+
+
+@triton.jit
+def scaled_logits(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """The leader at 0, divided by the temperature (not at 0): ``sampling.warp`` without cuts."""
+    return tl.div_rn(x - top, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x))
+
+
+@triton.jit
+def draw_kernel(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    ids: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    length: tl.tensor,
+    values: tl.tensor,
+    tokens: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    first: tl.tensor,
+    salt: tl.tensor,
+    LENGTH: tl.constexpr,
+    CUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): each block's best noisy score -> values [N, blocks] float64, its token -> tokens, int32.
+
+    Line b * LENGTH + j stands at position length[b] + first + j. CUT: column c is token ids[c] (ascending).
+    """
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = line // LENGTH
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    heat = tl.load(temperature + row)
+    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat).to(tl.float64)
+    token = column
+    if CUT:
+        token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
+    if heat > 0.0:
+        position = tl.load(length + row) + first + line % LENGTH
+        a, b = noise_key(tl.load(seed + row), position, salt)
+        score += gumbel(a, b, token)
+    score = tl.where(inside, score, float("-inf"))
+    best = tl.max(score, 0)
+    tl.store(values + line * BLOCKS + block, best)
+    tl.store(tokens + line * BLOCKS + block, tl.min(tl.where(score == best, token, 2147483647), 0))
+
+
+@triton.jit
+def pick_kernel(
+    values: tl.tensor, tokens: tl.tensor, out: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr
+) -> None:
+    """Grid (N): the best of a line's blocks -> out [N] int64."""
+    line = tl.program_id(0).to(tl.int64)
+    tl.store(out + line, first_best(values, tokens, line, BLOCKS, BLOCKS_UP).to(tl.int64))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a line of ``vocab`` logits is shared out."""
+
+    vocab: int
+    size: int = BLOCK
+
+    @property
+    def count(self) -> int:
+        return -(-self.vocab // self.size)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The kernels' constants."""
+        return {"BLOCKS": self.count, "BLOCKS_UP": int(triton.next_power_of_2(self.count))}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the draw of a row depends on besides its logits: temperature [B] float32, seed and length [B] int64."""
+
+    temperature: Tensor
+    seed: Tensor
+    length: Tensor
+
+
+def leaders(logits: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """logits [N, V] -> each block's largest [N, blocks] float32 and the first token that has it, int32."""
+    lines = logits.shape[0]
+    maxima = torch.empty((lines, blocks.count), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty((lines, blocks.count), dtype=torch.int32, device=logits.device)
+    leader_kernel[(lines, blocks.count)](
+        logits, maxima, tokens, logits.stride(0), blocks.vocab, BLOCKS=blocks.count, BLOCK=blocks.size, num_warps=_WARPS
+    )
+    return maxima, tokens
+
+
+def noisy_blocks(
+    logits: Tensor, noise: Noise, first: int, purpose: int, blocks: Blocks, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """logits [B * L, V] -> each block's best noisy score [B * L, blocks] float64 and its token, int32."""
+    lines, rows = logits.shape[0], noise.length.shape[0]
+    maxima, _ = leaders(logits, blocks)
+    values = torch.empty((lines, blocks.count), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty((lines, blocks.count), dtype=torch.int32, device=logits.device)
+    draw_kernel[(lines, blocks.count)](
+        logits,
+        maxima,
+        tokens if ids is None else ids,
+        noise.temperature,
+        noise.seed,
+        noise.length,
+        values,
+        tokens,
+        logits.stride(0),
+        blocks.vocab,
+        first,
+        salt(purpose),
+        LENGTH=lines // rows,
+        CUT=ids is not None,
+        BLOCK=blocks.size,
+        num_warps=_WARPS,
+        **blocks.shape,
+    )
+    return values, tokens
+
+
+def draw(
+    logits: Tensor, noise: Noise, first: int, purpose: int, ids: Tensor | None = None, block: int = BLOCK
+) -> Tensor:
+    """A token for every line: logits [B, L, V] -> [B, L] int64; position j stands at length + first + j.
+
+    ids [V] int64, ascending: the tokens that the columns stand for, where the vocabulary is cut.
+    """
+    rows, length, vocab = logits.shape
+    blocks = Blocks(vocab, block)
+    lines = logits.reshape(-1, vocab)
+    values, tokens = noisy_blocks(lines, noise, first, purpose, blocks, ids)
+    out = torch.empty((rows, length), dtype=torch.int64, device=logits.device)
+    pick_kernel[(rows * length,)](values, tokens, out, num_warps=1, **blocks.shape)
+    return out

@@ -1,0 +1,241 @@
+"""Small-row matrix products over 8-bit weights (W8A16): a few tokens times a matrix that is read once.
+
+Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale an output; they
+are widened to the activations' type in registers, sums are float32. The weights are the product's left side, because
+there are many outputs and few rows. Few outputs fill the chip by cutting the inputs, too: the last program to arrive at
+a tile adds the parts in a fixed order, so the bits do not depend on who was last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.gpu.launch import multiprocessors
+
+Format = Literal["int8", "fp8", "same"]
+LARGEST_ROWS = 64  # beyond, widening the whole matrix for torch's own product is cheaper
+_FP8 = torch.float8_e4m3fn
+_FEWEST_INPUTS = 512  # of one part, when the inputs are cut
+_PROGRAMS_EACH = 4  # programs a multiprocessor should have
+
+
+@triton.jit
+def linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    partial: tl.tensor,
+    tickets: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Grid (output tiles, row tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(2)
+    share = tl.cdiv(tl.cdiv(INPUTS, BLOCK_K), PARTS) * BLOCK_K
+    start = part * share
+    stop = tl.minimum(start + share, INPUTS)
+    weight_line = weight + n.to(tl.int64)[:, None] * INPUTS
+    x_line = x + m.to(tl.int64)[None, :] * x_stride
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in range(start, stop, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        w = tl.load(weight_line + k[None, :], mask=(n < OUTPUTS)[:, None] & (k < stop)[None, :], other=0.0)
+        a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
+        sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+
+    inside = (n < OUTPUTS)[:, None] & (m < rows)[None, :]
+    place = m.to(tl.int64)[None, :] * OUTPUTS + n[:, None]
+    last = True
+    if PARTS > 1:
+        tl.store(partial + part.to(tl.int64) * rows * OUTPUTS + place, sums, mask=inside)
+        tl.debug_barrier()  # all of the program's parts are stored before its ticket is drawn
+        ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        if last:
+            sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in range(PARTS):
+                line = tl.cast(other, tl.int64) * rows * OUTPUTS
+                sums += tl.load(partial + line + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(ticket, 0)
+    if last:
+        if SCALED:
+            sums = sums * tl.load(scales + n, mask=n < OUTPUTS, other=0.0)[:, None]
+        if BIASED:
+            sums = sums + tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """A program's outputs and inputs at a time, into how many parts the inputs are cut, and how it is run."""
+
+    outputs: int = 64
+    inputs: int = 128
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+
+    def filled(self, outputs: int, inputs: int, device: torch.device) -> LinearTile:
+        """With so many parts that the chip is full."""
+        tiles, parts = triton.cdiv(outputs, self.outputs), 1
+        while tiles * parts * 2 <= _PROGRAMS_EACH * multiprocessors(device) and inputs // (parts * 2) >= _FEWEST_INPUTS:
+            parts *= 2
+        return replace(self, parts=parts)
+
+
+CANDIDATES = (
+    LinearTile(),
+    LinearTile(outputs=64, inputs=256, stages=3),
+    LinearTile(outputs=128, inputs=128, warps=8, stages=3),
+    LinearTile(outputs=128, inputs=64, warps=4, stages=4),
+    LinearTile(outputs=32, inputs=256, stages=4),
+)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """values [N, K] int8, float8 or as they were; scales [N] float32, or None where the values are the weights."""
+
+    values: Tensor
+    scales: Tensor | None
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weights that the values stand for, [N, K]."""
+        if self.scales is None:
+            return self.values.to(dtype)
+        return (self.values.float() * self.scales[:, None]).to(dtype)
+
+
+def quantise(weight: Tensor, to: Format) -> Quantized:
+    """One scale an output: the largest amplitude becomes the format's largest number."""
+    if to == "same":
+        return Quantized(weight, None)
+    largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
+    scales = weight.float().abs().amax(1).clamp(min=1e-30) / largest
+    values = weight.float() / scales[:, None]
+    return Quantized(values.round().to(torch.int8) if to == "int8" else values.to(_FP8), scales)
+
+
+def linear(
+    x: Tensor, weight: Quantized, bias: Tensor | None, tile: LinearTile, tickets: Tensor, block_m: int
+) -> Tensor:
+    """x [M, K] -> [M, N]. tickets: int32 zeros, one for each tile of the result; zeros again afterwards."""
+    rows, inputs = x.shape
+    outputs = weight.values.shape[0]
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), device=x.device)
+    linear_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, block_m), tile.parts)](
+        x,
+        weight.values,
+        out if weight.scales is None else weight.scales,
+        out if bias is None else bias,
+        partial,
+        tickets,
+        out,
+        rows,
+        x.stride(0),
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        SCALED=weight.scales is not None,
+        BIASED=bias is not None,
+        PARTS=tile.parts,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def linear_twin(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """The same in plain torch: float32 sums, the scale last."""
+    sums = x.float() @ weight.values.float().T
+    sums = sums if weight.scales is None else sums * weight.scales
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
+
+
+Timer = Callable[[Callable[[], object]], float]
+"""Seconds of a call."""
+
+
+class Linears:
+    """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and knows their tiles by shape.
+
+    deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
+    timer: times the candidates for every new shape when it is first used, never inside a CUDA graph; None takes the
+        first one.
+    """
+
+    def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
+        self.to, self.deterministic, self._timer = to, deterministic, timer
+        self._tiles: dict[tuple[int, int, int], LinearTile] = {}
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> SmallRowLinear:
+        return SmallRowLinear(quantise(weight, self.to), bias, self)
+
+    def block_m(self, rows: int) -> int:
+        return 16 if self.deterministic or rows <= 16 else 32 if rows <= 32 else 64
+
+    def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile:
+        """The tile for these rows; measured once for each shape where there is a timer."""
+        outputs, inputs = layer.weight.values.shape
+        key = outputs, inputs, self.block_m(x.shape[0])
+        if key not in self._tiles:
+            tiles = [tile.filled(outputs, inputs, x.device) for tile in CANDIDATES]
+            self._tiles[key] = tiles[0] if self._timer is None else self._fastest(layer, x, tiles)
+        return self._tiles[key]
+
+    def _fastest(self, layer: SmallRowLinear, x: Tensor, tiles: Sequence[LinearTile]) -> LinearTile:
+        assert self._timer is not None
+        timed = [(self._timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
+        return tiles[min(timed)[1]]
+
+
+class SmallRowLinear:
+    """A linear layer for few rows; implements ``models.linear.Linear``."""
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, linears: Linears) -> None:
+        self.weight, self.bias, self._linears = weight, bias, linears
+        tiles = triton.cdiv(weight.values.shape[0], min(tile.outputs for tile in CANDIDATES))
+        self._tickets = torch.zeros(tiles * (LARGEST_ROWS // 16), dtype=torch.int32, device=weight.values.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        lines = x.reshape(-1, x.shape[-1])
+        if lines.shape[0] <= LARGEST_ROWS:
+            out = self.run(lines, self._linears.tile(self, lines))
+        elif self._linears.deterministic:
+            out = torch.cat(
+                [self.run(part, self._linears.tile(self, part)) for part in torch.split(lines, LARGEST_ROWS)]
+            )
+        else:
+            out = functional.linear(lines, self.weight.widened(x.dtype), self.bias)
+        return out.view(*x.shape[:-1], -1)
+
+    def run(self, x: Tensor, tile: LinearTile) -> Tensor:
+        """x [M, K], M at most LARGEST_ROWS -> [M, N], with a given tile."""
+        return linear(x, self.weight, self.bias, tile, self._tickets, self._linears.block_m(x.shape[0]))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        kept = (self.weight.values, self.weight.scales, self.bias)
+        return tuple(tensor for tensor in kept if tensor is not None)

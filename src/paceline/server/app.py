@@ -1,0 +1,207 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from paceline import __version__
+from paceline.errors import PacelineError
+from paceline.params import ServerConfig
+from paceline.server import errors, replies
+from paceline.server.chat import ChatJob
+from paceline.server.completions import CompletionJob
+from paceline.server.context import Context
+from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.metrics import Stats
+from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.server.security import Gate
+from paceline.server.streaming import Events, EventStream
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+log = logging.getLogger("paceline.server")
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": errors.ErrorResponse, "description": text}
+    for status, text in {
+        400: "The request cannot be served as it is; the message says why",
+        401: "No good API key",
+        404: "No such model or path",
+        408: "The body took too long to arrive",
+        413: "The body is too long",
+        422: "Not used: what is refused is refused with 400",
+        429: "The queue is full; Retry-After says when to try again",
+        500: "The engine failed; the log says why",
+        503: "Not ready yet, or shutting down",
+        504: "Not finished within the request's timeout",
+    }.items()
+}
+
+
+def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None] = lambda: None) -> FastAPI:
+    """The server as an ASGI application; ``load`` makes the model, in the engine's thread, when the server starts.
+
+    on_end is called, in that thread, if the engine cannot go on; ``app.state.context.service.failure`` says why.
+    """
+    context = Context(config, load, on_end)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        context.service.start()
+        yield
+        await context.service.stop()
+        context.close()
+
+    app = FastAPI(
+        title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=_REFUSALS
+    )
+    app.state.context = context
+    app.add_middleware(Gate, config=config, meter=context.meter)
+    _add_error_handlers(app, context)
+    _add_generation(app, context)
+    _add_texts(app, context)
+    _add_operations(app, context)
+    return app
+
+
+def _add_generation(app: FastAPI, context: Context) -> None:
+    @app.post("/v1/completions", response_model=replies.Completion)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        job = await CompletionJob.prepare(context, body)
+        return await _respond(context, request, job.stream if body.stream else job.answer)
+
+    @app.post("/v1/chat/completions", response_model=replies.Chat)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Continue a conversation."""
+        job = await ChatJob.prepare(context, body)
+        return await _respond(context, request, job.stream if body.stream else job.answer)
+
+
+async def _respond(
+    context: Context, request: Request, play: Callable[[], Events] | Callable[[], Awaitable[BaseModel]]
+) -> Response:
+    """A stream of events, or one document; whoever hangs up frees the rows."""
+    played = play()
+    if not isinstance(played, Awaitable):
+        return EventStream(played, context.meter)
+    try:
+        return document(await while_connected(request.receive, _await(played)))
+    except ClientGoneError:
+        log.info("a client hung up")
+        return Response(status_code=499)  # nobody reads it
+
+
+async def _await(played: Awaitable[BaseModel]) -> BaseModel:
+    return await played
+
+
+def document(reply: BaseModel, status: int = 200) -> Response:
+    """As JSON; fields that were not set are left out."""
+    return Response(reply.model_dump_json(exclude_unset=True), status, media_type="application/json")
+
+
+def _add_texts(app: FastAPI, context: Context) -> None:
+    @app.get("/v1/models", response_model=replies.ModelList)
+    async def models() -> Response:
+        """The one model that is served."""
+        return document(replies.ModelList(object="list", data=[_card(context)]))
+
+    @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
+    async def model(name: str) -> Response:
+        """The model, by its name."""
+        context.check_model(name)
+        return document(_card(context))
+
+    @app.post("/tokenize", response_model=replies.Tokens)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """A text's tokens, or a conversation's."""
+        context.check_model(body.model)
+        tokenizer = context.tokenizer
+        if body.messages is None:
+            tokens = await context.in_thread(tokenizer.encode, body.prompt or "", body.add_special_tokens)
+        else:
+            tokens = await context.in_thread(tokenizer.chat, [message.plain() for message in body.messages])
+        found = replies.Tokens(count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens)
+        if body.return_token_strs:
+            found.token_strs = [context.spelling.text_of(token) for token in tokens]
+        return document(found)
+
+    @app.post("/detokenize", response_model=replies.Text)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens, special ones left out."""
+        context.check_model(body.model)
+        vocabulary = context.llm.engine.models.target.vocab_size
+        if any(token >= vocabulary for token in body.tokens):
+            raise errors.invalid(f"token ids go from 0 to {vocabulary - 1}", "tokens")
+        return document(replies.Text(prompt=await context.in_thread(context.tokenizer.decode, body.tokens)))
+
+
+def _card(context: Context) -> replies.ModelCard:
+    return replies.ModelCard(
+        id=context.model_name,
+        object="model",
+        created=context.created,
+        owned_by="paceline",
+        max_model_len=context.llm.engine.max_model_len,
+    )
+
+
+def _add_operations(app: FastAPI, context: Context) -> None:
+    @app.get("/health", response_model=replies.Health, responses={503: {"model": replies.Health}})
+    async def health() -> Response:
+        """200 once the model is loaded and warm."""
+        state = context.service.state
+        return document(replies.Health(status=state), 200 if state == "ready" else 503)
+
+    @app.get("/version", response_model=replies.Version)
+    async def version() -> Response:
+        """Which paceline this is."""
+        return document(replies.Version(version=__version__))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(context.meter.exposition(), media_type=PROMETHEUS)
+
+    @app.get("/stats", response_model=Stats)
+    async def stats() -> Response:
+        """How things stand now, for people and pages."""
+        return document(context.meter.stats())
+
+
+def _add_error_handlers(app: FastAPI, context: Context) -> None:
+    def answer(error: errors.ApiError) -> JSONResponse:
+        context.meter.refused(error.status)
+        return error.response()
+
+    @app.exception_handler(PacelineError)
+    async def on_purpose(_: Request, error: PacelineError) -> Response:
+        return answer(errors.from_paceline(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(_: Request, error: RequestValidationError) -> Response:
+        return answer(errors.from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        return answer(errors.ApiError(500, "server_error", "an error in the server; its log says more"))

@@ -1,0 +1,138 @@
+"""``/v1/chat/completions``: conversations continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.engine import Request
+from paceline.outputs import CompletionOutput, TokenLogprob
+from paceline.server import errors
+from paceline.server.completions import extras_of
+from paceline.server.context import Context, log_request, usage_of
+from paceline.server.delta import Delta
+from paceline.server.logprobs import chat_logprobs
+from paceline.server.protocol import ChatRequest
+from paceline.server.replies import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Usage,
+    finish_word,
+    stop_reason,
+)
+from paceline.server.streaming import Events
+
+
+@dataclass
+class ChatJob:
+    """One request, ready for the engine."""
+
+    context: Context
+    body: ChatRequest
+    request: Request
+    id: str = field(init=False)
+    created: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id, self.created = self.context.new_id("chatcmpl"), int(time.time())
+
+    @classmethod
+    async def prepare(cls, context: Context, body: ChatRequest) -> ChatJob:
+        """Raises ApiError."""
+        context.check_model(body.model)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise errors.invalid("this server does not yet hold answers to a grammar", "response_format")
+        tokens = await context.in_thread(context.tokenizer.chat, body.conversation)
+        params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
+        request_id = context.new_id("prompt")
+        request = context.llm.request(tokens, params, max_time=body.max_time, request_id=request_id)
+        context.check([request])
+        return cls(context, body, request)
+
+    async def answer(self) -> Chat:
+        """Everything at once. Raises ApiError."""
+        async with self.context.generate([self.request], self.body.timeout, streaming=False) as generation:
+            (output,) = await generation.finish()
+        log_request(self.id, [output], self.body.user)
+        return Chat(
+            id=self.id,
+            object="chat.completion",
+            created=self.created,
+            model=self.context.model_name,
+            choices=[self._whole(answer) for answer in output.outputs],
+            usage=usage_of([output.prompt_token_ids], [output]),
+        )
+
+    async def stream(self) -> Events:
+        """Documents as the engine makes them. Raises ApiError."""
+        begun: set[int] = set()
+        async with self.context.generate([self.request], self.body.timeout, streaming=True) as generation:
+            async for update in generation.updates():
+                documents = [self._chunk([self._piece(delta, begun)]) for delta in update.deltas if self._shows(delta)]
+                if documents:
+                    yield documents
+            output = generation.outputs[0]
+        log_request(self.id, [output], self.body.user)
+        if self.body.include_usage:
+            yield [self._chunk([], usage_of([output.prompt_token_ids], [output]))]
+
+    def _shows(self, delta: Delta) -> bool:
+        return bool(delta.text or delta.ended or self.body.metrics or self.body.logprobs)
+
+    def _whole(self, answer: CompletionOutput) -> ChatChoice:
+        word = finish_word(answer)
+        assert word is not None
+        choice = ChatChoice(
+            index=answer.index,
+            message=ChatMessage(role="assistant", content=answer.text, refusal=None),
+            logprobs=self._logprobs(answer.logprobs or []),
+            finish_reason=word,
+        )
+        choice.stop_reason = stop_reason(answer)
+        if self.body.metrics:
+            choice.paceline = extras_of(Delta.whole(answer))
+        return choice
+
+    def _piece(self, delta: Delta, begun: set[int]) -> ChatChunkChoice:
+        said = ChatDelta(content=delta.text)
+        if delta.index not in begun:
+            begun.add(delta.index)
+            said.role = "assistant"
+        choice = ChatChunkChoice(
+            index=delta.index,
+            delta=said,
+            logprobs=self._logprobs(delta.logprobs),
+            finish_reason=None if delta.ended is None else finish_word(delta.ended),
+        )
+        if delta.ended is not None:
+            choice.stop_reason = stop_reason(delta.ended)
+        if self.body.metrics:
+            choice.paceline = extras_of(delta)
+        return choice
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(self.context.spelling, entries) if self.body.logprobs else None
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        document = ChatChunk(
+            id=self.id,
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.context.model_name,
+            choices=choices,
+        )
+        if usage is not None or self.body.include_usage:  # null in all chunks but the last
+            document.usage = usage
+        return document
+
+
+def _max_tokens(context: Context, body: ChatRequest, tokens: Sequence[int]) -> int:
+    """What was asked for, or whatever the prompt leaves of the model's length."""
+    wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    return max(1, context.llm.engine.max_model_len - len(tokens)) if wanted is None else wanted

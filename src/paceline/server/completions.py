@@ -1,0 +1,244 @@
+"""``/v1/completions``: texts continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.engine import Request
+from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.params import COMPLETION_MAX_TOKENS
+from paceline.server import errors
+from paceline.server.context import Context, log_request, usage_of
+from paceline.server.delta import Delta, Update
+from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
+from paceline.server.protocol import CompletionRequest
+from paceline.server.replies import (
+    AnswerMetrics,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Extras,
+    Usage,
+    finish_word,
+    stop_reason,
+)
+from paceline.server.streaming import Events
+from paceline.tokenizer import Detokenizer
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as part of its answers."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+@dataclass
+class CompletionJob:
+    """One request, ready for the engine. tokens: of each prompt. echoes: of each prompt, if asked for."""
+
+    context: Context
+    body: CompletionRequest
+    tokens: list[list[int]]
+    requests: list[Request]
+    id: str = field(init=False)
+    created: int = field(init=False)
+    echoes: list[Echo] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id, self.created = self.context.new_id("cmpl"), int(time.time())
+
+    @classmethod
+    async def prepare(cls, context: Context, body: CompletionRequest) -> CompletionJob:
+        """Raises ApiError."""
+        context.check_model(body.model)
+        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        params = body.sampling(_max_tokens(body) or 1, _logprobs(body), body.best_of)
+        requests = [
+            context.llm.request(prompt, params, max_time=body.max_time, request_id=context.new_id("prompt"))
+            for prompt in tokens
+        ]
+        context.check(requests)
+        return cls(context, body, tokens, requests)
+
+    # --- whole -------------------------------------------------------------------
+
+    async def answer(self) -> Completion:
+        """Everything at once. Raises ApiError."""
+        async with self.context.generate(self._to_generate(), self.body.timeout, streaming=False) as generation:
+            await self._make_echoes()
+            outputs = await generation.finish() or self._nothing()
+        log_request(self.id, outputs, self.body.user)
+        choices = [
+            self._whole(number, place, answer)
+            for number, output in enumerate(outputs)
+            for place, answer in enumerate(self._best(output))
+        ]
+        return self._document(choices, usage=usage_of(self.tokens, outputs))
+
+    def _to_generate(self) -> list[Request]:
+        return [] if _max_tokens(self.body) == 0 else self.requests
+
+    def _nothing(self) -> list[RequestOutput]:
+        """With max_tokens = 0 only the prompt is looked at."""
+        n = self.body.n or 1
+        return [
+            RequestOutput(
+                request.request_id or "",
+                None,
+                request.prompt_token_ids,
+                [CompletionOutput(i, finish_reason="length", logprobs=[]) for i in range(n)],
+            )
+            for request in self.requests
+        ]
+
+    def _best(self, output: RequestOutput) -> Sequence[CompletionOutput]:
+        """The n answers with the highest mean log-probability of best_of; BASS (2404.15778) ranks by it, too."""
+        n = self.body.n or 1
+        if len(output.outputs) == n:
+            return output.outputs
+        return sorted(output.outputs, key=_mean_logprob, reverse=True)[:n]
+
+    def _whole(self, number: int, place: int, answer: CompletionOutput) -> CompletionChoice:
+        delta = replace(Delta.whole(answer), index=place)
+        echo = self.echoes[number] if self.echoes else None
+        choice = self._choice(number, delta, offset=len(echo.text) if echo else 0)
+        if echo is not None:
+            choice.text = echo.text + choice.text
+            if echo.logprobs is not None and choice.logprobs is not None:
+                choice.logprobs = joined(echo.logprobs, choice.logprobs)
+        return choice
+
+    # --- as it comes -------------------------------------------------------------
+
+    async def stream(self) -> Events:
+        """Documents as the engine makes them. Raises ApiError."""
+        letters: dict[int, int] = {}
+        async with self.context.generate(self._to_generate(), self.body.timeout, streaming=True) as generation:
+            await self._make_echoes()
+            if self.echoes:
+                yield self._opening(letters)
+            async for update in generation.updates():
+                if documents := self._chunks(update, letters):
+                    yield documents
+            outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._nothing()
+        log_request(self.id, outputs, self.body.user)
+        if not self._to_generate():
+            yield [
+                self._document([self._choice(number, Delta.whole(answer), 0)])
+                for number, output in enumerate(outputs)
+                for answer in output.outputs
+            ]
+        if self.body.include_usage:
+            yield [self._document([], usage=usage_of(self.tokens, outputs))]
+
+    def _opening(self, letters: dict[int, int]) -> list[Completion]:
+        """The echoed prompts."""
+        documents = []
+        for number, echo in enumerate(self.echoes):
+            for place in range(self.body.n or 1):
+                index = self._index(number, place)
+                letters[index] = len(echo.text)
+                choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs, finish_reason=None)
+                documents.append(self._document([choice]))
+        return documents
+
+    def _chunks(self, update: Update, letters: dict[int, int]) -> list[Completion]:
+        documents = []
+        for delta in update.deltas:
+            index = self._index(update.number, delta.index)
+            offset = letters.get(index, 0)
+            letters[index] = offset + len(delta.text)
+            if delta.text or delta.ended or self.body.metrics or self.body.logprobs is not None:
+                documents.append(self._document([self._choice(update.number, delta, offset)]))
+        return documents
+
+    # --- parts -------------------------------------------------------------------
+
+    def _index(self, number: int, place: int) -> int:
+        return number * (self.body.n or 1) + place
+
+    def _document(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        model = self.context.model_name
+        document = Completion(id=self.id, object="text_completion", created=self.created, model=model, choices=choices)
+        if usage is not None or self.body.include_usage:  # null in all chunks but the last
+            document.usage = usage
+        return document
+
+    def _choice(self, number: int, delta: Delta, offset: int) -> CompletionChoice:
+        choice = CompletionChoice(
+            index=self._index(number, delta.index),
+            text=delta.text,
+            logprobs=self._logprobs(delta, offset),
+            finish_reason=None if delta.ended is None else finish_word(delta.ended),
+        )
+        if delta.ended is not None:
+            choice.stop_reason = stop_reason(delta.ended)
+        if self.body.metrics:
+            choice.paceline = extras_of(delta)
+        return choice
+
+    def _logprobs(self, delta: Delta, offset: int) -> CompletionLogprobs | None:
+        top = self.body.logprobs
+        if top is None:
+            return None
+        return completion_logprobs(self.context.spelling, delta.logprobs, delta.pieces, offset, top)
+
+    async def _make_echoes(self) -> None:
+        if not self.body.echo:
+            return
+        for tokens, prompt in zip(self.tokens, self.body.prompts, strict=True):
+            given = prompt if isinstance(prompt, str) else None
+            pieces = await self.context.in_thread(_pieces, self.context, tokens)
+            text = "".join(pieces) if given is None else given
+            self.echoes.append(Echo(text, await self._prompt_logprobs(tokens, pieces)))
+
+    async def _prompt_logprobs(self, tokens: Sequence[int], pieces: Sequence[str]) -> CompletionLogprobs | None:
+        top = self.body.logprobs
+        if top is None:
+            return None
+        scored: list[TokenLogprob] = await self.context.service.score(tokens, top)
+        return prompt_logprobs(self.context.spelling, tokens, scored, pieces, top)
+
+
+def extras_of(delta: Delta) -> Extras:
+    """What "metrics": true adds."""
+    extras = Extras(token_ids=list(delta.token_ids), kinds=list(delta.kinds), pieces=list(delta.pieces))
+    if delta.ended is not None:
+        extras.metrics = AnswerMetrics.of(delta.ended.metrics)
+    return extras
+
+
+async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
+    return await context.in_thread(context.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+
+
+def _max_tokens(body: CompletionRequest) -> int:
+    wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if wanted == 0 and not body.echo:
+        raise errors.invalid("max_tokens = 0 asks for nothing unless echo is true", "max_tokens")
+    return wanted
+
+
+def _logprobs(body: CompletionRequest) -> int | None:
+    """Ranking needs the tokens' own log-probabilities."""
+    if body.logprobs is None and body.best_of is not None and body.best_of > (body.n or 1):
+        return 0
+    return body.logprobs
+
+
+def _mean_logprob(answer: CompletionOutput) -> float:
+    total = answer.cumulative_logprob
+    assert total is not None
+    return total / max(1, len(answer.token_ids))
+
+
+def _pieces(context: Context, tokens: Sequence[int]) -> list[str]:
+    """The text that each token lets out."""
+    growing = Detokenizer(context.tokenizer)
+    pieces = [growing.push(token) for token in tokens]
+    pieces[-1] += growing.finish()
+    return pieces

@@ -1,0 +1,78 @@
+"""What a round gave a request, taken out of the engine's growing results so that another thread may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.outputs import CompletionOutput, RequestOutput, TokenKind, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What answer number ``index`` gained. ended: the whole answer, once it grows no more."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    kinds: Sequence[TokenKind]
+    pieces: Sequence[str]
+    logprobs: Sequence[TokenLogprob]
+    ended: CompletionOutput | None
+
+    @staticmethod
+    def whole(answer: CompletionOutput) -> Delta:
+        """A finished answer, all at once."""
+        return Delta(
+            index=answer.index,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            kinds=answer.token_kinds,
+            pieces=answer.pieces,
+            logprobs=answer.logprobs or [],
+            ended=answer,
+        )
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of prompt number ``number``. output: the whole result, once it grows no more."""
+
+    number: int
+    deltas: Sequence[Delta]
+    output: RequestOutput | None
+
+
+@dataclass
+class Growth:
+    """How much of each answer has been passed on."""
+
+    output: RequestOutput
+    tokens: list[int] = field(init=False)
+    letters: list[int] = field(init=False)
+    ended: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.output.outputs)
+        self.tokens, self.letters, self.ended = [0] * n, [0] * n, [False] * n
+
+    def news(self) -> list[Delta]:
+        """What was gained since the last call."""
+        return [self._take(answer) for answer in self.output.outputs if self._has_news(answer)]
+
+    def _has_news(self, answer: CompletionOutput) -> bool:
+        return not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])
+
+    def _take(self, answer: CompletionOutput) -> Delta:
+        place, first, shown = answer.index, self.tokens[answer.index], self.letters[answer.index]
+        self.tokens[place], self.letters[place] = len(answer.token_ids), len(answer.text)
+        self.ended[place] = answer.finished
+        return Delta(
+            index=place,
+            text=answer.text[shown:],
+            token_ids=answer.token_ids[first:],
+            kinds=answer.token_kinds[first:],
+            pieces=answer.pieces[first:],
+            logprobs=[] if answer.logprobs is None else answer.logprobs[first:],
+            ended=answer if answer.finished else None,
+        )

@@ -1,0 +1,132 @@
+"""Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}`` with the right status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from paceline.errors import PacelineError, ParameterError, PromptTooLongError, RequestError
+
+INVALID = "invalid_request_error"
+
+
+class ErrorBody(BaseModel):
+    """What went wrong. param: the field at fault. code: a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is no success."""
+
+    error: ErrorBody
+
+
+class ApiError(PacelineError):
+    """An answer that is no success. retry_after: seconds after which trying again may help."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code, self.retry_after = status, kind, param, code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        message = str(self).encode("utf-8", "replace").decode()  # a client's broken letters may stand in it
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """For a request that has not been answered yet."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request cannot be served as it is."""
+    return ApiError(400, INVALID, message, param=param, code=code)
+
+
+def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """404."""
+    return ApiError(404, INVALID, message, param=param, code=code)
+
+
+def unauthorized() -> ApiError:
+    """401."""
+    message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+    return ApiError(401, "authentication_error", message, code="invalid_api_key")
+
+
+def too_large(limit: int) -> ApiError:
+    """413."""
+    message = f"the request's body is longer than {limit} bytes, the most this server reads"
+    return ApiError(413, INVALID, message, code="request_too_large")
+
+
+def overloaded(message: str, retry_after: int) -> ApiError:
+    """429: the queue is full."""
+    return ApiError(429, "rate_limit_error", message, code="queue_full", retry_after=retry_after)
+
+
+def round_failed() -> ApiError:
+    """500: an exception in the engine; the log has it."""
+    message = "the engine failed while it decoded this request; the server's log says why"
+    return ApiError(500, "server_error", message, code="engine_error")
+
+
+def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
+    """503: not yet, or no longer."""
+    return ApiError(503, "server_error", message, code=code, retry_after=retry_after)
+
+
+def timed_out(seconds: float) -> ApiError:
+    """504: the request's own time limit, or the server's, has passed."""
+    return ApiError(504, "timeout_error", f"not finished within {seconds:g} s, and given up", code="timeout")
+
+
+def from_paceline(error: PacelineError) -> ApiError:
+    """What paceline raises on purpose while it looks at a request is the request's fault."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ParameterError):
+        return invalid(str(error), error.field)
+    if isinstance(error, PromptTooLongError):
+        return invalid(str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, RequestError):
+        return invalid(str(error))
+    return ApiError(500, "server_error", str(error))
+
+
+def from_validation(found: Sequence[Mapping[str, Any]]) -> ApiError:
+    """400 for a body that pydantic refuses: every field at fault, and why."""
+    faults = [_fault(fault) for fault in found]
+    message = "; ".join(dict.fromkeys(text for _, text in faults))
+    return invalid(message, faults[0][0] if faults else None)
+
+
+def _fault(fault: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The field, and what is wrong with it."""
+    place = ".".join(str(part) for part in fault["loc"][1:]) or fault.get("ctx", {}).get("field")
+    if fault["type"] == "extra_forbidden":
+        return place, f"unknown field {place!r}: this server refuses what it would have to ignore"
+    if fault["type"] == "json_invalid":
+        return None, f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}"
+    if fault["type"] in ("unsupported", "best_of", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
+        return place, fault["msg"]
+    return place, f"{place or 'body'}: {fault['msg']}"

@@ -1,0 +1,98 @@
+"""One HTTP request on its way through the engine: admitted, timed, followed to its end, aborted when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from paceline.engine import Request
+from paceline.outputs import RequestOutput
+from paceline.server import errors
+from paceline.server.delta import Update
+from paceline.server.service import EngineService, News, Ticket
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Generation:
+    """The prompts of one request. ``async with`` submits them; leaving it aborts what is not finished.
+
+    Raises ApiError where it cannot be served.
+    """
+
+    def __init__(self, service: EngineService, requests: Sequence[Request], streaming: bool) -> None:
+        self._service = service
+        self._inbox: asyncio.Queue[News] = asyncio.Queue()
+        self._tickets = [Ticket(n, request, self._inbox, streaming) for n, request in enumerate(requests)]
+        self._open = {ticket.number: ticket for ticket in self._tickets}
+        self.outputs: dict[int, RequestOutput] = {}
+
+    @property
+    def answers(self) -> int:
+        return sum(ticket.request.params.n for ticket in self._tickets)
+
+    async def __aenter__(self) -> Generation:
+        for ticket in self._tickets:
+            self._service.submit(ticket)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for ticket in self._open.values():
+            assert ticket.request.request_id is not None
+            self._service.abort(ticket.request.request_id)
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """News until everything is finished."""
+        while self._open:
+            news = await self._inbox.get()
+            if isinstance(news, errors.ApiError):
+                raise news
+            if news.output is not None:
+                del self._open[news.number]
+                self.outputs[news.number] = news.output
+            yield news
+
+    async def finish(self) -> list[RequestOutput]:
+        """All results, in the order of the prompts."""
+        async for _ in self.updates():
+            pass
+        return [self.outputs[ticket.number] for ticket in self._tickets]
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """Raise ApiError (504) after so many seconds; None is forever."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired() and seconds is not None:
+            raise errors.timed_out(seconds) from None
+        raise
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client hangs up: ClientGoneError."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not task.cancelled():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,92 @@
+"""Log-probabilities in OpenAI's two forms, token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from paceline.outputs import TokenLogprob
+from paceline.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from paceline.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON does not know
+
+
+class Spelling:
+    """Tokens as text for people and as bytes for programs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.bytes_of = functools.cache(tokenizer.token_bytes)
+        self.text_of = functools.cache(tokenizer.token_text)
+
+    def unique(self, token_id: int) -> str:
+        """Unlike that of other bytes: a token that is no whole character shows as its bytes."""
+        spelled = self.bytes_of(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
+
+
+def completion_logprobs(
+    spelling: Spelling, entries: Sequence[TokenLogprob], pieces: Sequence[str], offset: int, top: int
+) -> CompletionLogprobs:
+    """entries and pieces go together; ``offset``: letters of the answer before them."""
+    offsets = []
+    for piece in pieces:
+        offsets.append(offset)
+        offset += len(piece)
+    best = [{spelling.unique(token): _finite(value) for token, value in entry.top[:top]} for entry in entries]
+    return CompletionLogprobs(
+        tokens=[spelling.unique(entry.token_id) for entry in entries],
+        token_logprobs=[_finite(entry.logprob) for entry in entries],
+        top_logprobs=list(best) if top else None,
+        text_offset=offsets,
+    )
+
+
+def prompt_logprobs(
+    spelling: Spelling, token_ids: Sequence[int], scored: Sequence[TokenLogprob], pieces: Sequence[str], top: int
+) -> CompletionLogprobs:
+    """Of a prompt, whose first token has none. scored: of the tokens after it."""
+    rest = completion_logprobs(spelling, scored, pieces[1:], len(pieces[0]), top)
+    return CompletionLogprobs(
+        tokens=[spelling.unique(token_ids[0]), *rest.tokens],
+        token_logprobs=[None, *rest.token_logprobs],
+        top_logprobs=None if rest.top_logprobs is None else [None, *rest.top_logprobs],
+        text_offset=[0, *rest.text_offset],
+    )
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """One after the other."""
+    tops = None
+    if first.top_logprobs is not None and second.top_logprobs is not None:
+        tops = first.top_logprobs + second.top_logprobs
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=tops,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
+def chat_logprobs(spelling: Spelling, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """With as many likely tokens as were asked for."""
+    content = [
+        ChatLogprob(
+            **_spelled(spelling, entry.token_id, entry.logprob).model_dump(),
+            top_logprobs=[_spelled(spelling, token, value) for token, value in entry.top],
+        )
+        for entry in entries
+    ]
+    return ChatLogprobs(content=content)
+
+
+def _spelled(spelling: Spelling, token_id: int, logprob: float) -> TopLogprob:
+    text, spelled = spelling.text_of(token_id), spelling.bytes_of(token_id)
+    return TopLogprob(token=text, logprob=_finite(logprob), bytes=list(spelled))

@@ -1,0 +1,255 @@
+"""What is measured while serving: Prometheus metrics, the figures of ``/stats`` and the line about throughput.
+
+The names are the usual ones of this field, under the prefix ``paceline:``. Guesses are counted round by round, those
+beyond an answer's end included; the figures of single answers leave these out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel
+
+from paceline.batch import HostVerdict
+from paceline.engine import Engine
+from paceline.outputs import CompletionOutput, RequestOutput
+
+log = logging.getLogger("paceline.server")
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+_GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 5.0)
+_RECENT_ROUNDS = 64
+_RECENT_SECONDS = 10.0
+
+
+class PlayedRound(NamedTuple):
+    """at: seconds on the clock of time.monotonic. k: the longest draft of any row."""
+
+    at: float
+    rows: int
+    k: int
+    drafted: int
+    accepted: int
+
+
+class Stats(BaseModel):
+    """``/stats``: how things stand now. Acceptance, lengths and tokens a second are over the last rounds."""
+
+    running: int
+    waiting: int
+    capacity: int
+    cache_usage: float
+    num_speculative_tokens: int
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    tokens_per_second: float
+    rounds: int
+
+
+@dataclass
+class Pace:
+    """A request's answers: how many tokens each had, and when."""
+
+    tokens: list[int]
+    at: list[float]
+
+    @staticmethod
+    def of(output: RequestOutput) -> Pace:
+        n = len(output.outputs)
+        return Pace([0] * n, [0.0] * n)
+
+
+class Meter:
+    """Written by the engine's thread, read by the event loop. The registry is its own: nothing is global."""
+
+    def __init__(self, log_interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self._clock, self._log_interval = clock, log_interval
+        self._lock = threading.Lock()
+        self._recent: deque[PlayedRound] = deque(maxlen=_RECENT_ROUNDS)
+        self._since_line: list[PlayedRound] = []
+        self._line_at = 0.0
+        self._rounds = self._running = self._waiting = self._capacity = 0
+        self._usage = 0.0
+        self._make_counters()
+        self._make_gauges()
+        self._make_histograms()
+
+    def _make_counters(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"paceline:{name}", text, labels, registry=self.registry)
+
+        self._drafts = counter("spec_decode_num_drafts", "Drafts: rows of rounds that had guesses.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens guessed.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses kept.")
+        self._accepted_at = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Guesses kept, by their place in the draft.", "position"
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts whose answer has begun.")
+        self._generation_tokens = counter("generation_tokens", "Tokens of answers.")
+        self._answers = counter("request_success", "Answers that ended, by reason.", "finished_reason")
+        self._errors = counter("request_errors", "Requests answered with an error, by HTTP status.", "status")
+        self._failures = counter("round_failures", "Rounds that ended with an exception.")
+
+    def _make_gauges(self) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"paceline:{name}", text, registry=self.registry)
+
+        self._running_gauge = gauge("num_requests_running", "Answers that have a row.")
+        self._waiting_gauge = gauge("num_requests_waiting", "Answers that wait for a row.")
+        self._usage_gauge = gauge("kv_cache_usage_perc", "Share of the cache that is filled; 1 is all of it.")
+        self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
+        self._length = gauge("num_speculative_tokens", "The longest draft of the last round.")
+
+    def _make_histograms(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"paceline:{name}", text, buckets=buckets, registry=self.registry)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its answer's first token.")
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Between tokens; those of one round share the time since the last.", _GAPS
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its answer's end.")
+        self._queue = histogram("request_queue_time_seconds", "From a request's arrival to its answer's row.")
+
+    # --- in the engine's thread --------------------------------------------------
+
+    def queues(self, engine: Engine) -> None:
+        """After every turn: how many run and wait."""
+        scheduler = engine.scheduler
+        rows = len(scheduler.running) + len(scheduler.prefilling)
+        filled = sum(engine.batch.lengths[:rows])
+        with self._lock:
+            self._running, self._waiting = rows, len(scheduler.waiting)
+            self._capacity = scheduler.capacity
+            self._usage = filled / (scheduler.capacity * engine.max_model_len)
+        self._running_gauge.set(rows)
+        self._waiting_gauge.set(len(scheduler.waiting))
+        self._usage_gauge.set(self._usage)
+
+    def round(self, engine: Engine) -> None:
+        """After every step; it may have played no round."""
+        if engine.last_verdict is None:
+            return
+        verdict, now = engine.last_verdict.host, self._clock()
+        played = PlayedRound(
+            now, len(verdict.accepted), max(verdict.drafted), sum(verdict.drafted), sum(verdict.accepted)
+        )
+        with self._lock:
+            self._recent.append(played)
+            self._rounds += 1
+        self._count(verdict, played)
+        self._since_line.append(played)
+        if now - self._line_at >= self._log_interval:
+            self._write_line(engine, now)
+
+    def _count(self, verdict: HostVerdict, played: PlayedRound) -> None:
+        self._batch_size.set(played.rows)
+        self._length.set(played.k)
+        if played.drafted:
+            self._drafts.inc(sum(drafted > 0 for drafted in verdict.drafted))
+            self._draft_tokens.inc(played.drafted)
+            self._accepted.inc(played.accepted)
+        for place in range(max(verdict.accepted)):
+            self._accepted_at.labels(place).inc(sum(accepted > place for accepted in verdict.accepted))
+
+    def round_failed(self) -> None:
+        """An exception ended a round."""
+        self._failures.inc()
+
+    def gained(self, pace: Pace, output: RequestOutput) -> None:
+        """A request has news: times between tokens, and the end of answers."""
+        now = self._clock()
+        for answer in output.outputs:
+            fresh = len(answer.token_ids) - pace.tokens[answer.index]
+            if fresh > 0:
+                self._observe_tokens(pace, answer, fresh, now)
+            if answer.finished and pace.at[answer.index] >= 0:
+                pace.at[answer.index] = -1.0  # counted
+                self._observe_end(answer)
+
+    def _observe_tokens(self, pace: Pace, answer: CompletionOutput, fresh: int, now: float) -> None:
+        place, measured = answer.index, answer.metrics
+        self._generation_tokens.inc(fresh)
+        if pace.tokens[place] == 0:
+            self._prompt_tokens.inc(measured.prompt_tokens if place == 0 else 0)
+            self._ttft.observe(measured.time_to_first_token or 0.0)
+            if measured.first_scheduled is not None:
+                self._queue.observe(measured.first_scheduled - measured.arrival_time)
+        else:
+            for _ in range(fresh):
+                self._itl.observe((now - pace.at[place]) / fresh)
+        pace.tokens[place], pace.at[place] = len(answer.token_ids), now
+
+    def _observe_end(self, answer: CompletionOutput) -> None:
+        self._answers.labels(answer.finish_reason).inc()
+        if answer.metrics.finished is not None:
+            self._e2e.observe(answer.metrics.finished - answer.metrics.arrival_time)
+
+    def _write_line(self, engine: Engine, now: float) -> None:
+        """The throughput since the last line; the first round after a pause only starts the clock."""
+        rounds, seconds = self._since_line, now - self._line_at
+        busy_since = rounds[0].at
+        self._since_line, self._line_at = [], now
+        if len(rounds) < 2:
+            return
+        tokens = sum(played.rows + played.accepted for played in rounds[1:])
+        acceptance, length = _acceptance(rounds)
+        log.info(
+            "%.1f tokens/s; %d running, %d waiting; k = %d, acceptance %s, mean acceptance length %s",
+            tokens / min(seconds, now - busy_since),
+            len(engine.scheduler.running),
+            len(engine.scheduler.waiting),
+            rounds[-1].k,
+            "-" if acceptance is None else f"{acceptance:.0%}",
+            "-" if length is None else f"{length:.2f}",
+        )
+
+    # --- for the event loop ------------------------------------------------------
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._errors.labels(status).inc()
+
+    def stats(self) -> Stats:
+        """How things stand now."""
+        with self._lock:
+            recent = [played for played in self._recent if self._clock() - played.at < _RECENT_SECONDS]
+            acceptance, length = _acceptance(recent)
+            return Stats(
+                running=self._running,
+                waiting=self._waiting,
+                capacity=self._capacity,
+                cache_usage=self._usage,
+                num_speculative_tokens=recent[-1].k if recent else 0,
+                acceptance_rate=acceptance,
+                mean_acceptance_length=length,
+                tokens_per_second=_pace(recent) if self._running else 0.0,
+                rounds=self._rounds,
+            )
+
+    def exposition(self) -> bytes:
+        """For Prometheus, in its text format."""
+        return generate_latest(self.registry)
+
+
+def _acceptance(rounds: list[PlayedRound]) -> tuple[float | None, float | None]:
+    """Acceptance rate and mean acceptance length."""
+    drafted, accepted = sum(played.drafted for played in rounds), sum(played.accepted for played in rounds)
+    rows = sum(played.rows for played in rounds)
+    return accepted / drafted if drafted else None, 1 + accepted / rows if rows else None
+
+
+def _pace(rounds: list[PlayedRound]) -> float:
+    """Tokens a second."""
+    if len(rounds) < 2:
+        return 0.0
+    tokens = sum(played.rows + played.accepted for played in rounds[1:])
+    return tokens / max(rounds[-1].at - rounds[0].at, 1e-9)

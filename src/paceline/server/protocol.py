@@ -1,0 +1,275 @@
+"""What requests may say. Every field is honoured or refused: unknown ones are refused by name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.params import MAX_LOGPROBS, SamplingParams
+
+
+class Unsupported(NamedTuple):
+    """A field that OpenAI knows and we do not. harmless: values that ask for what happens anyway."""
+
+    why: str
+    harmless: tuple[JsonValue, ...] = ()
+
+
+_TOOLS = "this server calls no tools; to get JSON of a given form, use response_format"
+_HOSTED = "it means something only on OpenAI's own service"
+UNSUPPORTED: dict[str, Unsupported] = {
+    "suffix": Unsupported("this server continues texts and does not fill gaps"),
+    "tools": Unsupported(_TOOLS, ([],)),
+    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
+    "parallel_tool_calls": Unsupported(_TOOLS),
+    "functions": Unsupported(_TOOLS, ([],)),
+    "function_call": Unsupported(_TOOLS, ("none", "auto")),
+    "audio": Unsupported("this server speaks text only"),
+    "modalities": Unsupported("this server speaks text only", (["text"],)),
+    "prediction": Unsupported("guesses come from the server's drafter"),
+    "reasoning_effort": Unsupported("the model's chat template knows no such setting"),
+    "verbosity": Unsupported("the model's chat template knows no such setting"),
+    "web_search_options": Unsupported("this server searches nothing"),
+    "store": Unsupported("this server keeps nothing", (False,)),
+    "metadata": Unsupported("this server keeps nothing", ({},)),
+    "service_tier": Unsupported(_HOSTED, ("auto", "default")),
+    "safety_identifier": Unsupported(_HOSTED),
+    "prompt_cache_key": Unsupported(_HOSTED),
+}
+
+
+class Strict(BaseModel):
+    """No conversions (1 is no "1"), no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """include_usage: one more chunk, the last, says how many tokens were used."""
+
+    include_usage: bool = False
+
+
+def _as_utf8(text: str) -> str:
+    """JSON can spell half a character (a lone surrogate); no tokenizer, log or answer can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("half_a_character", "no text: half a character (a lone surrogate)") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_as_utf8)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_SAMPLING = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "num_speculative_tokens",
+)  # fmt: skip
+
+
+class GenerationRequest(Strict):
+    """What completions and chats have in common. None (or absent) leaves a parameter at its default.
+
+    Ranges are those of ``SamplingParams``. user: a label, repeated in the log. timeout: seconds after which the request
+    is given up with an error; deadline_ms: milliseconds after which its answers end as they are. metrics: say what each
+    answer cost and how each token came about.
+    """
+
+    model: Text | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    num_speculative_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = None
+    timeout: Positive | None = None
+    deadline_ms: Positive | None = None
+    metrics: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in data.keys() & UNSUPPORTED.keys() - cls.model_fields.keys():
+            why, harmless = UNSUPPORTED[name]
+            if data[name] is not None and data[name] not in harmless:
+                raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
+        return {name: value for name, value in data.items() if name not in UNSUPPORTED or name in cls.model_fields}
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            context = {"field": "stream_options"}
+            raise PydanticCustomError("not_a_stream", "stream_options needs stream = true", context)
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def max_time(self) -> float | None:
+        """Seconds after which answers end as they are."""
+        return None if self.deadline_ms is None else self.deadline_ms / 1000
+
+    def sampling(self, max_tokens: int, logprobs: int | None, n: int | None = None) -> SamplingParams:
+        """As the engine takes it. Raises ParameterError."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if n is not None:
+            given["n"] = n
+        if given.get("top_k") == -1:  # others' way to say "all"
+            given["top_k"] = 0
+        bias = {_token_id(token): value for token, value in (self.logit_bias or {}).items()}
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias)
+
+
+def _token_id(text: str) -> Any:
+    """JSON's keys are strings; what is no number stays for SamplingParams to refuse."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else text
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``. prompt: a text or token ids, or several. echo: the prompt is part of the answer."""
+
+    prompt: Text | list[int] | list[Text] | list[list[int]]
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
+        if self.best_of is not None and self.stream and self.best_of > (self.n or 1):
+            message = "best_of cannot be streamed: which answers are best is known only at the end"
+            raise PydanticCustomError("best_of", message, {"field": "best_of"})
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or several. An empty list is one prompt without tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [cast("list[int]", self.prompt)]
+        return self.prompt
+
+
+class TextPart(Strict):
+    """A piece of a message. Pictures and sounds are refused by their type."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back."""
+
+    role: Text
+    content: Text | list[TextPart]
+    refusal: None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        return {"role": self.role, "content": "".join(parts)}
+
+
+class JsonSchema(Strict):
+    """schema: the JSON schema that answers follow exactly, whether or not ``strict`` says so. name: a label."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs = true", {"field": "top_logprobs"})
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            message = "give max_tokens or max_completion_tokens, not both"
+            raise PydanticCustomError("max_tokens", message, {"field": "max_tokens"})
+        return self
+
+    @property
+    def conversation(self) -> list[Mapping[str, str]]:
+        return [message.plain() for message in self.messages]
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "give either prompt or messages", {"field": "prompt"})
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    model: Text | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

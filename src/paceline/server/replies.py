@@ -1,0 +1,227 @@
+"""What the server answers, as documents. Fields that were not set are left out; those set to None are null."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from paceline.outputs import CompletionOutput, TokenKind
+from paceline.outputs import Metrics as Measured
+
+FinishWord = Literal["stop", "length"]
+
+
+class Usage(BaseModel):
+    """Tokens. A prompt counts once, however many answers it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class AnswerMetrics(BaseModel):
+    """What one answer cost; ``outputs.Metrics`` says how it is counted."""
+
+    output_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    ttft_ms: float | None
+    ms_per_token: float | None
+    queue_ms: float | None
+
+    @staticmethod
+    def of(measured: Measured) -> AnswerMetrics:
+        first, started = measured.time_to_first_token, measured.first_scheduled
+        return AnswerMetrics(
+            output_tokens=measured.output_tokens,
+            rounds=measured.rounds,
+            drafted=measured.drafted,
+            accepted=measured.accepted,
+            acceptance_rate=measured.acceptance_rate,
+            mean_acceptance_length=measured.mean_acceptance_length,
+            ttft_ms=None if first is None else 1000 * first,
+            ms_per_token=measured.ms_per_token,
+            queue_ms=None if started is None else 1000 * (started - measured.arrival_time),
+        )
+
+
+class Extras(BaseModel):
+    """With "metrics": true. token_ids, kinds and pieces go together: a token, how it came about, the text it let out.
+
+    metrics: in the answer's last chunk.
+    """
+
+    token_ids: list[int]
+    kinds: list[TokenKind]
+    pieces: list[str]
+    metrics: AnswerMetrics | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Token by token. text_offset: where its text begins in the answer's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """An answer or, in a stream, a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord | None
+    stop_reason: str | int | None = None
+    paceline: Extras | None = None
+
+
+class Completion(BaseModel):
+    """``/v1/completions``, whole or a chunk of the stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token that was likely. bytes: its own, which need not be a whole character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was drawn."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Token by token."""
+
+    content: list[ChatLogprob]
+
+
+class ChatMessage(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatDelta(BaseModel):
+    """What it said since the last chunk."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """An answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: str | int | None = None
+    paceline: Extras | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of an answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord | None
+    stop_reason: str | int | None = None
+    paceline: Extras | None = None
+
+
+class Chat(BaseModel):
+    """``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(BaseModel):
+    """A chunk of its stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    """``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """``/detokenize``."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    """``/version``."""
+
+    version: str
+
+
+class Health(BaseModel):
+    """``/health``: status is "ready", or with 503 what is still to be done."""
+
+    status: str
+
+
+def finish_word(answer: CompletionOutput) -> FinishWord | None:
+    """OpenAI's two words; a deadline is a limit on length, too (``stop_reason`` says which)."""
+    if answer.finish_reason is None:
+        return None
+    return "stop" if answer.finish_reason == "stop" else "length"
+
+
+def stop_reason(answer: CompletionOutput) -> str | int | None:
+    """The stop string or token that ended the answer, or "deadline"."""
+    return "deadline" if answer.finish_reason == "deadline" else answer.stop_reason

@@ -1,0 +1,274 @@
+"""The engine's thread. It alone touches the engine; the event loop sends commands and gets its news once a round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from paceline.engine import Request
+from paceline.errors import PacelineError
+from paceline.outputs import RequestOutput, TokenLogprob
+from paceline.params import SamplingParams
+from paceline.scoring import PromptScorer
+from paceline.server import errors
+from paceline.server.delta import Growth, Update
+from paceline.server.metrics import Meter, Pace
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+log = logging.getLogger("paceline.server")
+
+State = Literal["loading", "warming up", "ready", "stopped"]
+News = Update | errors.ApiError
+_WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Ticket:
+    """A prompt to continue and where its news go. streaming: every round's, else only the end."""
+
+    number: int
+    request: Request
+    inbox: asyncio.Queue[News]
+    streaming: bool
+
+
+@dataclass
+class _Scoring:
+    scorer: PromptScorer
+    result: asyncio.Future[list[TokenLogprob]]
+
+
+@dataclass
+class _Live:
+    ticket: Ticket
+    growth: Growth
+    pace: Pace
+
+
+Command = Callable[[], None]
+
+
+@dataclass
+class _Inbox:
+    """Commands for the engine's thread, which sleeps while there are none and nothing is to be decoded."""
+
+    commands: deque[Command] = field(default_factory=deque)
+    arrived: threading.Condition = field(default_factory=threading.Condition)
+
+    def put(self, command: Command) -> None:
+        with self.arrived:
+            self.commands.append(command)
+            self.arrived.notify()
+
+    def take(self, wait: bool) -> list[Command]:
+        """All there are; ``wait`` for one if there is none."""
+        with self.arrived:
+            while wait and not self.commands:
+                self.arrived.wait()
+            commands = list(self.commands)
+            self.commands.clear()
+        return commands
+
+
+class EngineService:
+    """Runs an ``LLM``'s engine in a thread of its own.
+
+    load: makes the LLM, in that thread. on_end: called there when the thread ends by itself, ``failure`` being set.
+    The other methods are for the event loop that called ``start``.
+    """
+
+    def __init__(self, load: Callable[[], LLM], meter: Meter, on_end: Callable[[], None] = lambda: None) -> None:
+        self.state: State = "loading"
+        self.failure: BaseException | None = None
+        self.meter = meter
+        self._load, self._on_end = load, on_end
+        self._inbox = _Inbox()
+        self._live: dict[str, _Live] = {}
+        self._scorings: deque[_Scoring] = deque()
+        self._llm: LLM | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- for the event loop ------------------------------------------------------
+
+    def start(self) -> None:
+        """Load, warm up, then serve; ``state`` says how far it is."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def llm(self) -> LLM:
+        """Raises ApiError (503) until it is ready."""
+        if self._llm is None or self.state != "ready":
+            raise errors.unavailable(f"the server is {self.state}", "not_ready")
+        return self._llm
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a prompt. Its ``request_id`` must be new."""
+        self._inbox.put(lambda: self._add(ticket))
+
+    def abort(self, request_id: str) -> None:
+        """Free a request's rows before the next round; there will be no news of it."""
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def fail_all(self, error: errors.ApiError) -> None:
+        """Give up everything that is not finished."""
+        self._inbox.put(lambda: self._fail_all(error))
+
+    async def score(self, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+        """Log-probabilities of a prompt's tokens but the first, worked out between rounds."""
+        if len(token_ids) < 2:
+            return []
+        result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
+        self._inbox.put(lambda: self._start_scoring(token_ids, top, result))
+        return await result
+
+    async def stop(self) -> None:
+        """End the thread after the round being played; what is not finished is given up."""
+        self._inbox.put(self._stop)
+        await asyncio.to_thread(self._thread.join)
+
+    # --- in the engine's thread --------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._prepare()
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            self.failure = error
+            if not isinstance(error, PacelineError):
+                log.exception("the engine's thread ended")
+            self._fail_all(errors.unavailable("the engine has stopped", "engine_stopped"))
+            self._on_end()
+        finally:
+            self.state = "stopped"
+
+    def _prepare(self) -> None:
+        self._llm = self._load()
+        self.engine = self._llm.engine
+        self.state = "warming up"
+        log.info("%s", self.engine.describe())
+        self._warm_up()
+        self.state = "ready"
+        log.info("ready")
+
+    def _warm_up(self) -> None:
+        """A short batch as wide as the engine's, half of it greedy: what is made on first use is made now."""
+        tokens = max(1, min(_WARM_UP_TOKENS, self.engine.max_model_len - 2))
+        for row in range(self.engine.config.max_batch_size):
+            params = SamplingParams(temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True)
+            self.engine.add(Request([0, 0], params))
+        while self.engine.busy:
+            self.engine.step()
+
+    def _turn(self) -> None:
+        """Commands first; then one round, and one piece of one scoring."""
+        idle = not self.engine.busy and not self._scorings
+        for command in self._inbox.take(wait=idle):
+            command()
+        if self.engine.busy:
+            self._round()
+        if self._scorings:
+            self._score_some()
+        self.meter.queues(self.engine)
+
+    def _round(self) -> None:
+        try:
+            changed = self.engine.step()
+        except Exception:
+            log.exception("a round failed")
+            self._fail([output.request_id for output in self.engine.clear_begun()], errors.round_failed())
+            self.meter.round_failed()
+            return
+        self.meter.round(self.engine)
+        self._pass_on(changed)
+
+    def _pass_on(self, changed: Sequence[RequestOutput]) -> None:
+        """All news of a round in one call to the event loop."""
+        news = [item for output in changed if (item := self._news(output)) is not None]
+        if news:
+            self._deliver(news)
+
+    def _news(self, output: RequestOutput) -> tuple[Ticket, News] | None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return None
+        self.meter.gained(live.pace, output)
+        if output.finished:
+            del self._live[output.request_id]
+        elif not live.ticket.streaming:
+            return None
+        deltas = live.growth.news() if live.ticket.streaming else []
+        return live.ticket, Update(live.ticket.number, deltas, output if output.finished else None)
+
+    def _deliver(self, news: list[tuple[Ticket, News]]) -> None:
+        def put() -> None:
+            for ticket, item in news:
+                ticket.inbox.put_nowait(item)
+
+        self._call(put)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    def _add(self, ticket: Ticket) -> None:
+        try:
+            output = self.engine.add(ticket.request)
+        except PacelineError as error:
+            self._deliver([(ticket, errors.from_paceline(error))])
+            return
+        self._live[output.request_id] = _Live(ticket, Growth(output), Pace.of(output))
+
+    def _abort(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _fail(self, request_ids: Sequence[str], error: errors.ApiError) -> None:
+        failed = [live for name in request_ids if (live := self._live.pop(name, None)) is not None]
+        self._deliver([(live.ticket, error) for live in failed])
+
+    def _fail_all(self, error: errors.ApiError) -> None:
+        names = list(self._live)
+        for name in names:
+            self.engine.abort(name)
+        self._fail(names, error)
+        while self._scorings:
+            self._settle(self._scorings.popleft(), error)
+
+    def _stop(self) -> None:
+        self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
+        self._stopping = True
+
+    def _start_scoring(self, token_ids: Sequence[int], top: int, result: asyncio.Future[list[TokenLogprob]]) -> None:
+        self._scorings.append(_Scoring(self.engine.scorer(token_ids, top), result))
+
+    def _score_some(self) -> None:
+        scoring = self._scorings[0]
+        try:
+            self.engine.score_some(scoring.scorer)
+        except Exception:
+            log.exception("log-probabilities of a prompt failed")
+            self._settle(self._scorings.popleft(), errors.round_failed())
+            return
+        if scoring.scorer.finished or scoring.result.cancelled():
+            self._settle(self._scorings.popleft(), None)
+
+    def _settle(self, scoring: _Scoring, error: errors.ApiError | None) -> None:
+        def settle() -> None:
+            if scoring.result.done():
+                return
+            if error is not None:
+                scoring.result.set_exception(error)
+            else:
+                scoring.result.set_result(scoring.scorer.logprobs)
+
+        self._call(settle)

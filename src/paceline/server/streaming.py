@@ -1,0 +1,72 @@
+"""Server-sent events: what is sent as it comes, and what happens when nobody listens any more."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.server import errors
+from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.metrics import Meter
+
+log = logging.getLogger("paceline.server")
+DONE = b"data: [DONE]\n\n"
+Events = AsyncGenerator[Sequence[BaseModel], None]
+
+
+def event(document: BaseModel) -> bytes:
+    """One event; fields that were not set are left out."""
+    return b"data: " + document.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends each batch of documents when it comes. The generator is closed as soon as the client hangs up.
+
+    What fails before the first document has its own status; what fails later is a document {"error": ...}, the last.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, meter: Meter) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._meter = events, meter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._run(scope, receive, send))
+        except ClientGoneError:
+            log.info("a client hung up")
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        async with aclosing(self._events) as events:
+            try:
+                async for documents in events:
+                    if not begun:
+                        await self._begin(send)
+                        begun = True
+                    await _send(send, b"".join(map(event, documents)))
+            except errors.ApiError as error:
+                self._meter.refused(error.status)
+                if not begun:
+                    await error.response()(scope, receive, send)
+                    return
+                await _send(send, f"data: {json.dumps(error.body)}\n\n".encode())
+        if not begun:
+            await self._begin(send)
+        await _send(send, DONE, more=False)
+
+    async def _begin(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+
+async def _send(send: Send, body: bytes, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,0 +1,72 @@
+"""Flags of ``paceline serve``; the server itself is tested in tests/server."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+
+from paceline.cli.options import EngineFlags
+from paceline.cli.serve import ServerFlags, with_drafter, with_json
+from paceline.errors import ParameterError
+
+
+@pytest.mark.parametrize(
+    ("text", "drafter", "draft_model", "k"),
+    [
+        ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", None, "3"),
+        ('{"model": "small", "num_speculative_tokens": 5}', "model", "small", "5"),
+        ('{"method": "draft_model", "model": "small"}', "model", "small", "auto"),
+    ],
+)
+def test_speculation_as_vllm_spells_it(text: str, drafter: str, draft_model: str | None, k: str) -> None:
+    flags = with_json(EngineFlags(), text)
+    assert (flags.drafter, flags.draft_model, flags.num_speculative_tokens) == (drafter, draft_model, k)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"method": "eagle"}', "method='eagle'.*'draft_model', 'ngram'"),
+        ('{"method": "ngram", "prompt_lookup_max": 4}', "prompt_lookup_max"),
+        ('{"model": 3}', "the draft model's name"),
+        ("[]", "a JSON object"),
+        ("{", "a JSON object"),
+    ],
+)
+def test_speculation_that_is_not_ours_is_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(ParameterError, match=says):
+        with_json(EngineFlags(), text)
+
+
+def test_a_server_guesses_by_n_gram_unless_told_otherwise() -> None:
+    assert with_drafter(EngineFlags()).drafter == "ngram"
+    assert with_drafter(EngineFlags(draft_model="small")).drafter is None
+
+
+def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("PACELINE_API_KEYS", "two three")
+    (tmp_path / "keys").write_text("four\n")
+    config = ServerFlags(api_key=["one"], api_key_file=tmp_path / "keys").config()
+    assert config.api_keys == ("one", "two", "three", "four")
+
+
+def test_more_devices_than_one_are_refused(paceline: Any) -> None:
+    result = paceline("serve", "--tensor-parallel-size", "2")
+    assert result.exit_code == 2
+    assert "tensor_parallel_size=2" in result.output
+
+
+def test_without_the_packages_of_the_server_the_extra_is_named(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "paceline.server.run":
+            raise ImportError("no fastapi", name="fastapi")
+        return original(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    result = paceline("serve", "no-such-model")
+    assert result.exit_code == 2
+    assert "'fastapi' is not installed: pip install 'paceline[serve]'" in result.output

@@ -1,0 +1,131 @@
+"""Compile every kernel for sm_90 without a GPU; run by test_compile.py in a process that does not interpret kernels.
+
+Prints a line for each kernel; the first that fails raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
+ALIGNED = ("_stride", "_row", "_head", "_token", "_position")  # strides of real models are multiples of 16
+
+
+def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """signature: types of the runtime arguments; every other argument must be in ``constants``."""
+    types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in signature if signature[name].startswith("*") or name.endswith(ALIGNED)]
+    hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=hints)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+TYPES = {
+    "positions": "*i64", "ancestors": "*i8", "partial": "*fp32", "levels": "*fp32", "scale": "fp32",
+    "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
+    "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
+    "leaders": "*i32", "p_leaders": "*i32", "q_leaders": "*i32", "ids": "*i64", "temperature": "*fp32",
+    "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "guesses": "*i64",
+    "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
+    "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
+    "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
+}  # fmt: skip
+BLOCKS = {"BLOCKS": 32, "BLOCKS_UP": 32}
+ROW = {"LENGTH": 8, "LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
+
+
+def arguments(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
+    """Each runtime argument's type: as said, by its name, or a number."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    return {name: types.get(name, TYPES.get(name, "i32")) for name in names}
+
+
+def build(kernel: Any, constants: dict[str, Any], *, warps: int = 4, stages: int = 2, **types: str) -> Any:
+    return compile_kernel(kernel, arguments(kernel, constants, **types), constants, num_warps=warps, num_stages=stages)
+
+
+def attention() -> dict[str, Any]:
+    from paceline.attention.ragged import attend_kernel, join_kernel
+
+    found: dict[str, Any] = {}
+    shapes = [  # head width, tile, tokens, shared heads, stretch, window, tree
+        (128, 16, 1, 1, 0, False, False),
+        (128, 32, 8, 4, 0, False, False),
+        (128, 64, 33, 4, 256, True, False),
+        (64, 16, 4, 4, 256, False, True),
+    ]
+    cases = [(POINTERS["bf16"], shape) for shape in shapes] + [(POINTERS["fp32"], shapes[1])]
+    for element, (dim, tile, length, shared, split, window, tree) in cases:
+        constants = {
+            "GROUPS": 8, "SHARED": shared, "LENGTH": length, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
+            "BLOCK_D": dim, "SPLITS": 8, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
+        }  # fmt: skip
+        key = f"attend {element} D={dim} L={length} tile={tile}"
+        found[key] = build(attend_kernel, constants, q=element, k=element, v=element)
+        constants = {"DIM": dim, "BLOCK_D": dim, "SPLITS": 8, "BLOCK_S": 8}
+        found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
+    return found
+
+
+def drawing() -> dict[str, Any]:
+    from paceline.gpu import draw
+
+    cut = dict(LENGTH=8, BLOCK=draw.BLOCK, **BLOCKS)
+    return {
+        "leader": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8),
+        "leader bf16": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8, logits="*bf16"),
+        "draw": build(draw.draw_kernel, cut | {"CUT": False}, warps=8),
+        "draw cut": build(draw.draw_kernel, cut | {"CUT": True}, warps=8),
+        "pick": build(draw.pick_kernel, BLOCKS, warps=1, out="*i64"),
+    }
+
+
+def accepting() -> dict[str, Any]:
+    from paceline.gpu import accept
+    from paceline.gpu.draw import BLOCK
+
+    wide = {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}
+    return {
+        "coupled": build(accept.coupled_kernel, {"SYNTHETIC": False, **BLOCKS, **ROW}),
+        "coupled synthetic": build(accept.coupled_kernel, {"SYNTHETIC": True, **BLOCKS, **ROW}),
+        "mass": build(accept.mass_kernel, wide, warps=8),
+        "judge": build(accept.judge_kernel, {"LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
+        "recover": build(accept.recover_kernel, wide, warps=8),
+        "finish": build(accept.finish_kernel, {**BLOCKS, **ROW}),
+    }
+
+
+def linears() -> dict[str, Any]:
+    from paceline.gpu.linear import CANDIDATES, linear_kernel
+
+    found = {}
+    for weight in ("*i8", "*fp8e4nv", "*bf16"):
+        for tile in CANDIDATES if weight == "*i8" else CANDIDATES[:1]:
+            for parts, block_m in ((1, 16), (4, 64)):
+                constants = {
+                    "INPUTS": 4096, "OUTPUTS": 4096, "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
+                    "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+                }  # fmt: skip
+                types = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "weight": weight}
+                key = f"linear {weight} {tile.outputs}x{tile.inputs} rows={block_m} parts={parts}"
+                found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
+    return found
+
+
+FAMILIES = [attention, drawing, accepting, linears]
+
+
+def main() -> None:
+    for family in FAMILIES:
+        for name, compiled in family().items():
+            print(f"{name}: {compiled.metadata.shared} bytes shared, {len(compiled.asm['cubin'])} bytes cubin")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Small-row matrix products over 8-bit weights against their torch twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from paceline.gpu.linear import LARGEST_ROWS, Linears, LinearTile, linear, linear_twin, quantise
+from paceline.models.linear import Linear
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = ["int8", "fp8", "same"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_the_kernel_equals_its_twin(to: str, data: st.DataObject) -> None:
+    pick = data.draw
+    rows, inputs, outputs = (
+        pick(st.integers(1, 40)),
+        16 * pick(st.integers(1, 8)) + pick(st.sampled_from([0, 3])),
+        pick(st.integers(1, 70)),
+    )
+    tile = LinearTile(outputs=16, inputs=16, parts=pick(st.sampled_from([1, 1, 2, 4])))
+    weight = quantise(torch.randn(outputs, inputs, device=DEVICE), to)  # type: ignore[arg-type]
+    bias = torch.randn(outputs, device=DEVICE) if pick(st.booleans()) else None
+    x = torch.randn(rows, inputs + 5, device=DEVICE)[:, :inputs]
+    tickets = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+    found = linear(x, weight, bias, tile, tickets, block_m=pick(st.sampled_from([16, 32])))
+    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=1e-4, rtol=1e-4)
+    assert not tickets.any()
+
+
+@pytest.mark.parametrize(("to", "error"), [("int8", 0.005), ("fp8", 0.04), ("same", 1e-9)])
+def test_quantised_weights_are_as_close_as_their_format(to: str, error: float) -> None:
+    weight = torch.randn(32, 256) * torch.logspace(-3, 3, 32)[:, None]
+    found = quantise(weight, to).widened(torch.float32)  # type: ignore[arg-type]
+    assert ((found - weight).norm(dim=1) / weight.norm(dim=1)).max() <= error * 3
+    assert quantise(torch.zeros(2, 4), to).widened(torch.float32).tolist() == [[0.0] * 4] * 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("rows", [1, LARGEST_ROWS, LARGEST_ROWS + 1])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: bool) -> None:
+    weight, bias = torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE)
+    layer: Linear = Linears(to, deterministic=deterministic)(weight, bias)  # type: ignore[arg-type]
+    x = torch.randn(rows, 1, 32, device=DEVICE)
+    expected = linear_twin(x[:, 0], quantise(weight, to), bias)  # type: ignore[arg-type]
+    assert layer(x).shape == (rows, 1, 48)
+    torch.testing.assert_close(layer(x)[:, 0], expected, atol=1e-4, rtol=1e-4)
+    assert layer.tensors()[0].element_size() == (4 if to == "same" else 1)
+
+
+def test_deterministic_rows_have_the_same_bits_in_any_company() -> None:
+    layer = Linears("same", deterministic=True)(torch.randn(40, 1100, device=DEVICE))
+    x = torch.randn(70, 1100, device=DEVICE)
+    together = layer(x)
+    for row in (0, 15, 16, 69):
+        assert torch.equal(layer(x[row : row + 1])[0], together[row])
+
+
+def test_the_fastest_tile_is_measured_once_for_each_shape() -> None:
+    seconds = iter([5.0, 4.0, 1.0, 3.0, 2.0])
+    calls: list[float] = []
+
+    def timer(call: object) -> float:
+        calls.append(next(seconds))
+        return calls[-1]
+
+    linears = Linears("int8", timer=timer)  # type: ignore[arg-type]
+    layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
+    for rows in (x, x, x[:1]):
+        layer(rows)
+    assert len(calls) == 5
+    assert (linears.tile(layer, x).outputs, linears.tile(layer, x).warps) == (128, 8)

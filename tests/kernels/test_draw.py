@@ -1,0 +1,90 @@
+"""The native draw against the torch one: the same token, whatever the logits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels import native
+from paceline.kernels.drawing import draw_tokens, kernels_for
+from paceline.sampling import Purpose, _draw, noise_key
+
+on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
+
+
+def both(kernels, logits, temperature, seeds, positions, offset=0, purpose=Purpose.DRAW):
+    native_tokens = draw_tokens(kernels, logits, temperature, seeds, positions, offset, purpose)
+    place = positions[:, None] + torch.arange(offset, offset + logits.shape[1])
+    return native_tokens, _draw(logits, temperature, noise_key(seeds[:, None], place, purpose))
+
+
+def case(rows, block, vocab, spread, seed):
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, block, vocab, generator=random) * spread
+    seeds = torch.randint(0, 2**62, (rows,), generator=random)
+    return logits, seeds, torch.randint(0, 5000, (rows,), generator=random)
+
+
+@on_every_isa
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    block=st.integers(1, 4),
+    vocab=st.integers(1, 700),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 8.0, 40.0, 1e4]),
+    temperatures=st.lists(
+        st.sampled_from([0.0, 1e-44, 1e-30, 1e-3, 0.2, 0.8, 1.0, 2.0, 100.0]), min_size=5, max_size=5
+    ),
+    offset=st.integers(0, 3),
+    purpose=st.sampled_from(list(Purpose)),
+    seed=st.integers(0, 10**6),
+)
+def test_the_native_draw_is_the_twins(kernels, rows, block, vocab, spread, temperatures, offset, purpose, seed):
+    logits, seeds, positions = case(rows, block, vocab, spread, seed)
+    temperature = torch.tensor(temperatures[:rows])
+    found, expected = both(kernels, logits, temperature, seeds, positions, offset, purpose)
+    assert torch.equal(found, expected)
+
+
+@on_every_isa
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 3.0])
+def test_also_over_a_whole_vocabulary(kernels, temperature):
+    logits, seeds, positions = case(40, 4, 5003, 4.0, 1)
+    found, expected = both(kernels, logits, torch.full((40,), temperature), seeds, positions)
+    assert torch.equal(found, expected)
+    assert (found != logits.argmax(-1)).any()
+
+
+@on_every_isa
+def test_equal_logits_are_told_apart_by_noise_alone_and_by_the_smaller_token_without_it(kernels):
+    logits, seeds, positions = torch.zeros(64, 1, 999), torch.arange(64), torch.zeros(64, dtype=torch.int64)
+    found, expected = both(kernels, logits, torch.ones(64), seeds, positions)
+    assert torch.equal(found, expected)
+    assert found.unique().numel() > 50
+    assert not both(kernels, logits, torch.zeros(64), seeds, positions)[0].any()
+
+
+@on_every_isa
+def test_tokens_that_were_cut_never_win(kernels):
+    logits, seeds, positions = case(200, 1, 100, 3.0, 2)
+    logits[:, :, 1::2] = -math.inf
+    found, expected = both(kernels, logits, torch.full((200,), 50.0), seeds, positions)
+    assert torch.equal(found, expected)
+    assert not (found % 2).any()
+
+
+@on_every_isa
+def test_logits_of_a_wider_head_are_read_in_place_and_odd_strides_copied(kernels):
+    wide, seeds, positions = case(3, 2, 80, 2.0, 3)
+    for logits in (wide[..., :77], wide.transpose(0, 1)[:2].transpose(0, 1), wide[:, ::2, ::3]):
+        found, expected = both(kernels, logits, torch.ones(3), seeds, positions)
+        assert torch.equal(found, expected)
+
+
+def test_torch_draws_where_the_kernels_cannot(monkeypatch):
+    assert kernels_for(torch.zeros(1, dtype=torch.float64)) is None
+    assert kernels_for(torch.zeros(1, device="meta")) is None
+    monkeypatch.setenv(native.VARIABLE, "off")
+    assert kernels_for(torch.zeros(1)) is None

@@ -1,0 +1,148 @@
+"""What goes wrong: clients that leave, a full queue, keys, long bodies, an exception in the middle of a round."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.errors import ParameterError
+from paceline.params import ServerConfig
+from paceline.server.security import KeyRing, read_keys
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+
+
+def leave_early(live: Live) -> None:
+    with httpx.stream("POST", f"{live.url}/v1/completions", json={**LONG, "stream": True}) as reply:
+        next(reply.iter_lines())
+
+
+def test_a_client_that_hangs_up_frees_its_row(live: Live) -> None:
+    for _ in range(3):
+        leave_early(live)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/completions", json=LONG, timeout=0.05)
+    live.wait_until_idle(seconds=2)
+
+
+def test_an_exception_in_a_round_fails_its_requests_and_the_server_goes_on(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = live.context.llm.engine.parts
+
+    def broken(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("as planned")
+
+    monkeypatch.setattr(parts, "accept", broken)
+    reply = live.post("/v1/completions", LONG)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "engine_error"
+    assert live.post("/v1/completions", {"prompt": "abc"}).status_code == 200
+    live.wait_until_idle()
+
+
+def test_requests_that_only_wait_survive_the_exception_of_a_round(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = live.context.llm.engine
+    original = engine.parts.accept
+
+    def broken(*arguments: Any) -> Any:
+        if len(engine.scheduler.waiting) < 3:
+            return original(*arguments)
+        monkeypatch.undo()
+        raise RuntimeError("as planned")
+
+    monkeypatch.setattr(engine.parts, "accept", broken)
+    with ThreadPoolExecutor(8) as pool:
+        codes = Counter(pool.map(lambda _: live.post("/v1/completions", LONG).status_code, range(8)))
+    assert codes[500] >= 1
+    assert codes[200] >= 3
+    assert codes.total() == 8
+    live.wait_until_idle()
+
+
+def one_request(live: Live, number: int) -> tuple[str, int]:
+    """Every tenth is invalid, three of ten leave in mid-stream, some prompts are far too long."""
+    if number % 10 == 0:
+        return "invalid", live.post("/v1/completions", {"prompt": "a", "n": "many"}).status_code
+    if number % 10 in (1, 2, 3):
+        leave_early(live)
+        return "left", 0
+    if number % 10 == 4:
+        return "oversized", live.post("/v1/completions", {"prompt": "a" * 5000}).status_code
+    body = {"prompt": f"number {number}", "max_tokens": 16, "seed": number, "ignore_eos": True}
+    reply = live.post("/v1/completions", body)
+    if reply.status_code == 200:
+        assert reply.json()["usage"]["completion_tokens"] == 16
+    return "good", reply.status_code
+
+
+def hammer(live: Live, requests: int, clients: int = 32) -> tuple[Counter[tuple[str, int]], list[float]]:
+    """The outcomes, and how long /health took meanwhile, in seconds."""
+    delays = []
+    with ThreadPoolExecutor(clients) as pool:
+        outcomes = [pool.submit(one_request, live, number) for number in range(requests)]
+        while not all(outcome.done() for outcome in outcomes):
+            began = time.perf_counter()
+            assert live.get("/health").status_code == 200
+            delays.append(time.perf_counter() - began)
+    return Counter(outcome.result() for outcome in outcomes), delays
+
+
+@pytest.mark.parametrize("requests", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_under_abuse_every_request_is_answered_and_nothing_leaks(live: Live, requests: int) -> None:
+    outcomes, _ = hammer(live, requests)
+    assert {status for kind, status in outcomes if kind in ("invalid", "oversized")} == {400}
+    assert {status for kind, status in outcomes if kind == "good"} <= {200, 429}
+    assert outcomes["good", 200] > 0
+    live.wait_until_idle()
+
+
+def test_a_full_queue_says_when_to_try_again(live: Live) -> None:
+    with ThreadPoolExecutor(32) as pool:
+        replies = list(pool.map(lambda _: live.post("/v1/completions", LONG), range(32)))
+    codes = Counter(reply.status_code for reply in replies)
+    assert codes[200] >= 16
+    assert codes[429] == 32 - codes[200] > 0
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies if reply.status_code == 429)
+    live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny: str) -> Iterator[Live]:
+    yield from start(ServerConfig(port=0, api_keys=("first", "second"), max_body_bytes=1000), tiny)
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("first", 200), ("second", 200)])
+def test_only_good_keys_are_let_in(guarded: Live, key: str | None, status: int) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    assert guarded.get("/v1/models", headers=headers).status_code == status
+    assert guarded.get("/health").status_code == 200
+
+
+def test_a_body_that_is_too_long_is_refused(guarded: Live) -> None:
+    reply = guarded.post("/v1/completions", {"prompt": "a" * 2000}, headers={"Authorization": "Bearer first"})
+    assert reply.status_code == 413
+
+
+def test_without_keys_everybody_is_let_in() -> None:
+    assert KeyRing(()).admits(b"")
+    assert not KeyRing(("a",)).admits(b"Basic a")
+
+
+def test_keys_are_never_shown(tmp_path: Path) -> None:
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+    (tmp_path / "keys").write_text("# ours\n\none\ntwo\n")
+    assert read_keys(tmp_path / "keys") == ["one", "two"]
+    with pytest.raises(ParameterError, match="api_key_file"):
+        read_keys(tmp_path / "none")

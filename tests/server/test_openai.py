@@ -1,0 +1,194 @@
+"""The official client against a live server: the same answers as the offline API, in every form."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.llm import LLM
+from paceline.outputs import CompletionOutput
+from paceline.params import SamplingParams
+from server_support import Live
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = "once upon a time"
+
+
+def expected(offline: LLM, prompt: str = PROMPT, **params: Any) -> list[CompletionOutput]:
+    params = {"max_tokens": 24, "temperature": 1.0, "seed": 7} | params
+    return offline.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs
+
+
+def ask(live: Live, prompt: Any = PROMPT, **params: Any) -> Any:
+    params = {"model": "tiny", "max_tokens": 24, "temperature": 1.0, "seed": 7} | params
+    return live.openai.completions.create(prompt=prompt, **params)
+
+
+def test_a_completion_is_that_of_the_offline_api(live: Live, offline: LLM) -> None:
+    reply = ask(live)
+    assert [choice.text for choice in reply.choices] == [answer.text for answer in expected(offline)]
+    assert reply.choices[0].finish_reason == "length"
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT), 24)
+
+
+def test_n_answers_in_order_and_their_metrics(live: Live, offline: LLM) -> None:
+    reply = ask(live, n=3, extra_body={"metrics": True})
+    answers = expected(offline, n=3)
+    assert [choice.text for choice in reply.choices] == [answer.text for answer in answers]
+    for choice, answer in zip(reply.choices, answers, strict=True):
+        extras = choice.paceline
+        assert extras["token_ids"] == answer.token_ids
+        assert "".join(extras["pieces"]) == choice.text
+        assert extras["metrics"]["accepted"] == extras["kinds"].count("accepted") <= extras["metrics"]["drafted"]
+    assert reply.usage.completion_tokens == 72
+
+
+def test_a_stream_is_the_same_text_with_whole_characters_and_usage_at_the_end(live: Live, offline: LLM) -> None:
+    chunks = list(ask(live, n=2, stream=True, stream_options={"include_usage": True}))
+    texts = {0: "", 1: ""}
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == [answer.text for answer in expected(offline, n=2)]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 48
+
+
+def test_log_probabilities_stand_beside_their_tokens_in_chunks_of_several(live: Live, offline: LLM) -> None:
+    (answer,) = expected(offline, temperature=0.0, logprobs=2)
+    chunks = list(ask(live, temperature=0.0, logprobs=2, stream=True, extra_body={"metrics": True}))
+    ids = [token for chunk in chunks for token in chunk.choices[0].paceline["token_ids"]]
+    values = [value for chunk in chunks for value in chunk.choices[0].logprobs.token_logprobs]
+    assert answer.logprobs is not None
+    assert ids == answer.token_ids
+    assert values == pytest.approx([entry.logprob for entry in answer.logprobs], abs=1e-4)
+    assert {len(each) for chunk in chunks for each in chunk.choices[0].logprobs.top_logprobs} == {2}
+    offsets = [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset]
+    assert offsets == [len("".join(answer.pieces[:i])) for i in range(len(ids))]
+
+
+def test_a_stop_string_is_held_back_and_never_seen(live: Live, offline: LLM) -> None:
+    (whole,) = expected(offline)
+    stop = whole.text[6:9]
+    text = "".join(chunk.choices[0].text for chunk in ask(live, stop=[stop], stream=True))
+    assert text == whole.text[: whole.text.index(stop)]
+    assert ask(live, stop=stop).choices[0].finish_reason == "stop"
+
+
+def test_echo_gives_the_prompt_and_its_log_probabilities(live: Live, offline: LLM) -> None:
+    reply = ask(live, echo=True, logprobs=1, max_tokens=4)
+    found = reply.choices[0]
+    assert found.text == PROMPT + expected(offline, max_tokens=4)[0].text
+    assert found.logprobs.tokens[: len(PROMPT)] == list(PROMPT)
+    assert found.logprobs.token_logprobs[0] is None
+    law = offline.engine.next_logits(offline.tokenizer.encode(PROMPT)[:5]).log_softmax(-1)  # type: ignore[union-attr]
+    own = offline.tokenizer.encode(PROMPT)[5]  # type: ignore[union-attr]
+    assert found.logprobs.token_logprobs[5] == pytest.approx(law[own].item(), abs=1e-4)
+    assert ask(live, echo=True, logprobs=1, max_tokens=0).choices[0].text == PROMPT
+
+
+def test_the_best_of_several_by_mean_log_probability(live: Live, offline: LLM) -> None:
+    answers = expected(offline, n=4, logprobs=0)
+    ranked = sorted(answers, key=lambda a: -(a.cumulative_logprob or 0) / len(a.token_ids))
+    reply = ask(live, n=2, extra_body={"best_of": 4})
+    assert [choice.text for choice in reply.choices] == [answer.text for answer in ranked[:2]]
+    assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
+
+
+def test_several_prompts_as_texts_or_tokens(live: Live, offline: LLM) -> None:
+    texts = [expected(offline, prompt)[0].text for prompt in ("ab", "xyz")]
+    assert [choice.text for choice in ask(live, ["ab", "xyz"]).choices] == texts
+    tokens = [offline.tokenizer.encode(prompt) for prompt in ("ab", "xyz")]  # type: ignore[union-attr]
+    assert [choice.text for choice in ask(live, tokens).choices] == texts
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_a_request_may_limit_its_own_guesses_without_changing_its_text(live: Live, offline: LLM, k: int) -> None:
+    body = {"metrics": True, "num_speculative_tokens": k}
+    choice = ask(live, "abababababab", temperature=0.0, max_tokens=60, extra_body=body).choices[0]
+    assert choice.text == expected(offline, "abababababab", temperature=0.0, max_tokens=60)[0].text
+    metrics = choice.paceline["metrics"]
+    assert metrics["drafted"] <= k * metrics["rounds"]
+    assert (metrics["drafted"] == 0) == (k == 0)
+
+
+def test_a_chat_whole_and_as_a_stream(live: Live, offline: LLM) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    (answer,) = offline.chat(messages, SamplingParams(max_tokens=20, seed=3, logprobs=2), use_tqdm=False)[0].outputs
+    common: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 20, "seed": 3}
+    chat = live.openai.chat.completions
+    reply = chat.create(**common, logprobs=True, top_logprobs=2)
+    assert reply.choices[0].message.content == answer.text
+    content = reply.choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == answer.text
+    assert {len(entry.top_logprobs) for entry in content} == {2}
+    chunks = list(chat.create(**common, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.text
+
+
+def test_the_text_of_a_seed_does_not_depend_on_what_else_runs(live: Live, offline: LLM) -> None:
+    prompts = [f"prompt number {i}" for i in range(16)]
+    alone = [expected(offline, prompt, seed=i)[0].text for i, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda pair: ask(live, pair[1], seed=pair[0]).choices[0].text, enumerate(prompts)))
+    assert together == alone
+
+
+def test_models_tokens_and_versions(live: Live) -> None:
+    assert [model.id for model in live.openai.models.list()] == ["tiny"]
+    assert live.openai.models.retrieve("tiny").id == "tiny"
+    tokens = live.post("/tokenize", {"prompt": "héllo"}).json()
+    assert tokens["count"] == len("héllo".encode())
+    assert live.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "héllo"}
+    assert live.get("/health").json() == {"status": "ready"}
+    assert live.get("/version").status_code == 200
+    assert "paceline:spec_decode_num_draft_tokens_total" in live.get("/metrics").text
+    assert live.get("/stats").json()["capacity"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "'other' does not exist"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature=-1"),
+        ({"prompt": "x" * 600}, openai.BadRequestError, "600 tokens"),
+        ({"prompt": []}, openai.BadRequestError, "no tokens"),
+        ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"extra_body": {"colour": "red"}}, openai.BadRequestError, "colour"),
+        ({"extra_body": {"suffix": "the end"}}, openai.BadRequestError, "suffix is not supported"),
+        ({"extra_body": {"best_of": 3}, "stream": True}, openai.BadRequestError, "best_of cannot be streamed"),
+        ({"n": 50}, openai.BadRequestError, "at most 16"),
+        ({"extra_body": {"timeout": 1e-6}}, openai.InternalServerError, "given up"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(live: Live, change: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        list(ask(live, **change))
+    live.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"prompt": "\\ud800"}', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": null}']
+)
+def test_broken_bodies_are_answered_with_400(live: Live, body: bytes) -> None:
+    import httpx
+
+    reply = httpx.post(f"{live.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_grammar_is_refused_and_not_ignored(live: Live) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+    assert live.post("/v1/chat/completions", body).status_code == 400
+
+
+def test_a_deadline_ends_an_answer_as_it_is(live: Live) -> None:
+    choice = live.post("/v1/completions", {"prompt": "a", "max_tokens": 400, "deadline_ms": 30, "ignore_eos": True})
+    found = choice.json()["choices"][0]
+    assert (found["finish_reason"], found["stop_reason"]) == ("length", "deadline")

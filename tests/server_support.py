@@ -1,0 +1,105 @@
+"""A live server: a small random model, every byte a token, behind uvicorn in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from openai import OpenAI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from paceline.llm import LLM
+from paceline.params import ServerConfig
+from paceline.server.app import make_app
+from paceline.server.context import Context
+from paceline.server.run import Server
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=TEMPLATE)
+
+
+def save_model(path: Path) -> str:
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.5,  # far from flat: greedy answers have no near-ties
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def load(model: str, **options: Any) -> LLM:
+    torch.set_num_threads(1)  # tiny tensors
+    plain = {"dtype": "float32", "attention": "padded", "device": "cpu", "drafter": "ngram", "max_batch_size": 4}
+    return LLM(model, **{"num_speculative_tokens": 4} | plain | options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Live:
+    """A server that runs, and the means to look into it."""
+
+    url: str
+    context: Context
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def wait_until_idle(self, seconds: float = 10) -> None:
+        end = time.monotonic() + seconds
+        while self.context.admission.inside or self.context.llm.engine.busy:
+            assert time.monotonic() < end, "rows are still taken"
+            time.sleep(0.01)
+        engine = self.context.llm.engine
+        engine.scheduler.check_integrity()
+        assert not engine._requests
+        assert not self.context.service._live
+
+
+def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
+    server = Server(make_app(config, lambda: load(model, **options)), config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    context: Context = server.config.app.state.context  # type: ignore[union-attr]
+    try:
+        while not server.started or context.service.state != "ready":
+            assert thread.is_alive(), context.service.failure
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Live(f"http://127.0.0.1:{port}", context)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+    assert context.service.state == "stopped"
