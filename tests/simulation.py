@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from paceline.batch import Batch, RowStart, Verdict
-from paceline.lengths.base import LengthPolicy
+from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.lengths.base import LengthPolicy, selected
 from paceline.lengths.cost import CostTable
 from paceline.params import SamplingParams
 
@@ -74,3 +75,82 @@ class Simulation:
     def goodput(self) -> float:
         """Tokens a second so far."""
         return self.tokens / self.now
+
+
+RIGHT, WRONG = 1, 2  # tokens: every row's true text is all RIGHT
+
+
+@dataclass
+class GuessSimulation:
+    """Rounds whose guesses have confidences, until every row has gained ``tokens``: for policies that select.
+
+    guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
+    noise: of the times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
+    """
+
+    costs: CostTable
+    guess: Callable[[int], list[tuple[float, bool]]]
+    rows: int
+    tokens: int = 64
+    noise: float = 0.0
+    seed: int = 0
+    now: float = 0.0  # seconds
+    rounds: int = 0
+    gained: int = 0
+    verified: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.batch = Batch(self.rows, 8 + self.tokens, 4)
+
+    def clock(self) -> float:
+        return self.now
+
+    def play(self, policy: LengthPolicy, draining: bool = False) -> float:
+        """Seconds until the last row ends; the batch shrinks as rows end."""
+        batch, began = self.batch, self.now
+        for row in range(self.rows):
+            batch.set_row(row, RowStart([RIGHT] * 8, SamplingParams(temperature=0, max_tokens=self.tokens), row))
+        batch.set_rows(self.rows)
+        who = list(range(self.rows))
+        self.ends: dict[int, float] = {}
+        while batch.rows:
+            batch.draining = draining
+            self._round(policy, who)
+            for row in reversed(range(batch.rows)):
+                if batch.lengths[row] >= batch.limits[row]:
+                    self.ends[who[row]] = self.now - began
+                    batch.copy_row(batch.rows - 1, row)
+                    who[row] = who[batch.rows - 1]
+                    batch.set_rows(batch.rows - 1)
+        return self.now - began
+
+    def _round(self, policy: LengthPolicy, who: list[int]) -> None:
+        batch = self.batch
+        k = min(policy.choose(batch), batch.room - 1)
+        batch.cap_guesses(k)
+        draft = selected(policy, batch, self._draft(who[: batch.rows], k).capped(batch.caps))
+        counts = draft.counts.tolist()
+        right = (draft.tokens == RIGHT).tolist()
+        accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
+        ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows)
+        self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
+        verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
+        batch.commit(verdict)
+        policy.observe(batch, verdict)
+        self.rounds += 1
+        self.gained += sum(accepted) + len(accepted)
+        self.verified.append(counts)
+
+    def _spike(self) -> bool:
+        return self.noise > 0 and self.rng.random() < 1 / 30
+
+    def _draft(self, who: list[int], k: int) -> Draft:
+        guesses = [self.guess(row)[:k] for row in who]
+        widest = max(map(len, guesses))
+        filled = [line + [(0.0, False)] * (widest - len(line)) for line in guesses]
+        tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
+        confidence = np.array([[score for score, _ in line] for line in filled]).reshape(len(who), widest)
+        counts = torch.tensor([len(line) for line in guesses])
+        shape = torch.tensor(tokens, dtype=torch.int64).view(len(who), widest)
+        return Draft(shape, counts, confidence=confidence)

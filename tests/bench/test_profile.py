@@ -53,7 +53,7 @@ def test_without_a_drafter_there_is_nothing_to_profile() -> None:
 
 
 def played(k: int, *accepted: int) -> Round:
-    return Round(0.0, 1.0, k, accepted)
+    return Round(0.0, 1.0, k, accepted, (k,) * len(accepted))
 
 
 def test_acceptance_by_position_is_conditional_on_what_was_before() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.batch import Batch, Verdict
 from paceline.engine import Engine
+from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength, expected_tokens
@@ -248,6 +249,18 @@ def test_after_500_plain_rounds_the_draft_models_cache_is_right(probe: int | Non
     assert script.kept == script.drafted > 30  # the draft model is the target: every guess is right
 
 
+@pytest.mark.parametrize("lengths", [[0, 0, 2, 0, 1], [1, 1, 0, 2]])
+def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) -> None:
+    """Else a first round without guesses, or with one row's, passes for the verdict on the last of them."""
+    engine = make_engine(ToyModel(), ToyModel(), drafter="model", num_speculative_tokens=1)
+    parts = engine.parts
+    Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 2), (0, 2), seconds=0.0)).run()
+    parts.policy = Script(lengths, probe=1)
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    plain = run(make_engine(ToyModel()), [[1, 2, 3], [4]], params)
+    assert answers(run(engine, [[1, 2, 3], [4]], params)) == answers(plain)
+
+
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_the_default_is_auto_and_lossless(drafter: str) -> None:
     draft = ToyModel(blur=0.3) if drafter == "model" else None
@@ -264,4 +277,4 @@ def test_engines_on_the_same_models_measure_only_once() -> None:
     assert len(again.models.costs) == 1
     table = next(iter(engine.models.costs.values()))
     assert all(ms > 0 for line in table.verify for ms in line)
-    assert table.batch_sizes == (1, 4)
+    assert table.batch_sizes == (1, 2, 4)

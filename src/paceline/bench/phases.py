@@ -171,7 +171,7 @@ class Comparison:
             "totals_of_all": self.totals,
             "oracle_seconds": self.oracle,
             "over_oracle": {name: run.total / sum(self.oracle) for name, run in self.runs.items()},
-            "k_of_auto": [[played.k for played in rounds] for rounds in self.runs["auto"].rounds],
+            "k_of_auto": [[round(played.mean_drafted, 2) for played in rounds] for rounds in self.runs["auto"].rounds],
         }
 
 
@@ -198,7 +198,7 @@ def compare(
 def draw(comparison: Comparison, path: Path, title: str) -> None:
     """k of auto, round by round, over the phases; and everybody's time over the oracle's."""
     figure, (left, right) = new_figure(columns=2)
-    lengths = [played.k for rounds in comparison.runs["auto"].rounds for played in rounds]
+    lengths = [played.mean_drafted for rounds in comparison.runs["auto"].rounds for played in rounds]
     left.step(range(len(lengths)), lengths, where="post", linewidth=0.8)
     start = 0
     for phase, rounds in zip(comparison.phases, comparison.runs["auto"].rounds, strict=True):

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch, Draft, Verdict
 from paceline.lengths import LengthPolicy
+from paceline.lengths.base import selected
 
 
 @dataclass(frozen=True)
 class Round:
-    """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for. accepted: row by row."""
+    """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for.
+
+    drafted, accepted: guesses verified and kept, row by row.
+    """
 
     began: float
     ended: float
     k: int
     accepted: tuple[int, ...]
+    drafted: tuple[int, ...]
 
     @property
     def rows(self) -> int:
@@ -25,6 +30,11 @@ class Round:
     @property
     def tokens(self) -> int:
         return sum(self.accepted) + self.rows
+
+    @property
+    def mean_drafted(self) -> float:
+        """Guesses verified, of a row."""
+        return sum(self.drafted) / self.rows
 
     @property
     def ms(self) -> float:
@@ -46,10 +56,13 @@ class Recorder:
         self._k = min(self.inner.choose(batch), batch.room - 1)
         return self._k
 
+    def select(self, batch: Batch, draft: Draft) -> Draft:
+        return selected(self.inner, batch, draft)
+
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
-        accepted = tuple(verdict.host.accepted)
-        self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted))
+        accepted, drafted = tuple(verdict.host.accepted), tuple(verdict.host.drafted)
+        self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted, drafted))
 
 
 def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:

@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from paceline.bench.plots import new_figure, save
+from paceline.bench.plots import Axes, new_figure, save
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.recording import Recorder, Round
 from paceline.engine import Engine, Request
 from paceline.params import LengthName, SamplingParams
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from paceline.llm import LLM
 
 PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) for prompt in pair)
@@ -74,9 +76,10 @@ def arrivals(trace: str, load: Load) -> list[float]:
 
 @dataclass(frozen=True)
 class Result:
-    """One policy under one trace. Latencies in seconds; mean_rows, mean_k: over the time in which rows decoded.
+    """One policy under one trace. Latencies in seconds; mean_rows: over the time in which rows decoded; mean_k: guesses
+    verified of a row, likewise.
 
-    series: (seconds from the start, k, rows) of rounds.
+    series: (seconds from the start, guesses of a row, rows) of rounds.
     """
 
     trace: str
@@ -88,7 +91,7 @@ class Result:
     mean_rows: float
     mean_k: float
     seconds: float
-    series: list[tuple[float, int, int]]
+    series: list[tuple[float, float, int]]
     means_of_all: list[float]
 
 
@@ -145,9 +148,11 @@ def _result(trace: str, policy: str, latencies: list[float], seconds: float, rou
         p99=float(np.percentile(latencies, 99)),
         tokens_per_second=sum(played.tokens for played in rounds) / seconds,
         mean_rows=sum(played.rows * played.ms for played in rounds) / busy,
-        mean_k=sum(played.k * played.ms for played in rounds) / busy,
+        mean_k=sum(played.mean_drafted * played.ms for played in rounds) / busy,
         seconds=seconds,
-        series=[(round(played.began - start, 3), played.k, played.rows) for played in rounds[::step]],
+        series=[
+            (round(played.began - start, 3), round(played.mean_drafted, 2), played.rows) for played in rounds[::step]
+        ],
         means_of_all=[mean],
     )
 
@@ -185,7 +190,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+def as_json(results: Sequence[DataclassInstance]) -> list[dict[str, Any]]:
     """Everything that was measured."""
     return [asdict(result) for result in results]
 
@@ -198,11 +203,7 @@ def draw(results: Sequence[Result], path: Path, title: str) -> None:
     for column, trace in enumerate(traces):
         here = [result for result in results if result.trace == trace]
         above, below = grid[0, column], grid[1, column]
-        above.bar([r.policy for r in here], [r.mean for r in here], label="mean")
-        above.plot([r.policy for r in here], [r.p99 for r in here], "kv", label="p99")
-        above.set(title=f"{trace} traffic", ylabel="latency, s")
-        above.tick_params(axis="x", rotation=60)
-        above.legend(fontsize=8)
+        draw_latencies(above, trace, here)
         series = next(r.series for r in here if r.policy == "auto")
         at, k, rows = zip(*series, strict=True)
         below.step(at, rows, where="post", color="0.7", label="rows")
@@ -210,3 +211,23 @@ def draw(results: Sequence[Result], path: Path, title: str) -> None:
         below.set(xlabel="s")
         below.legend(fontsize=8)
     save(figure, path, title)
+
+
+class Latencies(Protocol):
+    """What a policy's bar shows; seconds."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def p99(self) -> float: ...
+
+
+def draw_latencies(axes: Axes, trace: str, results: Sequence[Latencies]) -> None:
+    """Mean latencies as bars, the 99th percentiles as triangles."""
+    axes.bar([r.policy for r in results], [r.mean for r in results], label="mean")
+    axes.plot([r.policy for r in results], [r.p99 for r in results], "kv", label="p99")
+    axes.set(title=f"{trace} traffic", ylabel="latency, s")
+    axes.tick_params(axis="x", rotation=60)
+    axes.legend(fontsize=8)

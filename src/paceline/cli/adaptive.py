@@ -20,14 +20,22 @@ Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The median count
 Quick = Annotated[bool, typer.Option("--quick", help="A few short requests: only to see that it works.")]
 
 
+Traces = Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several.")]
+Requests = Annotated[int, typer.Option("--requests", min=2, help="Requests of a trace.")]
+Interval = Annotated[float, typer.Option("--interval", help="Seconds between arrivals, on average.")]
+Variation = Annotated[float, typer.Option("--cv", help="Coefficient of variation of the intervals.")]
+AnswerTokens = Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of every answer.")]
+ALL_TRACES, DEFAULT_REQUESTS, DEFAULT_INTERVAL, DEFAULT_CV, DEFAULT_TOKENS = "steady,busy,varying", 120, 1.0, 1.0, 64
+
+
 def traffic(
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
-    traces: Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several.")] = "steady,busy,varying",
-    requests: Annotated[int, typer.Option("--requests", min=2, help="Requests of a trace.")] = 120,
-    interval: Annotated[float, typer.Option("--interval", help="Seconds between arrivals, on average.")] = 1.0,
-    cv: Annotated[float, typer.Option("--cv", help="Coefficient of variation of the intervals.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of every answer.")] = 64,
+    traces: Traces = ALL_TRACES,
+    requests: Requests = DEFAULT_REQUESTS,
+    interval: Interval = DEFAULT_INTERVAL,
+    cv: Variation = DEFAULT_CV,
+    max_tokens: AnswerTokens = DEFAULT_TOKENS,
     repeats: Repeats = 1,
     output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
         "traffic.json"
@@ -40,8 +48,7 @@ def traffic(
     from paceline.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
 
     wanted = _known_traces(traces)
-    if interval <= 0 or cv <= 0:
-        raise ParameterError("--interval, --cv", (interval, cv), "numbers above 0")
+    _check_intervals(interval, cv)
     load = Load(requests, interval, cv, max_tokens, engine.max_batch_size)
     if quick:
         load = Load(6, 0.02, 1.0, 8, 4)
@@ -57,6 +64,41 @@ def traffic(
     draw(results, plot, llm.engine.describe())
     document = {"load": asdict(load), "summary": summary(results), "results": as_json(results)}
     _finish(document | {"machine": machine(), "versions": versions()}, llm.engine.describe(), output, plot, quiet)
+
+
+def traffic_http(
+    url: Annotated[str, typer.Argument(help="Of a running server, such as http://127.0.0.1:8000.")],
+    traces: Traces = ALL_TRACES,
+    requests: Requests = DEFAULT_REQUESTS,
+    interval: Interval = DEFAULT_INTERVAL,
+    cv: Variation = DEFAULT_CV,
+    max_tokens: AnswerTokens = DEFAULT_TOKENS,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="If the server wants one.")
+    ] = None,
+    repeats: Repeats = 1,
+    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
+        "traffic-http.json"
+    ),
+    quiet: Quiet = False,
+) -> None:
+    """The traffic of bench traffic against a running server, with most guesses set by each request."""
+    from paceline.bench.offline import machine, versions
+    from paceline.bench.traffic import Load, as_json
+    from paceline.bench.traffic_http import draw, measure
+
+    _check_intervals(interval, cv)
+    load = Load(requests, interval, cv, max_tokens, max_batch_size=0)  # the server's own
+    results = list(measure(url, _known_traces(traces), load, repeats, _bar(quiet), api_key))
+    if not quiet:
+        rows = [_http_row(result) for result in as_json(results)]
+        columns = ["", "mean s", "p50 s", "p99 s", "first token s", "tokens/s"]
+        stderr().print(table(f"latency over HTTP, {load.requests} requests, median of {repeats}", columns, rows))
+    plot = output.with_suffix(".png")
+    draw(results, plot, url)
+    sent = {name: value for name, value in asdict(load).items() if name != "max_batch_size"}
+    document = {"load": sent, "results": as_json(results), "machine": machine(), "versions": versions()}
+    _finish(document, f"the server at {url}", output, plot, quiet)
 
 
 def phases(
@@ -94,6 +136,11 @@ def phases(
     _finish(document | {"machine": machine(), "versions": versions()}, stage.engine.describe(), output, plot, quiet)
 
 
+def _check_intervals(interval: float, cv: float) -> None:
+    if interval <= 0 or cv <= 0:
+        raise ParameterError("--interval, --cv", (interval, cv), "numbers above 0")
+
+
 def _known_traces(text: str) -> list[str]:
     from paceline.bench.traffic import TRACES
 
@@ -116,6 +163,11 @@ def _traffic_row(result: dict[str, Any]) -> list[str]:
     numbers = [f"{result[name]:.3f}" for name in ("mean", "p50", "p99")]
     rest = [f"{result[name]:.1f}" for name in ("tokens_per_second", "mean_rows", "mean_k")]
     return [f"{result['trace']}: {result['policy']}", *numbers, *rest]
+
+
+def _http_row(result: dict[str, Any]) -> list[str]:
+    numbers = [f"{result[name]:.3f}" for name in ("mean", "p50", "p99", "mean_ttft")]
+    return [f"{result['trace']}: {result['policy']}", *numbers, f"{result['tokens_per_second']:.1f}"]
 
 
 def _finish(document: dict[str, Any], engine: str, output: Path, plot: Path, quiet: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.adaptive import phases, traffic
+from paceline.cli.adaptive import phases, traffic, traffic_http
 from paceline.cli.console import stderr, table, working
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers, with_flags
 from paceline.cli.quality import quality
@@ -72,6 +72,7 @@ def offline(
 
 app.command()(with_flags(offline))
 app.command()(with_flags(traffic))
+app.command()(traffic_http)
 app.command()(with_flags(phases))
 app.command()(quality)
 

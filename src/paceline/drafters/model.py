@@ -37,8 +37,8 @@ class ModelDrafter:
 
     def propose(self, batch: Batch, k: int) -> Draft:
         first, stop = batch.guessing
-        if stop - first == batch.rows:
-            self._drafted = k
+        self._drafted = k if stop - first == batch.rows else 0
+        if self._drafted:
             return self._propose(batch, k)
         if first == stop:
             return Draft.empty(batch)
@@ -72,7 +72,7 @@ class ModelDrafter:
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.decoder.rewind(batch)
         most = max(verdict.host.accepted)
-        if self._drafted == 0:
+        if self._drafted == 0 or not any(verdict.host.drafted):  # a draft of before: timed only, or its round failed
             self._lag += most + 1
         else:  # whatever part of the draft was verified
             self._lag = USUAL_LAG if most == self._drafted else 1

@@ -35,6 +35,8 @@ from paceline.lengths.goodput import LONGEST_AUTO, PROBE_SHARE
 from paceline.reliability import Bins
 
 WORTH = 1.01  # guesses must promise so much more than plain decoding
+HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
+CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
 LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch that drains; more is the maximum
 SLACK = 1.5  # plain rounds by which a row of such a batch may fall behind
@@ -82,6 +84,7 @@ class BudgetLength:
         gains = np.full(len(best) + 1, weight.sum())
         gains[1:] += value[best].cumsum()
         rates = gains / times
+        rates[times > times[0] * (1 + CAUTION * (1 + batch.reliability.tried.sum()))] = 0
         if batch.draining:
             rates[1:][_falls_behind(batch, survival, best, times)] = 0
         m = self._best(gains, rates, times)
@@ -90,15 +93,18 @@ class BudgetLength:
 
     def _best(self, gains: Floats, rates: Floats, times: Milliseconds) -> int:
         m = int(rates.argmax())
-        if rates[m] > WORTH * rates[0]:
+        if rates[m] <= WORTH * rates[0]:
+            m = 0
+        if not rates[m + 1 :].any():
             return m
-        if rates[1:].any():  # the guesses that lose least, if they are paid for
-            m = 1 + int(rates[1:].argmax())
-            loss = max(0.0, float(times[m] - gains[m] / rates[0]))
-            if self._purse > loss:
-                self._purse -= loss
-                return m
-        return 0
+        more = m + 1 + int(rates[m + 1 :].argmax())
+        if gains[more] <= rates[m] * (times[m] + HOPE * (times[more] - times[m])):
+            return m  # it would not pay if it took much less time than is believed
+        loss = max(0.0, float(times[more] - gains[more] / rates[m]))
+        if self._purse <= loss:
+            return m
+        self._purse -= loss
+        return more
 
     # --- after the round ----------------------------------------------------------
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from paceline.acceptance import AcceptanceRule
 from paceline.batch import Batch, Draft, RowStart
 from paceline.decoder import Decoder
 from paceline.drafters.base import Drafter
-from paceline.lengths.cost import CostTable
+from paceline.lengths.cost import CostTable, interpolate
 from paceline.params import SamplingParams
 
 Progress = Callable[[Sequence["Point"]], Iterable["Point"]]
@@ -22,22 +23,32 @@ CONTEXT = 96  # tokens of a row in most measurements
 LONG_CONTEXT = 768  # and in those that tell what context costs
 CONTEXT_ROWS = 4
 FEEDS = (1, 16, 64)
+COARSE_TOKENS = 64  # most that a round verifies while an engine starts
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What to measure. Everything is measured twice, then again while ``seconds`` last, at most ``repeats`` times."""
+    """What to measure. Everything is measured twice, then again while ``seconds`` last, at most ``repeats`` times.
+
+    most_tokens: rounds that verify more than so many are not played; the line through the two before them goes on.
+    """
 
     batch_sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     seconds: float = 2.0
-    repeats: int = 4
+    repeats: int = 6
+    most_tokens: int | None = None
 
     @staticmethod
     def coarse(capacity: int) -> Grid:
-        """Few points, for the start of an engine: 1, 4, 16, ... rows and the capacity; 0, 1, 3 and 7 guesses."""
-        sizes = {capacity} | {4**power for power in range(5) if 4**power <= capacity}
-        return Grid(tuple(sorted(sizes)), (0, 1, 3, 7))
+        """Few points, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 guesses."""
+        sizes = {capacity} | {2**power for power in range(capacity.bit_length() - 1)}
+        return Grid(tuple(sorted(sizes)), (0, 1, 3, 7), most_tokens=COARSE_TOKENS)
+
+    def measured(self, rows: int) -> tuple[int, ...]:
+        """The lengths to play with so many rows: two at least, so that a line leads on to the others."""
+        most = self.most_tokens
+        return tuple(k for j, k in enumerate(self.lengths) if most is None or j < 2 or rows * (k + 1) <= most)
 
 
 @dataclass
@@ -72,7 +83,7 @@ class Calibration:
         sizes, lengths = self.grid.batch_sizes, self.grid.lengths
         self._fill(max(sizes), self.context)
         self._fill(min(CONTEXT_ROWS, max(sizes)), self.long_context)
-        verify = {(b, k): self._verify(b, k, self.context) for b in sizes for k in lengths}
+        verify = {(b, k): self._verify(b, k, self.context) for b in sizes for k in self.grid.measured(b)}
         few, many = 1, 1 + max(lengths)
         draft = {(b, k): self._draft(b, k) for b in sizes for k in (few, many)}
         feeds = [n for n in FEEDS if n < self.context] if self.drafter.decoders else []
@@ -87,7 +98,7 @@ class Calibration:
             batch_sizes=sizes,
             lengths=lengths,
             context=self.context,
-            verify=tuple(tuple(verify[b, k].ms for k in lengths) for b in sizes),
+            verify=self._verify_table({place: point.ms for place, point in verify.items()}),
             draft_once=tuple(max(0.0, draft[b, few].ms - step) for b, step in zip(sizes, steps, strict=True)),
             draft_step=tuple(steps),
             context_once=once,
@@ -95,6 +106,17 @@ class Calibration:
             feed_tokens=tuple(feed) or (1,),
             feed=tuple(point.ms for point in feed.values()) or (0.0,),
         )
+
+    def _verify_table(self, measured: dict[tuple[int, int], float]) -> tuple[tuple[float, ...], ...]:
+        """[size][length]; no round is slower than one with more rows or more guesses: noise only ever adds."""
+        table = []
+        for size in self.grid.batch_sizes:
+            lengths = self.grid.measured(size)
+            line = [measured[size, k] for k in lengths]
+            table.append([interpolate(lengths, line, k) for k in self.grid.lengths])
+        smooth = np.minimum.accumulate(np.array(table)[::-1, ::-1], axis=1)
+        smooth = np.minimum.accumulate(smooth, axis=0)[::-1, ::-1]
+        return tuple(tuple(line) for line in smooth.tolist())
 
     def _measure(self, points: list[Point], progress: Progress) -> None:
         points[0].measure()  # the very first run pays for everybody's warm-up

@@ -1,0 +1,45 @@
+"""What is measured at the start, and what becomes of noise in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.lengths.calibration import Calibration, Grid
+from toy import ToyModel, make_engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def calibration(grid: Grid) -> Calibration:
+    parts = make_engine(ToyModel(), drafter="ngram", num_speculative_tokens=1).parts
+    return Calibration(parts.target, parts.drafter, parts.accept, grid)
+
+
+def test_an_engine_measures_powers_of_two_and_its_capacity() -> None:
+    assert Grid.coarse(1).batch_sizes == (1,)
+    assert Grid.coarse(12).batch_sizes == (1, 2, 4, 12)
+    assert Grid.coarse(16).batch_sizes == (1, 2, 4, 8, 16)
+
+
+def test_long_rounds_of_many_rows_are_not_played_but_every_size_has_two_lengths() -> None:
+    grid = Grid((1, 16, 64), (0, 1, 3, 7), most_tokens=64)
+    assert [grid.measured(rows) for rows in grid.batch_sizes] == [(0, 1, 3, 7), (0, 1, 3), (0, 1)]
+    assert Grid((64,), (0, 1, 7)).measured(64) == (0, 1, 7)
+
+
+def test_what_was_not_played_continues_the_line() -> None:
+    grid = Grid((1, 4), (0, 1, 3), most_tokens=4)
+    table = calibration(grid)._verify_table({(1, 0): 10, (1, 1): 11, (1, 3): 13, (4, 0): 12, (4, 1): 16})
+    assert table == ((10, 11, 13), (12, 16, 24))
+
+
+def test_a_round_is_never_slower_than_a_larger_one() -> None:
+    noisy = {(1, 0): 10, (1, 1): 30, (1, 3): 12, (4, 0): 9, (4, 1): 13, (4, 3): 20}
+    table = calibration(Grid((1, 4), (0, 1, 3)))._verify_table(noisy)
+    assert table == ((9, 12, 12), (9, 13, 20))
+
+
+def test_a_table_comes_from_real_rounds() -> None:
+    table = calibration(Grid((1, 3), (0, 2), seconds=0.0)).run()
+    assert table.batch_sizes == (1, 3)
+    assert all(0 < ms < 1000 for line in table.verify for ms in line)
