@@ -14,7 +14,7 @@ SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt slow clean bench-peers
+.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -44,6 +44,12 @@ slow: setup ## the slow tests: large models, minutes
 bench-peers: $(INSTALLED) ## beside transformers, vLLM, OpenVINO, llama.cpp: benchmarks/results, docs/img/peers.png
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.peers.run $(ARGS)
 
+bench-serve: $(INSTALLED) ## the server under load, beside `transformers serve`: benchmarks/results, docs/img/serve.png
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.serve.run $(ARGS)
+
+screenshot: setup ## docs/img/playground.png, by headless chromium (apt-get install chromium)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.screenshot
+
 clean: ## remove the virtual environment and all caches in this directory (the model stays in its cache)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -60,7 +66,7 @@ $(BIN)/python:
 
 $(INSTALLED): $(SOURCES_OF_BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench,serve]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench,serve,structured]'
 	@touch $@
 
 $(PULLED): | $(INSTALLED)

@@ -1,23 +1,32 @@
-// Matrix products on AVX-512: up to 12 rows by one panel of 32 columns in registers, over all of K.
+// Matrix products on AVX-512: some rows by one panel of 32 columns in registers, over all of K.
 #pragma once
+
+#include <utility>
 
 #include "body.h"
 
 namespace paceline {
 namespace {
 
-constexpr int kMostRows = 12;        // 24 sums, 2 weights, 1 activation: 27 of the 32 registers
-constexpr size_t kAhead = 4096;      // bytes that the only pass over a panel prefetches ahead
+constexpr int kMostRows = 12;        // of bf16: 24 sums, 2 weights, 1 activation: 27 of the 32 registers
+constexpr int kMostByteRows = 6;     // half of the registers are the sums over groups: in memory they cost a tenth of the time
+constexpr int kNearRows = 8;          // of bf16: up to these memory alone limits, beyond them arithmetic does, too
+constexpr int kNearByteRows = 4;      // the same of bytes and nibbles
+constexpr size_t kAhead = 4096;      // bytes that the only pass over a panel prefetches ahead for few rows
+constexpr size_t kFarAhead = 16384;  // and for more
 constexpr size_t kStepBytes = 128;   // of weights: 32 columns of 4 bytes
 
+// Few rows fetch into the first cache. More take so long over a line that the few misses which that cache can wait for
+// would limit them: they fetch into the second, which waits for many.
 struct Prefetch {
   const uint8_t* at;
   // Both lines of a step ahead in the stream, or one line of the next panel.
-  template <bool kOnlyPass>
+  template <bool kNear, bool kOnlyPass>
   void step(size_t step) const {
+    constexpr auto kInto = kOnlyPass && kNear ? _MM_HINT_T0 : _MM_HINT_T1;
     const uint8_t* p = at + step * (kOnlyPass ? kStepBytes : kStepBytes / 2);
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-    if (kOnlyPass) _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(p), kInto);
+    if (kOnlyPass) _mm_prefetch(reinterpret_cast<const char*>(p + 64), kInto);
   }
 };
 
@@ -31,36 +40,24 @@ inline __m512i four_bytes(const uint8_t* x) {
 // Pins two sums to their registers: GCC 12 otherwise copies every sum, every step, for the code after the loop.
 inline void stay(__m512i (&pair)[2]) { asm("" : "+v"(pair[0]), "+v"(pair[1])); }
 
-// Sums over groups live in memory, so that all registers serve the sums within the group. The fence keeps the compiler
-// from moving them into registers, which it would then have to spill in the inner loop.
-template <int R>
-struct Totals {
-  alignas(64) float sums[R][2][16];
-  Totals() {
-    for (int r = 0; r < R; ++r) for (int v = 0; v < 2; ++v) store(sums[r][v], zero());
-    asm volatile("" ::: "memory");
-  }
-  void fence() { asm volatile("" : "+m"(sums)); }
-  void add(int r, int v, F16 x, F16 scale) { store(sums[r][v], fma(x, scale, load(sums[r][v]))); }
-  F16 of(int r, int v) const { return load(sums[r][v]); }
-};
-
 // Integer sums within a group are exact; groups are added in order.
 template <int R, bool kOnlyPass>
 struct Int8Block {
+  static constexpr int kMost = kMostByteRows, kNear = kNearByteRows;
   static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
     constexpr size_t kSteps = kActivationGroup / 4;
     const size_t stride = call.input.stride;
     const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
     const int groups = call.linear->inputs / kActivationGroup;
-    Totals<R> totals;
+    F16 totals[R][2];
+    for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = zero();
     for (int g = 0; g < groups; ++g) {
       __m512i s[R][2];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_set1_epi32(sum_of(call.input, first + r, g));
 #pragma GCC unroll 2
       for (size_t k = 0; k < kSteps; ++k, w += kStepBytes, x += 4) {
-        prefetch.step<kOnlyPass>(k);
+        prefetch.step<R <= kNear, kOnlyPass>(k);
         const __m512i w0 = weight_line(w), w1 = weight_line(w + 64);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -74,19 +71,19 @@ struct Int8Block {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const F16 scale = scale_of(call.input, first + r, g * kActivationGroup);
-        totals.add(r, 0, to_float(I16{s[r][0]}), scale);
-        totals.add(r, 1, to_float(I16{s[r][1]}), scale);
+        totals[r][0] = fma(to_float(I16{s[r][0]}), scale, totals[r][0]);
+        totals[r][1] = fma(to_float(I16{s[r][1]}), scale, totals[r][1]);
       }
-      totals.fence();
     }
     const F16 scale0 = load(call.linear->scales + panel * kPanel), scale1 = load(call.linear->scales + panel * kPanel + 16);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals.of(r, 0) * scale0, totals.of(r, 1) * scale1);
+    for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals[r][0] * scale0, totals[r][1] * scale1);
   }
 };
 
 template <int R, bool kOnlyPass>
 struct Bf16Block {
+  static constexpr int kMost = kMostRows, kNear = kNearRows;
   static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
     const size_t stride = call.input.stride;
     const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
@@ -94,7 +91,7 @@ struct Bf16Block {
     __m512 s[R][2];
     for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
     for (size_t k = 0; k < steps; ++k) {
-      prefetch.step<kOnlyPass>(k);
+      prefetch.step<R <= kNear, kOnlyPass>(k);
       const __m512i w0 = weight_line(w + k * kStepBytes), w1 = weight_line(w + k * kStepBytes + 64);
 #ifdef PL_FP32_ACTIVATIONS
       const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
@@ -123,20 +120,22 @@ struct Bf16Block {
 
 template <int R, bool kOnlyPass>
 struct Int4Block {
+  static constexpr int kMost = kMostByteRows, kNear = kNearByteRows;
   static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
     const size_t stride = call.input.stride;
     const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
     const size_t steps = static_cast<size_t>(call.linear->group) / 8;
     const int groups = call.linear->inputs / call.linear->group;
     const __m512i nibble = _mm512_set1_epi8(15);
-    Totals<R> totals;
+    F16 totals[R][2];
+    for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = zero();
     for (int g = 0; g < groups; ++g) {
       const uint8_t* head = w;
       w += 4 * kPanel;
       __m512i s[R][2];
       for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_si512();
       for (size_t k = 0; k < steps; ++k, w += kStepBytes, x += 8) {
-        prefetch.step<kOnlyPass>(k);
+        prefetch.step<R <= kNear, kOnlyPass>(k);
         const __m512i w0 = weight_line(w), w1 = weight_line(w + 64);
         const __m512i even0 = _mm512_and_si512(w0, nibble), even1 = _mm512_and_si512(w1, nibble);
         const __m512i odd0 = _mm512_and_si512(_mm512_srli_epi32(w0, 4), nibble), odd1 = _mm512_and_si512(_mm512_srli_epi32(w1, 4), nibble);
@@ -155,37 +154,40 @@ struct Int4Block {
       for (int r = 0; r < R; ++r) {
         const F16 sum = set1(static_cast<float>(sum_of(call.input, first + r, g)));
         const F16 scale = scale_of(call.input, first + r, g * call.linear->group);
-        totals.add(r, 0, fma(to_float(I16{s[r][0]}), scale0, sum * low0), scale);
-        totals.add(r, 1, fma(to_float(I16{s[r][1]}), scale1, sum * low1), scale);
+        totals[r][0] = fma(fma(to_float(I16{s[r][0]}), scale0, sum * low0), scale, totals[r][0]);
+        totals[r][1] = fma(fma(to_float(I16{s[r][1]}), scale1, sum * low1), scale, totals[r][1]);
       }
-      totals.fence();
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals.of(r, 0), totals.of(r, 1));
+    for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals[r][0], totals[r][1]);
   }
 };
 
 using Block = void (*)(const LinearCall&, const uint8_t*, int, int, Prefetch);
 
+// B<1>, B<2> ... B<kMost>.
+template <template <int, bool> class B, bool kOnlyPass, int... kRowsLessOne>
+inline Block block_among(int rows, std::integer_sequence<int, kRowsLessOne...>) {
+  static constexpr Block table[] = {B<kRowsLessOne + 1, kOnlyPass>::run...};
+  return table[rows - 1];
+}
+
 template <template <int, bool> class B, bool kOnlyPass>
 inline Block block_for(int rows) {
-  static constexpr Block table[kMostRows] = {
-      B<1, kOnlyPass>::run, B<2, kOnlyPass>::run, B<3, kOnlyPass>::run, B<4, kOnlyPass>::run, B<5, kOnlyPass>::run, B<6, kOnlyPass>::run,
-      B<7, kOnlyPass>::run, B<8, kOnlyPass>::run, B<9, kOnlyPass>::run, B<10, kOnlyPass>::run, B<11, kOnlyPass>::run, B<12, kOnlyPass>::run};
-  return table[rows - 1];
+  return block_among<B, kOnlyPass>(rows, std::make_integer_sequence<int, B<1, true>::kMost>());
 }
 
 // A panel's weights come from memory in the first pass and from the cache in the others. Two passes of several fetch the
 // next panel meanwhile, so that neither memory nor arithmetic waits for the other.
 template <template <int, bool> class B>
 inline void multiply(const LinearCall& call, int first_panel, int last_panel) {
-  const RowBlocks cut(call.rows, kMostRows);
+  const RowBlocks cut(call.rows, B<1, true>::kMost);
   const size_t bytes = panel_bytes(*call.linear);
   for (int panel = first_panel; panel < last_panel; ++panel) {
     const uint8_t* w = call.linear->weights + bytes * static_cast<size_t>(panel);
     for (int b = 0; b < cut.blocks; ++b) {
       const int start = cut.start(b), rows = cut.start(b + 1) - start;
-      if (cut.blocks == 1) block_for<B, true>(rows)(call, w, panel, start, Prefetch{w + kAhead});
+      if (cut.blocks == 1) block_for<B, true>(rows)(call, w, panel, start, Prefetch{w + (rows <= B<1, true>::kNear ? kAhead : kFarAhead)});
       else block_for<B, false>(rows)(call, w, panel, start, Prefetch{w + (b == 0 ? bytes : b == 1 ? bytes + bytes / 2 : 0)});
     }
   }

@@ -43,6 +43,7 @@ def save_model(path: Path) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,  # as the native kernels want it
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -71,10 +72,10 @@ class Live:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return httpx.post(self.url + path, json=body, timeout=120, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return httpx.get(self.url + path, timeout=120, **options)
 
     def wait_until_idle(self, seconds: float = 10) -> None:
         end = time.monotonic() + seconds

@@ -27,10 +27,10 @@ LAYERS: list[set[str]] = [
         "gpu",
         "hardware",
     },
-    {"models", "decoder", "tokenizer"},
+    {"models", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
-    {"round"},
-    {"scheduler", "engine", "metrics", "memory", "scoring"},
+    {"round", "device_round"},
+    {"scheduler", "engine", "pipeline", "metrics", "memory", "scoring"},
     {"llm", "server", "cli", "bench", "training"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

@@ -27,7 +27,7 @@ from paceline.lengths.cost import CostModel
 from paceline.lengths.goodput import LONGEST_AUTO
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
-from paceline.params import SamplingParams
+from paceline.params import SamplingParams, StructuredOutputs
 from paceline.sampling import Purpose, noise_key, noisy_argmax
 from simulation import linear_costs
 from toy import (
@@ -42,6 +42,7 @@ from toy import (
     answers,
     logits_after,
     make_engine,
+    make_request,
     never,
     run,
     slow_adjust,
@@ -65,7 +66,8 @@ DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection"]
 
 _rng = random.Random(5)
-PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4)]
+PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
+HELD = StructuredOutputs(regex="toy")  # whatever it says, toy.ToyConstraint holds the row
 GREEDY = [SamplingParams(temperature=0, max_tokens=22, seed=seed) for seed in range(len(PROMPTS))]
 MIXED = [
     SamplingParams(temperature=0, max_tokens=22, seed=0),
@@ -76,6 +78,8 @@ MIXED = [
     SamplingParams(temperature=0.9, max_tokens=9, seed=5, min_p=0.2, min_tokens=8, logit_bias={0: 3.0}),
     SamplingParams(temperature=2.0, max_tokens=16, seed=6, top_k=8, top_p=0.8, min_p=0.05, n=2, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=1, seed=7, stop_token_ids=(4, 5)),
+    SamplingParams(temperature=0, max_tokens=24, seed=8, structured_outputs=HELD),
+    SamplingParams(temperature=1.1, max_tokens=24, seed=9, structured_outputs=HELD, n=2, top_p=0.9, presence_penalty=1),
 ]
 FAMILIES = {"greedy": GREEDY, "mixed": MIXED}
 
@@ -162,6 +166,38 @@ def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str
     assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("llama", family)
 
 
+def equal_with_ragged_attention(model: str, drafter: str, deterministic: bool, places: list[int]) -> bool:
+    """Through Triton's interpreter where there is no GPU: slow."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    options = {"attention": "ragged", "deterministic": deterministic, "max_batch_size": 7}
+    engine = speculative_engine(model, drafter, "random", "mixed", prefill_chunk=40, **options)
+    found = answers(run(engine, [PROMPTS[i] for i in places], [MIXED[i] for i in places]))
+    return found == [plain(model, "mixed")[i] for i in places]
+
+
+@pytest.mark.parametrize(("model", "deterministic"), [("toy", False), ("llama", True)])
+def test_ragged_attention_equals_plain_decoding(model: str, deterministic: bool) -> None:
+    assert equal_with_ragged_attention(model, "model", deterministic, [5, 7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("drafter", ["model", "ragged"])
+@pytest.mark.parametrize("model", ["toy", "llama"])
+def test_ragged_attention_equals_plain_decoding_in_company(model: str, drafter: str, deterministic: bool) -> None:
+    assert equal_with_ragged_attention(model, drafter, deterministic, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("length", [1, 4, "bass", "auto", "random", "caps", "selection"])
+@pytest.mark.parametrize("drafter", ["model", "self", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
+    """Of the mixed family it plays some and leaves the others to the host."""
+    options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
+    engine = speculative_engine("toy", drafter, length, family, **options)
+    assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("toy", family)
+
+
 @pytest.mark.parametrize("length", ["random", "caps", "selection", "auto", "budget"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
@@ -192,7 +228,7 @@ def test_requests_that_arrive_while_others_decode_change_nothing() -> None:
     while waiting or engine.busy:
         if waiting and rng.random() < 0.4:
             index = waiting.pop(rng.randrange(len(waiting)))
-            outputs[index] = engine.add(Request(PROMPTS[index], MIXED[index]))
+            outputs[index] = engine.add(make_request(PROMPTS[index], MIXED[index]))
         engine.step()
         engine.scheduler.check_integrity()
     assert answers([outputs[i] for i in range(len(PROMPTS))]) == plain("toy", "mixed")
@@ -323,6 +359,7 @@ LAW_PARAMS = {
         "repetition_penalty": 1.3,
         "logit_bias": {2: 0.5},
     },
+    "a structure": {"temperature": 1.2, "structured_outputs": HELD},
 }
 SAMPLES = 4000
 
@@ -416,6 +453,15 @@ def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:
     law = exact_law(params[0])
     cells = list(itertools.product(range(SMALL), repeat=3))
     assert chisquare([found[c] for c in cells], [law[c] * SAMPLES for c in cells]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_rounds_that_the_device_plays_alone_keep_the_law(rule: str) -> None:
+    engine = make_engine(
+        LAW_TARGET(), LAW_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
+        attention="padded", max_batch_size=250, max_model_len=16,
+    )  # fmt: skip
+    assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3
 
 
 def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:

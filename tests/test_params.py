@@ -34,6 +34,9 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     *[("num_speculative_tokens", v) for v in (-1, MAX_SPECULATION_LENGTH + 1, 1.0, True, "fast", None)],
     *[("acceptance", v) for v in ("greedy", None)],
     *[("attention", v) for v in ("flash", None)],
+    *[("rounds", v) for v in ("graph", None)],
+    *[("deterministic", v) for v in (1, None)],
+    *[("benchmark", v) for v in ("yes", None)],
     *[("dtype", v) for v in ("float16", None)],
     *[("max_batch_size", v) for v in (0, -1, 4097, 2.0, True)],
     *[("max_model_len", v) for v in (0, 1, 2.5)],
@@ -110,3 +113,16 @@ def test_temperature_zero_is_greedy() -> None:
 
 def test_the_keyword_options_are_the_configs_fields() -> None:
     assert set(get_type_hints(EngineOptions)) == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("value", ["synthetic:", "synthetic:often", "synthetic:1.1", "synthetic:-0.1", "synthetic:nan"])
+def test_a_synthetic_acceptance_is_a_probability(value: str) -> None:
+    with pytest.raises(ParameterError, match="probability"):
+        EngineConfig(acceptance=value, benchmark=True)
+
+
+def test_a_synthetic_acceptance_is_for_benchmarks_that_say_so() -> None:
+    with pytest.raises(ParameterError, match="benchmark=True"):
+        EngineConfig(acceptance="synthetic:0.8")
+    assert EngineConfig(acceptance="synthetic:0.8", benchmark=True).synthetic_acceptance == 0.8
+    assert EngineConfig().synthetic_acceptance is None

@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -153,11 +153,40 @@ def make_engine(
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
     """All prompts through the engine, its integrity checked after every step."""
-    outputs = [engine.add(Request(list(p), s)) for p, s in zip(prompts, params, strict=True)]
+    outputs = [engine.add(make_request(p, s)) for p, s in zip(prompts, params, strict=True)]
     while engine.busy:
         engine.step()
         engine.scheduler.check_integrity()
     return outputs
+
+
+def make_request(prompt: Sequence[int], params: SamplingParams) -> Request:
+    """Every structure is the toy's."""
+    held = params.structured_outputs is not None
+    return Request(list(prompt), params, make_constraint=ToyConstraint if held else None)
+
+
+@dataclass
+class ToyConstraint:
+    """Depends on the whole answer: a token may follow unless it makes the sum of all tokens 1 modulo 4.
+
+    Before the third token none below 1 may come.
+    """
+
+    answer: list[int] = field(default_factory=list)
+
+    def forbids(self, answer: Sequence[int], token: int) -> bool:
+        return (sum(answer) + token) % 4 == 1 or (len(answer) < 2 and token < 1)
+
+    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
+        for place in range(len(logits)):
+            before = [*self.answer, *guesses[: first + place]]
+            for token in range(logits.shape[-1]):
+                if self.forbids(before, token):
+                    logits[place, token] = -math.inf
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.answer += tokens
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
@@ -186,6 +215,8 @@ def slow_adjust(
             x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
         x -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
         if token in stops and len(answer) < params.min_tokens:
+            x = -math.inf
+        if params.structured_outputs is not None and ToyConstraint().forbids(answer, token):
             x = -math.inf
         adjusted.append(x)
     return adjusted

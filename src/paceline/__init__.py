@@ -9,9 +9,18 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.outputs import CompletionOutput, Metrics, RequestOutput
-    from paceline.params import EngineConfig, SamplingParams
+    from paceline.params import EngineConfig, SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Metrics", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Metrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "paceline.llm",
@@ -20,6 +29,7 @@ _HOMES = {
     "RequestOutput": "paceline.outputs",
     "EngineConfig": "paceline.params",
     "SamplingParams": "paceline.params",
+    "StructuredOutputs": "paceline.params",
 }
 
 

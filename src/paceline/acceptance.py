@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Batch, Draft, Logprobs, Verdict
-from paceline.params import AcceptanceName
+from paceline.params import SYNTHETIC
 from paceline.sampling import Purpose, adjust, draw, noise_key, noisy_argmax, probabilities, uniform
 
 AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
@@ -66,7 +66,7 @@ def _last_draw(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, batch: Ba
     """[B]: the recovered token (from max(p - q, 0)) or, where every guess was kept, the bonus token (from p)."""
     place = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p_here = p.gather(1, place).squeeze(1)
-    q_here = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1).gather(1, place).squeeze(1)
+    q_here = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1).gather(1, place).squeeze(1)
     residual = (p_here - q_here * (accepted < counts)[:, None]).clamp(min=0)
     # p = q to the last bit leaves nothing to recover from, and rounding can still have rejected: p is the law then.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
@@ -79,6 +79,20 @@ def _leading(kept: Tensor, counts: Tensor) -> Tensor:
     """[B, k] bool -> [B]: how many guesses, from the first on, are real and kept."""
     real = torch.arange(kept.shape[1], device=kept.device) < counts[:, None]
     return (kept & real).cumprod(1).sum(1)
+
+
+def synthetic(rate: float) -> AcceptanceRule:
+    """Keep each guess with this probability, whatever it is: for benchmarks of models with random weights."""
+
+    def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        draws = _draw(draft, logits, batch)
+        seed, place = batch.sampling.seed[: batch.rows, None], torch.arange(draft.k, device=batch.device)
+        coin = uniform(noise_key(seed, batch.live_length[:, None] + place, Purpose.SYNTHETIC))
+        accepted = _leading(coin < rate, draft.counts)
+        kept = torch.where(place < accepted[:, None], draft.tokens, draws[:, :-1])
+        return Verdict(torch.cat([kept, draws[:, -1:]], dim=1), accepted, draft.counts)
+
+    return accept
 
 
 def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
@@ -98,4 +112,11 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
     return accept
 
 
-RULES: dict[AcceptanceName, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}
+RULES: dict[str, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}
+
+
+def make_rule(acceptance: str) -> AcceptanceRule:
+    """The rule of ``EngineConfig.acceptance``, which has checked it."""
+    if acceptance.startswith(SYNTHETIC):
+        return with_logprobs(synthetic(float(acceptance.removeprefix(SYNTHETIC))))
+    return RULES[acceptance]

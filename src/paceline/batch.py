@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.history import AcceptanceHistory, Pace
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.reliability import Reliability
-from paceline.rows import SamplingRows
+from paceline.rows import After, Constraint, SamplingRows
 
 
 def real_places(counts: Tensor, width: int) -> Tensor:
@@ -131,12 +131,16 @@ class Verdict:
 
 @dataclass
 class RowStart:
-    """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what min_tokens holds back."""
+    """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what min_tokens holds back.
+
+    constraint: what its answer may be; a sequence's own. None: anything.
+    """
 
     tokens: list[int]
     params: SamplingParams
     seed: int
     stop_tokens: tuple[int, ...] = field(default=())
+    constraint: Constraint | None = None
 
 
 class Batch:
@@ -203,6 +207,7 @@ class Batch:
         self.length[row] = self.lengths[row] = size
         self.limits[row] = min(size + start.params.max_tokens, self.positions)
         self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
+        self.sampling.constraints[row] = start.constraint
         allowed = start.params.num_speculative_tokens
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.history.reset(row, self.most_guesses[row])
@@ -249,7 +254,17 @@ class Batch:
         if lines.sampling.any_penalty:
             place = self.live_length[:, None] + torch.arange(draft.k, device=self.device)
             lines.tokens = lines.tokens.scatter(1, place, draft.tokens)[row]
+        if lines.sampling.any_constraint:
+            lines.sampling.constraints = self._constraints_after(draft, row.tolist(), guesses.tolist())
         return lines
+
+    def _constraints_after(self, draft: Draft, rows: list[int], guesses: list[int]) -> list[Constraint | None]:
+        """Each row's constraint after so many of its guesses."""
+        own, tokens = self.sampling.constraints, draft.tokens.tolist()
+        return [
+            None if (constraint := own[row]) is None else After(constraint, tokens[row][:count])
+            for row, count in zip(rows, guesses, strict=True)
+        ]
 
     @property
     def guessing(self) -> tuple[int, int]:
@@ -271,4 +286,6 @@ class Batch:
         self.length[: self.rows] += verdict.accepted + 1
         for row, accepted in enumerate(verdict.host.accepted):
             self.lengths[row] += accepted + 1
+            if (constraint := self.sampling.constraints[row]) is not None:
+                constraint.advance(verdict.host.tokens[row])
         self.caps = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention import AttentionBackend
+from paceline.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.batch import Batch, Draft, real_places
 from paceline.cache import KVCache
 from paceline.models.base import AnyModel, FlatModel, Model
@@ -34,6 +35,8 @@ class Decoder:
             model.layers, rows, model.kv_heads, positions, model.head_dim, dtype=model.dtype, device=model.device
         )
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self.unread = False  # whether a row may have joined the batch whose prompt was not fed
+        self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
 
     def forward(
         self, tokens: Tensor, start: Tensor, longest: int, first_row: int = 0, counts: Tensor | None = None
@@ -51,19 +54,8 @@ class Decoder:
         return self._forward_padded(self.model, tokens, positions, longest, first_row)
 
     def _forward_padded(self, model: Model, tokens: Tensor, positions: Tensor, longest: int, first_row: int) -> Tensor:
-        cache, backend = self.cache, self.backend
-        index = cache.write_index(first_row, positions)
-        plan = backend.plan(positions, min(longest, cache.positions + 1))
-        rows = slice(first_row, first_row + tokens.shape[0])
-
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
-        ) -> Tensor:
-            cache.write(layer, index, k, v)
-            return backend.attend(
-                q, cache.keys[layer, rows], cache.values[layer, rows], plan, scale=scale, window=window
-            )
-
+        plan = self.backend.plan(positions, min(longest, self.cache.positions + 1))
+        attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
         return model.hidden(tokens, positions, attend)
 
     def _forward_flat(

@@ -15,14 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.acceptance import RULES
-from paceline.attention import BACKENDS, AttentionBackend
+from paceline.acceptance import make_rule
+from paceline.attention import AttentionBackend, make_backend
 from paceline.batch import Batch, Verdict
 from paceline.decoder import Decoder
+from paceline.device_round import DeviceRound, Rule
 from paceline.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.hardware import torch_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths.base import Foreseeing
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity, Profile, machine_name, model_hash
@@ -31,7 +33,9 @@ from paceline.models.base import AnyModel, FlatModel
 from paceline.models.prepare import why_not_native
 from paceline.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.params import EngineConfig, SamplingParams
+from paceline.pipeline import Pipeline, why_not_device
 from paceline.round import Speculation, speculative_round
+from paceline.rows import Constraint
 from paceline.sampling import sequence_seed
 from paceline.scheduler import Scheduler, TextStream
 from paceline.scheduler import Sequence as Row
@@ -44,6 +48,8 @@ log = logging.getLogger("paceline")
 class Request:
     """A prompt to continue. ``make_stream`` makes one text stream an answer; None leaves the texts empty.
 
+    make_constraint: makes one constraint an answer, where ``params`` have structured_outputs.
+
     max_time: seconds from now; what is not finished by then ends with finish_reason "deadline".
     """
 
@@ -53,6 +59,7 @@ class Request:
     request_id: str | None = None
     max_time: float | None = None
     make_stream: Callable[[SamplingParams], TextStream] | None = None
+    make_constraint: Callable[[], Constraint] | None = None
 
 
 @dataclass
@@ -86,14 +93,32 @@ class Engine:
         target = self._decoder(models.target)
         drafter = self._drafter()
         self._profile = self._load_profile()
-        self.parts = Speculation(target, drafter, FixedLength(0), RULES[config.acceptance])
+        self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.parts.policy = self._policy()
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
         self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, config.prefill_chunk)
+        if isinstance(self.parts.policy, Foreseeing):
+            self.scheduler.hopeful = self.parts.policy.hopeful
+        self._pipeline = self._make_pipeline()
 
     def _backend(self) -> AttentionBackend:
         """What models that do not run their own attention use."""
-        return BACKENDS.get(self.config.attention, BACKENDS["padded"])()
+        config, target = self.config, self.models.target
+        deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel is so by itself
+        return make_backend(config.attention, target.device, deterministic=deterministic)
+
+    def _make_pipeline(self) -> Pipeline | None:
+        """For rounds that the device plays alone; None where the host plays them."""
+        config, parts = self.config, self.parts
+        obstacle = why_not_device(parts.target, parts.drafter)
+        if config.rounds == "device" and obstacle is not None:
+            raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
+        wanted = config.rounds == "device" or (config.rounds == "auto" and self.models.target.device.type == "cuda")
+        if not wanted or obstacle is not None:
+            return None
+        draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
+        rule = Rule(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
+        return Pipeline(DeviceRound(parts.target, draft, self.batch, rule), parts, self.scheduler)
 
     def _decoder(self, model: AnyModel) -> Decoder:
         backend = self._backend()
@@ -176,16 +201,30 @@ class Engine:
             draft = self.models.draft if drafter.decoders else None
             who = drafter.name if draft is None else _describe_model(draft)
             guesses = f"drafter {who}, length {self.parts.policy.name}, acceptance {config.acceptance}"
+            if config.synthetic_acceptance is not None:
+                guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
         return (
             f"target {_describe_model(self.models.target)}, {torch.get_num_threads()} threads; {guesses}; "
-            f"attention {self._describe_attention()}; {config.max_batch_size} rows of {self.max_model_len} tokens"
+            f"attention {self._describe_attention()}; {self._describe_rounds()}"
+            f"{config.max_batch_size} rows of {self.max_model_len} tokens"
         )
 
     def _describe_attention(self) -> str:
         if isinstance(self.models.target, FlatModel):
             return "native (ragged, batch-invariant)"
         why = why_not_native(self.models.target, self.config.attention)
-        return self.parts.target.backend.name + (f" (not native: {why})" if why else "")
+        kind = " (deterministic)" if self.config.deterministic else ""
+        return self.parts.target.backend.name + kind + (f" (not native: {why})" if why else "")
+
+    def _describe_rounds(self) -> str:
+        """Nothing to say where a CPU's host plays them, which is the rule."""
+        if self._pipeline is not None:
+            how = "CUDA graphs" if self._pipeline.player.graphs.captures else "uncaptured"
+            return f"rounds by the device ({how}, {self._pipeline.player.ops.name} kernels); "
+        if self.models.target.device.type != "cuda":
+            return ""
+        why = why_not_device(self.parts.target, self.parts.drafter) or "rounds='host'"
+        return f"rounds by the host ({why}); "
 
     @property
     def busy(self) -> bool:
@@ -212,7 +251,8 @@ class Engine:
     def _sequence(self, request: Request, request_id: str, index: int, seed: int, now: float) -> Row:
         params = request.params
         eos = () if params.ignore_eos else self.models.eos_token_ids
-        metrics = Metrics(arrival_time=now, prompt_tokens=len(request.prompt_token_ids))
+        rate = self.config.synthetic_acceptance
+        metrics = Metrics(now, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
         return Row(
             request_id=request_id,
             prompt=request.prompt_token_ids,
@@ -222,6 +262,7 @@ class Engine:
             output=CompletionOutput(index, logprobs=None if params.logprobs is None else [], metrics=metrics),
             stream=request.make_stream(params) if request.make_stream is not None else None,
             deadline=None if request.max_time is None else now + request.max_time,
+            constraint=None if request.make_constraint is None else request.make_constraint(),
         )
 
     def check(self, request: Request) -> None:
@@ -236,6 +277,9 @@ class Engine:
             )
         if request.params.stop and request.make_stream is None:
             raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
+        if (request.params.structured_outputs is None) != (request.make_constraint is None):
+            allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
+            raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
         if request.max_time is not None and not request.max_time > 0:
             raise ParameterError("max_time", request.max_time, "a number of seconds above 0")
         ids: dict[str, Iterable[int]] = {
@@ -262,11 +306,26 @@ class Engine:
         self.scheduler.admit()
         if self.scheduler.running:
             self.batch.draining = self.closed and not self.scheduler.waiting and not self.scheduler.prefilling
-            self.last_verdict = speculative_round(self.parts, self.batch)
-            changed += self.scheduler.settle(self.last_verdict)
+            changed += self._play()
         if not self.busy:
+            if self._pipeline is not None:
+                self._pipeline.forget()
             self.scheduler.check_integrity()
         return self._collect(changed)
+
+    def _play(self) -> list[Row]:
+        """One round: by the device alone where it can. Returns the sequences that gained tokens."""
+        pipeline = self._pipeline
+        if pipeline is not None:
+            suits, pipeline.last_verdict = pipeline.suits(), None
+            gained = pipeline.step() if suits else pipeline.drain()
+            self.last_verdict = pipeline.last_verdict
+            return gained if suits or not self.scheduler.running else gained + self._play_on_host()
+        return self._play_on_host()
+
+    def _play_on_host(self) -> list[Row]:
+        self.last_verdict = speculative_round(self.parts, self.batch)
+        return self.scheduler.settle(self.last_verdict)
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -278,6 +337,8 @@ class Engine:
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
+        if self._pipeline is not None:
+            self._pipeline.forget()
         for output in self._requests.values():  # an interrupt may have caught a sequence between two queues
             for answer in output.outputs:
                 answer.finish_reason = answer.finish_reason or "abort"
@@ -355,13 +416,13 @@ def _precision(model: AnyModel) -> str:
     precision = str(model.dtype).removeprefix("torch.")
     if isinstance(model, FlatModel):
         return f"{model.quantization or precision} on the CPU kernels {model.kernels}"
-    return precision
+    return str(getattr(model, "precision", precision))
 
 
 def _check_attention(models: Models, config: EngineConfig) -> None:
     """The weights were packed, or not, when they were loaded: refuse what can no longer be chosen."""
     packed = isinstance(models.target, FlatModel)
-    if config.attention in ("padded", "split") and packed:
+    if config.attention in ("padded", "split", "ragged") and packed:
         raise ParameterError(
             "attention", config.attention, "'native' or 'auto' with weights loaded for the CPU kernels"
         )

@@ -8,7 +8,8 @@ PacelineError
 │   └── VocabularyMismatchError          draft and target do not speak the same tokens
 ├── RequestError                         one request cannot be served; the others go on
 │   ├── EmptyPromptError
-│   └── PromptTooLongError
+│   ├── PromptTooLongError
+│   └── StructureError                   answers cannot be held to the structure asked for
 ├── ProfileError                         a profile cannot be read, or is of another machine or model
 ├── CapacityError                        the rows asked for do not fit into memory
 ├── MissingPackageError                  an optional package is not installed; says how to get it
@@ -58,6 +59,10 @@ class EmptyPromptError(RequestError):
 
 class PromptTooLongError(RequestError):
     """The prompt does not fit into ``max_model_len``."""
+
+
+class StructureError(RequestError):
+    """Answers cannot be held to the structure asked for: it is broken, or says what cannot be enforced."""
 
 
 class ProfileError(PacelineError):

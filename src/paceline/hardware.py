@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import torch
 
 from paceline.errors import ParameterError
@@ -23,6 +22,8 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
+    import psutil  # which a machine that runs on its GPU need not have
+
     free = int(psutil.virtual_memory().available)
     for limit, current in _CGROUP_LIMITS:
         if limit.exists() and (text := limit.read_text().strip()).isdigit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -19,6 +20,7 @@ from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.prepare import prepare
 from paceline.outputs import RequestOutput
 from paceline.params import DEFAULT_MODEL, DtypeName, EngineConfig, EngineOptions, QuantizationName, SamplingParams
+from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class LLM:
 
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
         """Another engine on the same weights, with some options changed (but not how the weights were loaded)."""
-        for fixed in ("dtype", "quantization", "draft_dtype", "draft_quantization", "device"):
+        for fixed in ("dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic"):
             if fixed in options:
                 raise ParameterError(fixed, options[fixed], "what the weights were loaded with; make a new LLM")
         return self._sharing(self, replace(self.engine.config, **options))
@@ -197,10 +199,20 @@ class LLM:
     def request(
         self, prompt: Prompt, params: SamplingParams, *, max_time: float | None = None, request_id: str | None = None
     ) -> Request:
-        """A prompt as ``engine.add`` takes it: tokens, and how they become text again."""
+        """A prompt as ``engine.add`` takes it: tokens, how they become text again, and what the answers must look like.
+
+        Raises StructureError, MissingPackageError.
+        """
         text = prompt if isinstance(prompt, str) else None
         make_stream = self._stream if self.tokenizer is not None else None
-        return Request(self._encode(prompt), params, text, request_id, max_time, make_stream)
+        wanted = params.structured_outputs
+        make_constraint = None if wanted is None else self._grammars.compile(wanted)
+        return Request(self._encode(prompt), params, text, request_id, max_time, make_stream, make_constraint)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        tokenizer, models = self._need_tokenizer("structured_outputs"), self._models
+        return Grammars(tokenizer, models.target.vocab_size, models.eos_token_ids)
 
     def _stream(self, params: SamplingParams) -> Detokenizer:
         assert self.tokenizer is not None
@@ -220,7 +232,7 @@ def _load(
 ) -> AnyModel:
     device = resolve_device(config.device)
     model = load_model(source, dtype=resolve_dtype(dtype, device), device=device)
-    return prepare(model, config.attention, quantization)
+    return prepare(model, config.attention, quantization, config.deterministic)
 
 
 def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:

@@ -23,6 +23,8 @@ class Metrics:
     """What one answer cost. Times in seconds from the request's arrival.
 
     rounds: target passes that decoded it (prefill not counted). drafted, accepted: guesses made and kept.
+    synthetic_acceptance: None; in benchmarks the chance with which guesses were kept whatever they were: the text then
+        means nothing.
     """
 
     arrival_time: float = 0.0
@@ -34,6 +36,7 @@ class Metrics:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    synthetic_acceptance: float | None = None
 
     @property
     def acceptance_rate(self) -> float | None:

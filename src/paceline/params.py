@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from paceline.errors import ParameterError
 
 AcceptanceName = Literal["coupled", "rejection"]
-AttentionName = Literal["auto", "native", "padded", "split"]
-QuantizationName = Literal["int8", "int4"]
+AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
+QuantizationName = Literal["int8", "int4", "fp8"]
+RoundsName = Literal["auto", "host", "device"]
 DrafterName = Literal["model", "ngram"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LengthName = Literal["auto", "bass", "profiled"]
@@ -19,6 +21,8 @@ LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4
+DEFAULT_ACCEPTANCE: AcceptanceName = "coupled"
+SYNTHETIC = "synthetic:"  # before a rate: an acceptance rule for benchmarks
 MAX_SPECULATION_LENGTH = 32
 MAX_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves
@@ -60,6 +64,36 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
 
 
 @dataclass(frozen=True)
+class StructuredOutputs:
+    """What an answer must look like: exactly one of these; needs the extra ``structured``.
+
+    json: a JSON schema, as an object or as its text. json_object: any JSON object. regex: a regular expression that the
+    whole answer matches.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "json_object", "regex") if getattr(self, name) not in (None, False)]
+        _check(len(given) == 1, "structured_outputs", given, "exactly one of json, json_object, regex")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+
+
+def _schema_text(schema: object) -> str:
+    """Also a copy, so that nobody changes it under a running request."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        ok = isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError):
+        ok = False
+    _check(ok, "structured_outputs.json", schema, "a JSON schema, which is an object")
+    return text
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
 
@@ -78,6 +112,8 @@ class SamplingParams:
         (before bias, penalties and temperature).
     num_speculative_tokens: most guesses a round for this prompt, however many the engine plays; 0 is plain decoding.
         None leaves it to the engine.
+    structured_outputs: what the answer must look like. Tokens that cannot lead there get no probability; the model's
+        end-of-text token none before the answer is complete.
     """
 
     n: int = 1
@@ -98,6 +134,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     num_speculative_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1)
@@ -116,6 +153,10 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.num_speculative_tokens is not None:
             _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATION_LENGTH)
+        if self.structured_outputs is not None:
+            free = "left alone with structured_outputs, which says itself when an answer ends"
+            _check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
+            _check(not self.ignore_eos, "ignore_eos", self.ignore_eos, free)
         self._check_collections()
 
     def _check_collections(self) -> None:
@@ -146,10 +187,19 @@ class EngineConfig:
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
-    attention: "native" (the C++ kernels for CPUs, ragged and batch-invariant), "padded" (BASS-PAD) or "split"
-        (BASS-SPLIT). "auto" is native where it can run the model, else padded.
+        "synthetic:0.8" keeps each guess with that probability, whatever it is: the speed is real, the text is not.
+    benchmark: says that texts are not wanted; without it a synthetic acceptance is refused.
+    attention: "native" (the C++ kernels for CPUs, ragged and batch-invariant), "ragged" (one Triton launch for all
+        rows), "padded" (BASS-PAD) or "split" (BASS-SPLIT). "auto" is native where it can run the model, ragged on CUDA
+        devices with Triton, else padded.
+    deterministic: kernels whose tiles do not depend on the batch, so that a token's bits do not either: ragged
+        attention and Triton's matrix products. The native kernels are so anyway.
+    rounds: "device": a round is one program that the host never interrupts (on CUDA a graph), and the host is one round
+        behind; requests with penalties, cuts or log-probabilities are still played by the host. "host": it reads every
+        round. "auto" is device on CUDA, where models, drafter and attention allow it.
     dtype: "auto" is bfloat16 where the machine multiplies it natively, else float32.
-    quantization: "int8" or "int4" weights, made at load, on the native kernels; None leaves them in ``dtype``.
+    quantization: "int8" or "int4" weights, made at load, on the native kernels; on CUDA "int8" or "fp8", on Triton's.
+        None leaves them in ``dtype``.
     draft_dtype, draft_quantization: the draft model's; "same" is the target's.
     max_batch_size: rows, that is sequences decoded at once.
     max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
@@ -162,8 +212,11 @@ class EngineConfig:
     drafter: DrafterName | None = None
     num_speculative_tokens: int | LengthName = "auto"
     profile: str | None = None
-    acceptance: AcceptanceName = "coupled"
+    acceptance: AcceptanceName | str = DEFAULT_ACCEPTANCE
+    benchmark: bool = False
     attention: AttentionName = "auto"
+    deterministic: bool = False
+    rounds: RoundsName = "auto"
     dtype: DtypeName = "auto"
     quantization: QuantizationName | None = None
     draft_dtype: DtypeName | Literal["same"] = "same"
@@ -188,13 +241,37 @@ class EngineConfig:
             )
         if self.num_speculative_tokens == "profiled":
             _check(self.profile is not None, "profile", None, "the file of a profile; make one with: paceline profile")
-        _check_choice("acceptance", self.acceptance, ("coupled", "rejection"))
-        _check_choice("attention", self.attention, ("auto", "native", "padded", "split"))
+        self._check_acceptance()
+        _check_choice("attention", self.attention, get_args(AttentionName))
+        _check_choice("rounds", self.rounds, get_args(RoundsName))
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        _check_choice("quantization", self.quantization, (None, "int8", "int4"))
+        _check_choice("quantization", self.quantization, (None, *get_args(QuantizationName)))
         _check_choice("draft_dtype", self.draft_dtype, ("same", "auto", "float32", "bfloat16"))
-        _check_choice("draft_quantization", self.draft_quantization, ("same", None, "int8", "int4"))
+        _check_choice("draft_quantization", self.draft_quantization, ("same", None, *get_args(QuantizationName)))
+        for name in ("benchmark", "deterministic"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         self._check_numbers()
+
+    def _check_acceptance(self) -> None:
+        given = self.acceptance
+        if not (isinstance(given, str) and given.startswith(SYNTHETIC)):
+            _check_choice("acceptance", given, get_args(AcceptanceName))
+            return
+        rate = self.synthetic_acceptance
+        allowed = f"{SYNTHETIC}P, P a probability: for benchmarks alone"
+        _check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
+        allowed = "'coupled' or 'rejection'; for benchmarks, whose texts nobody wants, with benchmark=True"
+        _check(self.benchmark, "acceptance", given, allowed)
+
+    @property
+    def synthetic_acceptance(self) -> float | None:
+        """The chance with which every guess is kept; None where guesses are judged by the target."""
+        if not self.acceptance.startswith(SYNTHETIC):
+            return None
+        try:
+            return float(self.acceptance.removeprefix(SYNTHETIC))
+        except ValueError:
+            return math.nan
 
     def _check_numbers(self) -> None:
         _check_int("max_batch_size", self.max_batch_size, 1, 4096)
@@ -219,6 +296,7 @@ class ServerConfig:
     shutdown_timeout: seconds that running requests may still take when the server is told to end.
     log_format: "text" for people, "json" for machines: one object a line.
     log_interval: seconds between two lines about throughput, while there is any.
+    playground: whether there is a page at ``/`` to try the model on.
     """
 
     host: str = "127.0.0.1"
@@ -232,6 +310,7 @@ class ServerConfig:
     shutdown_timeout: float = 30.0
     log_format: LogFormat = "text"
     log_interval: float = 10.0
+    playground: bool = True
 
     def __post_init__(self) -> None:
         _check_int("port", self.port, 0, 65535)
@@ -254,8 +333,11 @@ class EngineOptions(TypedDict, total=False):
     drafter: DrafterName | None
     num_speculative_tokens: int | LengthName
     profile: str | None
-    acceptance: AcceptanceName
+    acceptance: AcceptanceName | str
+    benchmark: bool
     attention: AttentionName
+    deterministic: bool
+    rounds: RoundsName
     dtype: DtypeName
     quantization: QuantizationName | None
     draft_dtype: DtypeName | Literal["same"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +23,42 @@ _SCALARS: dict[str, torch.dtype] = {
 }
 
 
+class Constraint(Protocol):
+    """What may follow a row's text: a grammar, for example. It knows the tokens that the row has gained."""
+
+    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
+        """Of a row's logits [L, V], in place: -inf for the tokens that may not follow the first ``first + j`` guesses.
+
+        What follows a guess that may not stand there itself, or an end, is never drawn and stays as it is.
+        """
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The row has gained these. What follows an end is ignored."""
+        ...
+
+
+@dataclass(frozen=True)
+class After:
+    """A row's constraint, some guesses further on."""
+
+    constraint: Constraint
+    guesses: Sequence[int]
+
+    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
+        self.constraint.mask(logits, [*self.guesses, *guesses], len(self.guesses) + first)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        raise NotImplementedError("guesses are no gain")
+
+
 class SamplingRows:
     """Each row's SamplingParams on the device, and which features any live row uses (so that the others cost nothing).
 
     Tensors [R]: temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
     prompt_length, min_length (tokens of prompt and answer before which no stop token may come).
     bias [R, V] and stop_tokens [R, V] are None while no live row needs them.
+    constraints: of each row, None where anything may follow.
     """
 
     temperature: Tensor
@@ -39,6 +72,7 @@ class SamplingRows:
     def __init__(self, capacity: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * capacity
+        self.constraints: list[Constraint | None] = [None] * capacity
         for name, dtype in _SCALARS.items():
             setattr(self, name, torch.zeros(capacity, dtype=dtype, device=device))
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -83,6 +117,7 @@ class SamplingRows:
 
     def copy_row(self, source: int, destination: int) -> None:
         self.params[destination] = self.params[source]
+        self.constraints[destination] = self.constraints[source]
         names = [*_SCALARS, "seed", "prompt_length", "min_length"]
         tables = [getattr(self, name) for name in names] + [self._bias, self._stop_tokens]
         for table in tables:
@@ -92,7 +127,7 @@ class SamplingRows:
     def part(self, first: int, stop: int) -> SamplingRows:
         """Rows first .. stop - 1, as views of the same tensors."""
         part = copy.copy(self)
-        part.params = self.params[first:stop]
+        part.params, part.constraints = self.params[first:stop], self.constraints[first:stop]
         for name in [*_SCALARS, "seed", "prompt_length", "min_length", "_bias", "_stop_tokens"]:
             table = getattr(self, name)
             setattr(part, name, None if table is None else table[first:stop])
@@ -119,9 +154,10 @@ class SamplingRows:
         )
         self.any_bias = any(p.logit_bias for p in live)
         self.any_minimum = any(p.min_tokens > 0 for p in live)
+        self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
         self.logprobs = max((p.logprobs for p in live if p.logprobs is not None), default=None)
 
     @property
     def adjusts(self) -> bool:
         """Whether any live row changes its logits before the temperature."""
-        return self.any_penalty or self.any_bias or self.any_minimum
+        return self.any_penalty or self.any_bias or self.any_minimum or self.any_constraint

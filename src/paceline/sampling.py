@@ -1,4 +1,4 @@
-"""From logits to a token: bias, penalties, minimum length, temperature, min-p, top-k, top-p, and the draw.
+"""From logits to a token: bias, penalties, minimum length, constraint, temperature, min-p, top-k, top-p, the draw.
 
 Shapes: B rows, L positions, V vocabulary, G guesses. Position j of a call is drawn after each row's text and its first
 ``first + j`` guesses, so penalties know the guesses before it.
@@ -74,7 +74,10 @@ def sequence_seed(seed: int, sample: int) -> int:
 
 
 def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Tensor:
-    """Bias, penalties, minimum length: logits [B, L, V] (not changed), guesses [B, >= first + L - 1] -> [B, L, V]."""
+    """Bias, penalties, minimum length, constraint: logits [B, L, V] (not changed) -> [B, L, V].
+
+    guesses: [B, >= first + L - 1].
+    """
     rows = batch.sampling
     if not rows.adjusts:
         return logits
@@ -87,7 +90,17 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
         position = _positions(batch, logits.shape[1], first)
         early = position < rows.min_length[: batch.rows, None]
         logits.masked_fill_(early[:, :, None] & (rows.stop_tokens[: batch.rows, None] > 0), -math.inf)
+    if rows.any_constraint:
+        _constrain(logits, batch, guesses, first)
     return logits
+
+
+def _constrain(logits: Tensor, batch: Batch, guesses: Tensor, first: int) -> None:
+    """What each row's constraint forbids, in place."""
+    tokens = guesses.tolist()
+    for row, constraint in enumerate(batch.sampling.constraints[: batch.rows]):
+        if constraint is not None:
+            constraint.mask(logits[row], tokens[row], first)
 
 
 def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from paceline.batch import Batch, RowStart, Verdict
 from paceline.decoder import Decoder
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob
 from paceline.params import SamplingParams
+from paceline.rows import Constraint
 
 
 class TextStream(Protocol):
@@ -36,7 +38,9 @@ class Sequence:
     output: CompletionOutput
     stream: TextStream | None = None
     deadline: float | None = None  # on the clock of time.monotonic
+    constraint: Constraint | None = None
     prefilled: int = 0
+    drafted: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
 
     @property
     def prefill_stop(self) -> int:
@@ -50,6 +54,9 @@ class Scheduler:
 
     Rows join the decoding ones in that order; when a row leaves, the last decoding row takes its place and the
     prefilling rows move up by one.
+
+    decoders: the target's first. hopeful: whether a batch of so many rows may soon be asked for guesses.
+    in_flight: most tokens that a row may have gained on the device without the host knowing yet.
     """
 
     batch: Batch
@@ -59,6 +66,8 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
+    in_flight: int = 0
+    hopeful: Callable[[int], bool] = lambda _: True
 
     @property
     def busy(self) -> bool:
@@ -83,7 +92,8 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         row = len(self.running) + len(self.prefilling)
         stop_tokens = tuple(sorted(sequence.stop_tokens))
-        self.batch.set_row(row, RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens))
+        start = RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint)
+        self.batch.set_row(row, start)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sibling = self._sibling(sequence)
         if sibling is not None:
@@ -91,10 +101,14 @@ class Scheduler:
             for decoder in self.decoders:
                 decoder.copy_row(sibling, row, sequence.prefill_stop)
         else:
-            sequence.prefilled = 0
+            sequence.prefilled, sequence.drafted = 0, self.hopeful(self._rows_soon)
             for decoder in self.decoders:
                 decoder.start_row(row)
         self.prefilling.append(sequence)
+
+    @property
+    def _rows_soon(self) -> int:
+        return min(self.capacity, len(self.running) + len(self.prefilling) + 1 + len(self.waiting))
 
     def _sibling(self, sequence: Sequence) -> int | None:
         """A decoding row of the same request: its cache still holds the whole prompt, for nothing is ever erased."""
@@ -108,21 +122,24 @@ class Scheduler:
         count, width = 1, 0
         for rows, sequence in enumerate(self.prefilling, 1):
             widest = max(width, sequence.prefill_stop - sequence.prefilled)
-            if rows > 1 and widest * rows > self.prefill_chunk:
+            if rows > 1 and (widest * rows > self.prefill_chunk or sequence.drafted != self.prefilling[0].drafted):
                 break
             count, width = rows, widest
         width = min(width, self.prefill_chunk)
         group = self.prefilling[:count]
         starts = [sequence.prefilled for sequence in group]
         stops = [min(sequence.prefilled + width, sequence.prefill_stop) for sequence in group]
-        for decoder in self.decoders:
+        for decoder in self.decoders if group[0].drafted else self.decoders[:1]:
             decoder.prefill(self.batch, len(self.running), starts, stops)
         for sequence, stop in zip(group, stops, strict=True):
             sequence.prefilled = stop
 
     def _join(self) -> None:
         while self.prefilling and self.prefilling[0].prefilled == self.prefilling[0].prefill_stop:
-            self.running.append(self.prefilling.pop(0))
+            sequence = self.prefilling.pop(0)
+            self.running.append(sequence)
+            for decoder in self.decoders[1:]:
+                decoder.unread |= not sequence.drafted
         self.batch.set_rows(len(self.running))
 
     def settle(self, verdict: Verdict) -> list[Sequence]:
@@ -140,7 +157,7 @@ class Scheduler:
         """Free a row (decoding or prefilling); others move into the hole."""
         if row < len(self.running):
             last = len(self.running) - 1
-            self._move(last, row, self.batch.lengths[last])
+            self._move(last, row, self.batch.lengths[last] + self.in_flight)
             self.running[row] = self.running[last]
             self.running.pop()
             row = last  # the hole is now at the border to the prefilling rows
@@ -208,7 +225,8 @@ class Scheduler:
         for row, sequence in enumerate([*self.running, *self.prefilling]):
             assert not sequence.output.finished, f"row {row} is finished but was not freed"
             size = len(sequence.prompt) + len(sequence.output.token_ids)
-            assert lengths[row] == self.batch.lengths[row] == size, f"row {row}: lengths disagree"
+            assert self.batch.lengths[row] == size, f"row {row}: lengths disagree"
+            assert 0 <= lengths[row] - size <= self.in_flight, f"row {row}: the device's length disagrees"
             text = self.batch.tokens[row, :size].tolist()
             assert text == sequence.prompt + sequence.output.token_ids, f"row {row}: tokens disagree"
 

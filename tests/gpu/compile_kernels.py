@@ -1,16 +1,18 @@
 """Compile every kernel for sm_90 without a GPU; run by test_compile.py in a process that does not interpret kernels.
 
-Prints a line for each kernel; the first that fails raises.
+Prints a line for each kernel; the first that fails raises. With --few, one or two shapes of each kernel.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+FEW = "--few" in sys.argv
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
 ALIGNED = ("_stride", "_row", "_head", "_token", "_position")  # strides of real models are multiples of 16
@@ -61,6 +63,8 @@ def attention() -> dict[str, Any]:
         (64, 16, 4, 4, 256, False, True),
     ]
     cases = [(POINTERS["bf16"], shape) for shape in shapes] + [(POINTERS["fp32"], shapes[1])]
+    if FEW:
+        cases = [cases[1], cases[3]]
     for element, (dim, tile, length, shared, split, window, tree) in cases:
         constants = {
             "GROUPS": 8, "SHARED": shared, "LENGTH": length, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
@@ -106,8 +110,8 @@ def linears() -> dict[str, Any]:
 
     found = {}
     for weight in ("*i8", "*fp8e4nv", "*bf16"):
-        for tile in CANDIDATES if weight == "*i8" else CANDIDATES[:1]:
-            for parts, block_m in ((1, 16), (4, 64)):
+        for tile in CANDIDATES if weight == "*i8" and not FEW else CANDIDATES[:1]:
+            for parts, block_m in ((1, 16), (4, 64))[FEW:]:
                 constants = {
                     "INPUTS": 4096, "OUTPUTS": 4096, "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
@@ -118,7 +122,20 @@ def linears() -> dict[str, Any]:
     return found
 
 
-FAMILIES = [attention, drawing, accepting, linears]
+def rotary() -> dict[str, Any]:
+    from paceline.gpu.rotary import rotary_kernel
+
+    shape = {"HEADS": 32, "GROUPS": 8, "LENGTH": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8}
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("qkv", "cosine", "sine", "norm", "out", "keys", "values"), element)
+        for turned, normed in ((True, True), (True, False), (False, False)):
+            key = f"rotary {element} turned={turned} normed={normed}"
+            found[key] = build(rotary_kernel, shape | {"TURNED": turned, "NORMED": normed}, **types)
+    return found
+
+
+FAMILIES = [attention, drawing, accepting, linears, rotary]
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 
 import numpy as np
@@ -16,7 +16,7 @@ from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength, expected_tokens
 from paceline.params import EngineConfig, SamplingParams
-from simulation import Simulation, linear_costs
+from simulation import LENGTHS, SIZES, Simulation, linear_costs
 from toy import ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -259,6 +259,27 @@ def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) ->
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
     plain = run(make_engine(ToyModel()), [[1, 2, 3], [4]], params)
     assert answers(run(engine, [[1, 2, 3], [4]], params)) == answers(plain)
+
+
+def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when_it_can() -> None:
+    """Beyond two tokens a round every token costs as much as a plain one: two rows gain nothing, one does."""
+    times = tuple(tuple(max(10.0, 5.0 * b * (k + 1)) for k in LENGTHS) for b in SIZES)
+    engine = make_engine(ToyModel(), ToyModel(), drafter="model", num_speculative_tokens="auto")
+    policy = engine.parts.policy
+    assert isinstance(policy, GoodputLength)
+    policy.costs = CostModel(replace(linear_costs(), verify=times), LONGEST_AUTO)
+    assert policy.hopeful(1)
+    assert not policy.hopeful(2)
+    (draft,), read = engine.parts.drafter.decoders, []
+    prefill = draft.prefill
+    draft.prefill = lambda *args: (read.append(engine.batch.rows), prefill(*args))[1]  # type: ignore[method-assign]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 5, 4)]
+    prompts = [[1, 2, 3, 4], [5, 6, 7], [8, 9, 10]]
+    outputs = run(engine, prompts, params)
+    assert answers(outputs) == answers(run(make_engine(ToyModel()), prompts, params))
+    assert read == [1]  # the last row left: caught up within a round, not while it was admitted
+    assert outputs[0].outputs[0].metrics.accepted > 5
+    assert not any(output.outputs[0].metrics.accepted for output in outputs[1:])
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jsonschema_rs
 import openai
 import pytest
 
@@ -56,6 +58,21 @@ def test_a_stream_is_the_same_text_with_whole_characters_and_usage_at_the_end(li
     assert list(texts.values()) == [answer.text for answer in expected(offline, n=2)]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 48
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_chunk_says_what_was_used_so_far_if_asked(live: Live, path: str) -> None:
+    prompt: Any = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": PROMPT}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**prompt, "n": 2, "max_tokens": 12, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = live.post(path, body).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    used = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert used == sorted(used)
+    assert used[-2:] == [24, 24]
+    assert used[0] < 12
+    refused = live.post(path, {**body, "stream_options": {"continuous_usage_stats": True}})
+    assert "needs include_usage" in refused.json()["error"]["message"]
 
 
 def test_log_probabilities_stand_beside_their_tokens_in_chunks_of_several(live: Live, offline: LLM) -> None:
@@ -183,9 +200,66 @@ def test_broken_bodies_are_answered_with_400(live: Live, body: bytes) -> None:
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_grammar_is_refused_and_not_ignored(live: Live) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
-    assert live.post("/v1/chat/completions", body).status_code == 400
+PLACE: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "size": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_follows_a_json_schema_with_guesses_and_without(live: Live, stream: bool) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}
+
+    def texts(**extra: Any) -> list[str]:
+        reply = live.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], n=2, seed=4, response_format=form,
+            stream=stream, extra_body=extra,
+        )  # fmt: skip
+        if not stream:
+            assert {choice.finish_reason for choice in reply.choices} == {"stop"}
+            return [choice.message.content for choice in reply.choices]
+        found = ["", ""]
+        for chunk in reply:
+            found[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        return found
+
+    plain = texts(num_speculative_tokens=0)
+    assert texts() == plain
+    for text in plain:
+        jsonschema_rs.validate(PLACE, json.loads(text))
+
+
+def test_a_json_object_is_one(live: Live) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_object"},
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    text = live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}, "'not'"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}, "nonsense"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": 3}}},
+            "wrong form",
+        ),
+        ({"type": "grammar"}, "json_schema"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(live: Live, form: Any, says: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+    reply = live.post("/v1/chat/completions", body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith("response_format")
+    assert says in reply.json()["error"]["message"]
 
 
 def test_a_deadline_ends_an_answer_as_it_is(live: Live) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from paceline.attention.base import Attend, AttentionBackend, Plan
 from paceline.attention.padded import PaddedAttention
 from paceline.attention.split import SplitAttention
+from paceline.errors import ParameterError
+from paceline.gpu.launch import require_triton, why_not
+from paceline.params import AttentionName
 
 
-def _ragged() -> AttentionBackend:
+def _ragged(*, deterministic: bool = False) -> AttentionBackend:
     from paceline.attention.ragged import RaggedAttention  # needs triton
 
-    return RaggedAttention()
+    return RaggedAttention(deterministic=deterministic)
 
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
@@ -21,4 +26,18 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "ragged": _ragged,
 }
 
-__all__ = ["BACKENDS", "Attend", "AttentionBackend", "Plan"]
+
+def make_backend(name: AttentionName, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
+    """What runs the attention of models that do not run their own. Raises ParameterError for what cannot run here."""
+    if name not in BACKENDS:
+        name = "ragged" if device.type == "cuda" and why_not(device) is None else "padded"
+    if name == "ragged":
+        require_triton(device, "attention", name)
+        return _ragged(deterministic=deterministic)
+    if deterministic:
+        allowed = "with attention='ragged' (a CUDA device with Triton), or 'native' (a CPU); False otherwise"
+        raise ParameterError("deterministic", True, allowed)
+    return BACKENDS[name]()
+
+
+__all__ = ["BACKENDS", "Attend", "AttentionBackend", "Plan", "make_backend"]

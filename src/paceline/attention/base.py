@@ -6,9 +6,11 @@ Shapes: B rows, L new tokens a row, H heads, G key/value heads, P positions, D h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from paceline.gpu.state import PackedHeads
 
 
 @dataclass
@@ -55,3 +57,12 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class AttendPacked(Protocol):
+    """An ``Attend`` that would rather have a layer's heads unnormed and unturned, and do it all at once."""
+
+    def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
+        """-> [B, H, L, D]."""
+        ...

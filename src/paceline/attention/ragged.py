@@ -124,7 +124,8 @@ def attend_kernel(
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
     line = split.to(tl.int64) * rows_times_heads * LENGTH + (row * LENGTH + token) * (GROUPS * SHARED) + head
-    tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=real[:, None] & inside[None, :])
+    some = place < tl.where(start < stop, SHARED * LENGTH, 0)  # where there is no key, the level alone says so
+    tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some[:, None] & inside[None, :])
     tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
 
 
@@ -260,7 +261,7 @@ class RaggedAttention:
             DIM=dim,
             BLOCK_D=block_d,
             SPLITS=splits,
-            BLOCK_S=min(_JOINED_AT_ONCE, triton.next_power_of_2(splits)),
+            BLOCK_S=_JOINED_AT_ONCE if split_size else min(_JOINED_AT_ONCE, triton.next_power_of_2(splits)),
             num_warps=1,
         )
         return out.transpose(1, 2)

@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.adaptive import phases, traffic, traffic_http
 from paceline.cli.console import stderr, table, working
+from paceline.cli.gpu import attention, gpu
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers, with_flags
 from paceline.cli.quality import quality
 from paceline.errors import ParameterError
@@ -75,6 +76,8 @@ app.command()(with_flags(traffic))
 app.command()(traffic_http)
 app.command()(with_flags(phases))
 app.command()(quality)
+app.command()(gpu)
+app.command()(attention)
 
 
 def _table(results: list[Result], tokens: int, prompts: str) -> object:

@@ -63,3 +63,7 @@ def _main(
     ] = False,
 ) -> None:
     pass
+
+
+if __name__ == "__main__":
+    app()

@@ -15,6 +15,7 @@ import typer
 from paceline.cli.console import note, working
 from paceline.errors import ModelNotFoundError, ParameterError
 from paceline.params import (
+    DEFAULT_ACCEPTANCE,
     DEFAULT_MODEL,
     AcceptanceName,
     AttentionName,
@@ -24,6 +25,7 @@ from paceline.params import (
     EngineOptions,
     LengthName,
     QuantizationName,
+    RoundsName,
     SamplingParams,
 )
 
@@ -66,10 +68,16 @@ class EngineFlags:
     acceptance: Annotated[
         AcceptanceName,
         engine_option("--acceptance", text="coupled: same seed, same text. rejection: most guesses kept."),
-    ] = EngineConfig.acceptance
+    ] = DEFAULT_ACCEPTANCE
     attention: Annotated[AttentionName, engine_option("--attention", text="How ragged rows attend.")] = (
         EngineConfig.attention
     )
+    deterministic: Annotated[
+        bool, engine_option("--deterministic", text="Bits that do not depend on the batch (CUDA; CPU kernels are so).")
+    ] = EngineConfig.deterministic
+    rounds: Annotated[
+        RoundsName, engine_option("--rounds", text="Who runs a round; auto: the device alone, on CUDA.")
+    ] = EngineConfig.rounds
     dtype: Annotated[DtypeName, engine_option("--dtype", text="Precision; auto: bfloat16 where it is native.")] = (
         EngineConfig.dtype
     )
@@ -78,10 +86,11 @@ class EngineFlags:
         engine_option("--draft-dtype", text="Precision of the draft model."),
     ] = EngineConfig.draft_dtype
     quantization: Annotated[
-        QuantizationName | None, engine_option("--quantization", text="Weights in fewer bits, on the CPU kernels.")
+        QuantizationName | None,
+        engine_option("--quantization", text="Weights in fewer bits: int8, int4 (CPU); int8, fp8 (CUDA)."),
     ] = EngineConfig.quantization
     draft_quantization: Annotated[
-        Literal["same", "none", "int8", "int4"],
+        Literal["same", "none", "int8", "int4", "fp8"],
         engine_option("--draft-quantization", text="The draft model's weights."),
     ] = "same" if EngineConfig.draft_quantization == "same" else EngineConfig.draft_quantization or "none"
     max_batch_size: Annotated[
@@ -106,6 +115,8 @@ class EngineFlags:
             "profile": self.profile,
             "acceptance": self.acceptance,
             "attention": self.attention,
+            "deterministic": self.deterministic,
+            "rounds": self.rounds,
             "dtype": self.dtype,
             "draft_dtype": self.draft_dtype,
             "quantization": self.quantization,

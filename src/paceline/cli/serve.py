@@ -56,6 +56,9 @@ class ServerFlags:
     log_interval: Annotated[float, _option("--log-interval", text="Seconds between lines about throughput.")] = (
         ServerConfig.log_interval
     )
+    playground: Annotated[bool, _option("--playground/--no-playground", text="A page at / to try the model on.")] = (
+        ServerConfig.playground
+    )
 
     def config(self) -> ServerConfig:
         """With the keys of all three sources. Raises ParameterError."""

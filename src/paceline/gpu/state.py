@@ -1,4 +1,7 @@
-"""What a round knows of its rows, all of it on the device. B rows, k guesses, S stop tokens, V vocabulary."""
+"""What kernels are given: a round's rows, guesses and record, a layer's heads. All of it lives on the device.
+
+B rows, k guesses, S stop tokens, V vocabulary; L new tokens a row, H heads, G key/value heads, D head width.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,22 @@ class Guesses:
     @property
     def k(self) -> int:
         return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class PackedHeads:
+    """A layer's queries, keys and values as its matrix product gave them: table [B, L, H + 2G, D], whole lines.
+
+    rotation: cosine and signed sine [B, L, 1, D]; None turns nothing. norm [H + G, D]: weights of the norms of query
+    and key, None for none; applied only where something is turned.
+    """
+
+    table: Tensor
+    heads: int
+    kv_heads: int
+    rotation: tuple[Tensor, Tensor] | None
+    norm: Tensor | None
+    eps: float
 
 
 def read_record(record: list[list[int]]) -> tuple[HostVerdict, list[int]]:

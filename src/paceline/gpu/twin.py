@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from paceline.gpu.state import Guesses, RowState
+from paceline.gpu.state import Guesses, PackedHeads, RowState
 from paceline.sampling import Purpose, noise_key, uniform
 
 
@@ -109,3 +110,20 @@ def commit(tokens: Tensor, accepted: Tensor, guesses: Guesses, rows: RowState) -
     rows.length.add_(gained)
     numbers = accepted.masked_fill(ended, 0), guesses.counts.masked_fill(ended, 0), gained
     return torch.cat([tokens, torch.stack(numbers, dim=1)], dim=1)
+
+
+def turn_and_store(packed: PackedHeads, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """See ``gpu.rotary.turn_and_store``."""
+    turned = packed.heads + packed.kv_heads
+    qk, v = packed.table.split_with_sizes([turned, packed.kv_heads], dim=2)
+    if packed.rotation is not None:
+        cos, sin = packed.rotation
+        if packed.norm is not None:
+            qk = functional.rms_norm(qk, (qk.shape[-1],), None, packed.eps) * packed.norm
+        qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
+    q, k = qk.split_with_sizes([packed.heads, packed.kv_heads], dim=2)
+    row = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    place = positions.clamp(max=keys.shape[2] - 1)
+    keys[row, :, place] = k.to(keys.dtype)
+    values[row, :, place] = v.to(values.dtype)
+    return q.transpose(1, 2)

@@ -38,6 +38,15 @@ class Selective(Protocol):
         ...
 
 
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A length policy that knows when draft models will not be asked."""
+
+    def hopeful(self, rows: int) -> bool:
+        """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
+        ...
+
+
 def selected(policy: LengthPolicy, batch: Batch, draft: Draft) -> Draft:
     """What of a draft is verified under this policy."""
     return policy.select(batch, draft) if isinstance(policy, Selective) and draft.k > 0 else draft

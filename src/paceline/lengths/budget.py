@@ -18,7 +18,7 @@ Which chance a guess has, its score and the row's luck say (``reliability``). Wh
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
 need no probes to notice that guesses are good. What they do not show is the time of other rounds: while no guess pays
 by what is believed, PROBE_SHARE of the time goes into a purse, and the best guesses are verified when it holds what
-they lose.
+they lose. Where nothing paid for some rounds, only every fourth round looks for guesses: looking takes time, too.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from paceline.lengths.cost import CostModel, Milliseconds
 from paceline.lengths.goodput import LONGEST_AUTO, PROBE_SHARE
 from paceline.reliability import Bins
 
-WORTH = 1.01  # guesses must promise so much more than plain decoding
+WORTH = 1.03  # guesses must promise so much more than plain decoding
 HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
 CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
 LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch that drains; more is the maximum
+PATIENCE = 8  # rounds without a guess worth its time, after which most rounds do not even look for guesses
+REST = 3  # rounds without a look, for each that looks
 SLACK = 1.5  # plain rounds by which a row of such a batch may fall behind
 
 Floats = NDArray[np.float64]
@@ -60,12 +62,15 @@ class BudgetLength:
         self._draft: Draft | None = None  # the whole of it, before anything was left out
         self._bins: Bins = np.empty((0, 0), dtype=np.int64)  # of its confidences
         self._took = 1.0  # expected time of the round, over that of a plain one
+        self._idle = 0  # looks in a row that found nothing
+        self._rest = 0  # rounds before the next look
 
     # --- before the round --------------------------------------------------------
 
     def choose(self, batch: Batch) -> int:
         self._began, self._context, self._draft, self._took = self.clock(), batch.longest, None, 1.0
-        return LONGEST_AUTO
+        self._rest -= 1
+        return 0 if self._rest >= 0 else LONGEST_AUTO
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         self._draft = draft
@@ -89,6 +94,8 @@ class BudgetLength:
             rates[1:][_falls_behind(batch, survival, best, times)] = 0
         m = self._best(gains, rates, times)
         self._took = float(times[m] / times[0])
+        self._idle = 0 if m else self._idle + 1
+        self._rest = REST if self._idle > PATIENCE else 0
         return np.bincount(best[:m] // survival.shape[1], minlength=batch.rows).tolist()  # type: ignore[no-any-return]
 
     def _best(self, gains: Floats, rates: Floats, times: Milliseconds) -> int:

@@ -15,7 +15,8 @@ A draft model must first read what it missed. To probe, only the row that missed
 backlog is part of the price. Of n rounds missed by one row, the draft model reads n tokens in one pass, at perhaps a
 tenth of the time that it takes to guess them. Where that alone eats the share (a lone row with a large draft model),
 probes are rarer than one in 100 rounds; new rows, whose prompt the draft model has read, are probed at once for less.
-Switching on for all rows is charged their whole backlog, spread over HORIZON rounds.
+Switching on for all rows is charged their whole backlog, spread over HORIZON rounds. Where even a draft model that is
+nearly always right would not pay (``hopeful``), it does not read the prompts either, until it is asked.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from paceline.lengths.cost import CostModel
 LONGEST_AUTO = 16  # the longest draft that auto considers
 LONGER = 1.01  # a longer draft must promise so much more than the present one
 SHORTER = 1.005  # and a shorter one so much
-DOUBT = 0.5  # standard errors of the acceptance by which speculation gets the benefit of the doubt
+DOUBT = 1.5  # standard errors of the acceptance by which speculation gets the benefit of the doubt
 HORIZON = 64  # rounds over which the cost of switching on is spread
+HOPE = 0.9  # acceptance that no draft model exceeds for long
 PROBE_SHARE = 0.0075  # of the time
 MIN_INTERVAL = 16  # rounds between two probes, however cheap
 MAX_DEBT = 3  # probes on credit
@@ -153,6 +155,12 @@ class GoodputLength:
         lags = [decoder.lags(batch) for decoder in self.decoders]
         return [sum(each) - len(lags) for each in zip(*lags, strict=True)]
 
+    def hopeful(self, rows: int) -> bool:
+        """Whether so many rows could gain by good guesses: else a draft model need not read their prompts yet."""
+        tokens = expected_tokens(np.full((rows, self.costs.longest), HOPE))
+        rates = tokens / self.costs.times(rows, self.costs.table.context)
+        return bool(rates[1:].max() > rates[0])
+
     # --- probes -----------------------------------------------------------------
 
     def _probe(self, batch: Batch) -> tuple[int, range | None] | None:
@@ -167,7 +175,7 @@ class GoodputLength:
             if self._off:
                 cost += self.costs.feed_ms(sum(self._backlog(batch)))
         self._price = max(cost, MIN_INTERVAL * PROBE_SHARE * float(self._times[self.k]))
-        if not self.rounds:
+        if not self.rounds and self.hopeful(batch.rows):
             self._purse = self._price  # the first probe is free: nothing but tables has spoken yet
         if k == self.k or not (self._purse >= self._price or (self._repeat and self._purse > -MAX_DEBT * self._price)):
             return None

@@ -105,6 +105,8 @@ class HuggingFaceModel:
     Raises ModelFormatError if its attention cannot be run through paceline's, or if its logits then differ.
     """
 
+    reads_device = True  # somebody else's code may: a round of it is no graph
+
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__

@@ -23,6 +23,7 @@ from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.transformer import RMSNorm, Transformer, _GatedMLP
+from paceline.params import QuantizationName
 
 Quantization = Literal["int8", "int4"]
 _LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
@@ -48,7 +49,8 @@ class NativeModel:
         _check(spec)
         if quantization not in _LAYER_FORMAT:
             raise ParameterError("quantization", quantization, "None, 'int8' or 'int4'")
-        self.name, self.quantization = name, quantization
+        self.name = name
+        self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
         self.max_positions = spec.max_positions

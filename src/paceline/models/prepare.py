@@ -1,23 +1,34 @@
-"""How a loaded model will run: on the CPU's own kernels where they can, else through torch."""
+"""How a loaded model will run: on the CPU's own kernels where they can, else through torch, or Triton's products."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.errors import ModelFormatError, ParameterError
+from paceline.gpu.launch import require_triton
 from paceline.kernels import native
 from paceline.models.base import AnyModel, Model
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
 from paceline.params import AttentionName, QuantizationName
 
+if TYPE_CHECKING:
+    from paceline.gpu.linear import Format
 
-def prepare(model: Model, attention: AttentionName, quantization: QuantizationName | None) -> AnyModel:
+
+def prepare(
+    model: Model, attention: AttentionName, quantization: QuantizationName | None, deterministic: bool = False
+) -> AnyModel:
     """Pack the model for the native kernels if ``attention`` allows it and they can run it.
 
-    Raises ParameterError if native kernels or a quantization were asked for and are not possible, and says why.
+    On CUDA, weights in 8 bits and ``deterministic`` products are Triton's. Raises ParameterError if native kernels, a
+    quantization or determinism were asked for and are not possible, and says why.
     """
-    if attention in ("padded", "split"):
+    if model.device.type == "cuda" and (quantization is not None or deterministic):
+        return _with_triton(model, quantization, deterministic)
+    if attention in ("padded", "split", "ragged"):
         if quantization is not None:
             raise ParameterError(
                 "quantization", quantization, f"None with attention={attention!r}; or attention='auto'"
@@ -28,6 +39,7 @@ def prepare(model: Model, attention: AttentionName, quantization: QuantizationNa
     if obstacle is None and (demanded or native.select() is not None):
         try:
             assert isinstance(model, Transformer)
+            assert quantization != "fp8"
             return NativeModel.from_transformer(model, quantization=quantization)
         except ModelFormatError as error:
             obstacle = str(error)
@@ -37,12 +49,31 @@ def prepare(model: Model, attention: AttentionName, quantization: QuantizationNa
     return model
 
 
+def _with_triton(model: Model, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
+    """The same weights, in 8 bits or as they are, multiplied by Triton's kernels."""
+    field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
+    require_triton(model.device, field, value)
+    if not isinstance(model, Transformer):
+        raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
+    if quantization == "int4":
+        raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
+    from paceline.gpu.linear import Linears
+
+    to: Format = "same" if quantization is None else quantization
+    made = Transformer(model.config, model.weights, model.name, linear=Linears(to, deterministic=deterministic))
+    if quantization is not None:
+        made.precision = f"{quantization} weights, {model.precision}"
+    return made
+
+
 def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | None:
     """Why the native kernels cannot take the model; None if nothing is known against it."""
     if model.device.type != "cpu":
         return f"the native kernels run on the CPU, the model is on {model.device}"
     if not isinstance(model, Transformer):
         return f"{model.name} is not of a native family"
+    if quantization == "fp8":
+        return "fp8 weights need a CUDA device; on a CPU take 'int8' or 'int4'"
     if quantization is None and model.dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
     return None

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.attention.base import Attend
+from paceline.attention.base import Attend, AttendPacked
+from paceline.gpu.state import PackedHeads
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, Linear, LinearFactory
 
@@ -122,15 +123,13 @@ class _Attention:
     def __call__(self, x: Tensor, rows: int, rotation: Rotation | None, attend: Attend) -> Tensor:
         """Mix x [N, width] over positions -> [N, width]."""
         qkv = self.qkv(x).view(rows, -1, sum(self.split), self.dim)
-        q, k, v = self._heads(qkv, rotation)
-        out = attend(
-            self.index,
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            scale=self.scale,
-            window=self.window,
-        )
+        if isinstance(attend, AttendPacked):
+            heads, kv_heads, _ = self.split
+            packed = PackedHeads(qkv, heads, kv_heads, rotation, self.qk_norm, self.eps)
+            out = attend.packed(self.index, packed, scale=self.scale, window=self.window)
+        else:
+            q, k, v = (each.transpose(1, 2) for each in self._heads(qkv, rotation))
+            out = attend(self.index, q, k, v, scale=self.scale, window=self.window)
         return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,6 +197,7 @@ class Transformer:
         self.weights = weights
         self._embedding = weights["embed.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         parts = _Parts(config, weights, linear)
         self._build(parts)
         self._kept = tuple(parts.kept.values())

@@ -22,6 +22,7 @@ from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Stats
+from paceline.server.playground import add_playground
 from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import Events, EventStream
@@ -72,6 +73,8 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     _add_generation(app, context)
     _add_texts(app, context)
     _add_operations(app, context)
+    if config.playground:
+        add_playground(app)
     return app
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.engine import Request
 from paceline.outputs import CompletionOutput, TokenLogprob
-from paceline.server import errors
 from paceline.server.completions import extras_of
-from paceline.server.context import Context, log_request, usage_of
-from paceline.server.delta import Delta
+from paceline.server.context import Context, Tally, log_request, usage_of
+from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.protocol import ChatRequest
 from paceline.server.replies import (
@@ -46,12 +45,12 @@ class ChatJob:
     async def prepare(cls, context: Context, body: ChatRequest) -> ChatJob:
         """Raises ApiError."""
         context.check_model(body.model)
-        if body.response_format is not None and body.response_format.type != "text":
-            raise errors.invalid("this server does not yet hold answers to a grammar", "response_format")
         tokens = await context.in_thread(context.tokenizer.chat, body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
-        request_id = context.new_id("prompt")
-        request = context.llm.request(tokens, params, max_time=body.max_time, request_id=request_id)
+        params = replace(params, structured_outputs=body.structure)
+        request = await context.in_thread(
+            context.llm.request, tokens, params, max_time=body.max_time, request_id=context.new_id("prompt")
+        )
         context.check([request])
         return cls(context, body, request)
 
@@ -72,15 +71,24 @@ class ChatJob:
     async def stream(self) -> Events:
         """Documents as the engine makes them. Raises ApiError."""
         begun: set[int] = set()
+        tally = Tally(len(self.request.prompt_token_ids))
         async with self.context.generate([self.request], self.body.timeout, streaming=True) as generation:
             async for update in generation.updates():
-                documents = [self._chunk([self._piece(delta, begun)]) for delta in update.deltas if self._shows(delta)]
-                if documents:
+                if documents := self._chunks(update, begun, tally):
                     yield documents
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
             yield [self._chunk([], usage_of([output.prompt_token_ids], [output]))]
+
+    def _chunks(self, update: Update, begun: set[int], tally: Tally) -> list[ChatChunk]:
+        documents = []
+        for delta in update.deltas:
+            usage = tally.add(delta)
+            if self._shows(delta):
+                piece = self._piece(delta, begun)
+                documents.append(self._chunk([piece], usage if self.body.continuous_usage else None))
+        return documents
 
     def _shows(self, delta: Delta) -> bool:
         return bool(delta.text or delta.ended or self.body.metrics or self.body.logprobs)

@@ -10,7 +10,7 @@ from paceline.engine import Request
 from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.params import COMPLETION_MAX_TOKENS
 from paceline.server import errors
-from paceline.server.context import Context, log_request, usage_of
+from paceline.server.context import Context, Tally, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from paceline.server.protocol import CompletionRequest
@@ -121,8 +121,9 @@ class CompletionJob:
             await self._make_echoes()
             if self.echoes:
                 yield self._opening(letters)
+            tally = Tally(sum(map(len, self.tokens)))
             async for update in generation.updates():
-                if documents := self._chunks(update, letters):
+                if documents := self._chunks(update, letters, tally):
                     yield documents
             outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._nothing()
         log_request(self.id, outputs, self.body.user)
@@ -146,14 +147,16 @@ class CompletionJob:
                 documents.append(self._document([choice]))
         return documents
 
-    def _chunks(self, update: Update, letters: dict[int, int]) -> list[Completion]:
+    def _chunks(self, update: Update, letters: dict[int, int], tally: Tally) -> list[Completion]:
         documents = []
         for delta in update.deltas:
             index = self._index(update.number, delta.index)
             offset = letters.get(index, 0)
             letters[index] = offset + len(delta.text)
+            usage = tally.add(delta)
             if delta.text or delta.ended or self.body.metrics or self.body.logprobs is not None:
-                documents.append(self._document([self._choice(update.number, delta, offset)]))
+                choice = self._choice(update.number, delta, offset)
+                documents.append(self._document([choice], usage if self.body.continuous_usage else None))
         return documents
 
     # --- parts -------------------------------------------------------------------

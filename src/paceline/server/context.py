@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from paceline.engine import Request
@@ -19,6 +20,7 @@ from paceline.outputs import Metrics, RequestOutput
 from paceline.params import ServerConfig
 from paceline.server import errors
 from paceline.server.admission import Admission
+from paceline.server.delta import Delta
 from paceline.server.generation import Generation, time_limit
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
@@ -107,6 +109,20 @@ class Context:
     def close(self) -> None:
         """Nothing is begun any more."""
         self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class Tally:
+    """What a stream has used so far."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+    def add(self, delta: Delta) -> Usage:
+        """The usage up to this piece."""
+        self.completion_tokens += len(delta.token_ids)
+        total = self.prompt_tokens + self.completion_tokens
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens, total_tokens=total)
 
 
 def usage_of(prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> Usage:

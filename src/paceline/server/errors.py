@@ -8,7 +8,14 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from paceline.errors import PacelineError, ParameterError, PromptTooLongError, RequestError
+from paceline.errors import (
+    MissingPackageError,
+    PacelineError,
+    ParameterError,
+    PromptTooLongError,
+    RequestError,
+    StructureError,
+)
 
 INVALID = "invalid_request_error"
 
@@ -108,7 +115,9 @@ def from_paceline(error: PacelineError) -> ApiError:
         return invalid(str(error), error.field)
     if isinstance(error, PromptTooLongError):
         return invalid(str(error), "prompt", "context_length_exceeded")
-    if isinstance(error, RequestError):
+    if isinstance(error, StructureError):
+        return invalid(str(error), "response_format")
+    if isinstance(error, (RequestError, MissingPackageError)):
         return invalid(str(error))
     return ApiError(500, "server_error", str(error))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.params import MAX_LOGPROBS, SamplingParams
+from paceline.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 
 
 class Unsupported(NamedTuple):
@@ -48,9 +48,18 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """include_usage: one more chunk, the last, says how many tokens were used."""
+    """include_usage: one more chunk, the last, says how many tokens were used. continuous_usage_stats: every chunk says
+    how many were used so far.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError("usage", "continuous_usage_stats needs include_usage = true")
+        return self
 
 
 def _as_utf8(text: str) -> str:
@@ -125,6 +134,10 @@ class GenerationRequest(Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def max_time(self) -> float | None:
@@ -246,6 +259,14 @@ class ChatRequest(GenerationRequest):
             message = "give max_tokens or max_completion_tokens, not both"
             raise PydanticCustomError("max_tokens", message, {"field": "max_tokens"})
         return self
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """What ``response_format`` asks for. Raises ParameterError."""
+        wanted = self.response_format
+        if isinstance(wanted, JsonSchemaFormat):
+            return StructuredOutputs(json=wanted.json_schema.schema_)
+        return StructuredOutputs(json_object=True) if isinstance(wanted, JsonObjectFormat) else None
 
     @property
     def conversation(self) -> list[Mapping[str, str]]:

@@ -16,6 +16,7 @@ from paceline.server import errors
 from paceline.server.metrics import Meter
 
 OPEN_PATHS = frozenset({"/", "/health"})  # what a load balancer and a browser need before there is a key
+OPEN_TREE = "/playground/"  # the page's scripts and styles
 
 
 class KeyRing:
@@ -69,7 +70,10 @@ class Gate:
         await self._app(scope, _replay(body, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
-        if scope["path"] not in OPEN_PATHS and not self._keys.admits(_header(scope, b"authorization")):
+        path = scope["path"]
+        if path in OPEN_PATHS or path.startswith(OPEN_TREE):
+            return
+        if not self._keys.admits(_header(scope, b"authorization")):
             raise errors.unauthorized()
 
     async def _body(self, scope: Scope, receive: Receive) -> list[Message]:

@@ -1,0 +1,61 @@
+"""``make screenshot``: docs/img/playground.png, the page at / while SmolLM2 answers. Needs chromium on the path."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.serve.servers import free_port, running
+from playwright.sync_api import Page, sync_playwright
+
+MODEL = "smollm2-135m"
+PICTURE = Path(__file__).parents[1] / "docs" / "img" / "playground.png"
+VIEWPORT = {"width": 1360, "height": 960}
+PROMPT = (
+    "Write a Python class Stack with the methods push, pop, peek and is_empty. Then write the same class once more, "
+    "with a docstring in every method."
+)
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of a server of its own."""
+    port = free_port()
+    program = Path(sys.executable).with_name("paceline")
+    command = [str(program), "serve", MODEL, "--port", str(port), "--max-batch-size", "8", "--max-model-len", "1024"]
+    with tempfile.TemporaryDirectory() as scratch, running(command, port, Path(scratch) / "log") as url:
+        yield url
+
+
+def play(page: Page) -> None:
+    """Requests enough for the charts to have something to show; of the last one's answers some still run."""
+    page.get_by_role("textbox", name="Message", exact=True).fill(PROMPT)
+    page.get_by_label("Seed").fill("5")
+    for n, tokens, ended in ((1, 200, 1), (6, 200, 6), (3, 420, 1)):
+        page.get_by_label("Answers", exact=True).fill(str(n))
+        page.get_by_label("Max tokens").fill(str(tokens))
+        page.get_by_role("button", name="Generate").click()
+        page.wait_for_function("n => document.querySelectorAll('.answer.ended').length >= n", arg=ended)
+
+
+def main() -> None:
+    """Start, play, picture."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SystemExit("no chromium on the path: apt-get install chromium")
+    with served() as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
+        page.goto(url)
+        play(page)
+        PICTURE.parent.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURE, full_page=True)
+    print(f"wrote {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""``make bench-serve``: SmolLM2 behind HTTP, paceline with speculation and without, beside ``transformers serve``.
+
+All servers run during the whole benchmark and are loaded in turn, repeat by repeat; one that is not loaded is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.config import OFFLINE, PEERS, RESULTS, ROOT, Peer
+from benchmarks.peers.environments import SetupError, ensure_environment, ensure_model
+from benchmarks.peers.prompts import STUBS, messages
+from benchmarks.peers.report import machine
+from benchmarks.serve.load import GUIDELLM, Load, LoadError, Target, play
+from benchmarks.serve.plot import draw
+from benchmarks.serve.servers import ServerError, free_port, running
+
+MODEL = "smollm2-135m"
+DTYPE = "bfloat16"
+TRANSFORMERS = Peer("transformers", "transformers-serve", "", "huggingface", "bf16")
+PLOT = ROOT / "docs" / "img" / "serve.png"
+RESULT = RESULTS / "serve-smollm2-bf16.json"
+ROWS, LONGEST = 16, 1024  # of paceline's cache
+UNITS = {
+    "requests_per_s": "requests answered / seconds, as guidellm counts",
+    "ttft_ms": "from sending a request to its first token; percentiles over requests",
+    "itl_ms": "guidellm's inter-token latency: a request's mean; percentiles over requests",
+    "samples": "one a repeat; medians are over repeats. With so few requests p99 is nearly the slowest one",
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to be served. server: which process. body: what each request says besides."""
+
+    name: str
+    server: str
+    body: Mapping[str, Any]
+
+
+CONTENDERS = (
+    Contender("paceline, auto", "paceline", {"temperature": 0}),
+    Contender("paceline, no speculation", "paceline", {"temperature": 0, "num_speculative_tokens": 0}),
+    Contender("transformers serve", "transformers", {"temperature": 0}),
+    Contender("transformers serve, continuous batching", "transformers-continuous", {"temperature": 0}),
+)
+
+
+def commands(port: int) -> dict[str, list[str]]:
+    """How each server is started. Raises SetupError."""
+    model, exported = ensure_model(MODEL, Peer("paceline", None, "", "gguf", "bf16"), say), _exported()
+    paceline = [str(Path(sys.executable).with_name("paceline")), "serve", str(model), "--served-model-name", MODEL]
+    transformers = [str(TRANSFORMERS.python.with_name("transformers")), "serve", str(exported)]
+    shared = ["--port", str(port), "--dtype", DTYPE]
+    return {
+        "paceline": [*paceline, *shared, "--max-batch-size", str(ROWS), "--max-model-len", str(LONGEST)],
+        "transformers": [*transformers, *shared, "--device", "cpu"],
+        "transformers-continuous": [*transformers, *shared, "--device", "cpu", "--continuous-batching"],
+    }
+
+
+def _exported() -> Path:
+    return ensure_model(MODEL, PEERS["transformers"], say)
+
+
+def say(text: str) -> None:
+    """For whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Course:
+    """A contender's samples, by clients, and why it ended early if it did."""
+
+    contender: Contender
+    samples: dict[int, list[dict[str, Any]]]
+    error: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        entries = [{**_medians(samples), "samples": samples} for samples in self.samples.values() if samples]
+        named: dict[str, Any] = {"name": self.contender.name, "body": dict(self.contender.body)}
+        if self.error is not None:
+            return {**named, "status": "failed", "error": self.error, "loads": entries}
+        return {**named, "status": "measured", "loads": entries}
+
+
+def _medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+
+
+def measure(plan: argparse.Namespace, scratch: Path) -> list[Course]:
+    """All contenders in turn, repeat by repeat. One that fails is left out from then on."""
+    courses = [Course(contender, {clients: [] for clients in plan.clients}) for contender in plan.contenders]
+    prompts = scratch / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in _prompts()))
+    loads = [Load(clients, max(plan.least, plan.rounds * clients)) for clients in plan.clients]
+    with ExitStack() as stack:
+        targets = dict(_start(stack, courses, scratch))
+        for repeat in range(plan.repeats):
+            for course in _order(courses, repeat):
+                if course.error is None:
+                    say(f"repeat {repeat + 1} of {plan.repeats}: {course.contender.name}")
+                    began = time.monotonic()
+                    _sample(course, targets[course.contender.server], loads, plan.max_tokens, prompts, scratch)
+                    say(f"  {time.monotonic() - began:.0f} s")
+    return courses
+
+
+def _prompts() -> list[str]:
+    return [messages(stub)[0]["content"] for stub in STUBS]
+
+
+def _order(courses: Sequence[Course], repeat: int) -> Iterator[Course]:
+    """Another one begins in every repeat."""
+    first = repeat % len(courses)
+    yield from (*courses[first:], *courses[:first])
+
+
+def _start(stack: ExitStack, courses: Sequence[Course], scratch: Path) -> Iterator[tuple[str, str]]:
+    """The servers' addresses. What does not start fails its contenders."""
+    for server in dict.fromkeys(course.contender.server for course in courses):
+        port = free_port()
+        try:
+            say(f"starting {server}")
+            yield server, stack.enter_context(running(commands(port)[server], port, scratch / f"{server}.log", OFFLINE))
+        except (ServerError, SetupError, OSError) as error:
+            say(f"{server} failed: {error}")
+            for course in courses:
+                course.error = str(error) if course.contender.server == server else course.error
+
+
+def _sample(course: Course, url: str, loads: Sequence[Load], max_tokens: int, prompts: Path, scratch: Path) -> None:
+    model = MODEL if course.contender.server == "paceline" else str(_exported())
+    target = Target(url, model, course.contender.body)
+    try:
+        for sample in play(target, loads, max_tokens, prompts, scratch):
+            course.samples[sample["clients"]].append(sample)
+    except LoadError as error:
+        course.error = str(error)
+        say(f"{course.contender.name} failed: {error}")
+
+
+def arguments() -> argparse.Namespace:
+    """The plan."""
+    names = [contender.name for contender in CONTENDERS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16], help="requests under way at a time")
+    parser.add_argument("--rounds", type=int, default=2, help="requests a client sends")
+    parser.add_argument("--least", type=int, default=8, help="requests at least, however few clients")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of an answer, at most")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    plan = parser.parse_args()
+    plan.contenders = [contender for contender in CONTENDERS if contender.name in plan.only]
+    return plan
+
+
+def main() -> None:
+    """Measure, write, draw."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the servers end, too
+    plan, described = arguments(), machine()
+    for peer in (GUIDELLM, TRANSFORMERS):
+        ensure_environment(peer, say)
+    with tempfile.TemporaryDirectory() as scratch:
+        courses = measure(plan, Path(scratch))
+    settings = {name: getattr(plan, name) for name in ("clients", "rounds", "least", "max_tokens", "repeats")}
+    document = {
+        "benchmark": "serve",
+        "model": MODEL,
+        "dtype": DTYPE,
+        "settings": settings,
+        "units": UNITS,
+        "machine": described,
+        "requirements": [line for peer in (GUIDELLM, TRANSFORMERS) for line in peer.requirements.read_text().split()],
+        "contenders": [course.document() for course in courses],
+    }
+    plan.out.write_text(json.dumps(document, indent=1) + "\n")
+    draw(document, plan.plot)
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The engine left to itself (``auto``) beside the engine told not to speculate, on the same requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.bench.gpu_cells import Setting
+from paceline.engine import Engine, Models, Request
+from paceline.errors import ParameterError
+from paceline.params import SYNTHETIC, EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.models.transformer import Transformer
+    from paceline.params import LengthName
+
+_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class AutoRun:
+    """Tokens a second of all rows together, prefill not counted, the better of two runs each."""
+
+    plain: float
+    auto: float
+    acceptance: float | None  # accepted / drafted in the run of auto; None if nothing was drafted
+
+    @property
+    def over_plain(self) -> float:
+        return self.auto / self.plain
+
+
+def auto_over_plain(target: Transformer, draft: Transformer, setting: Setting, tokens: int) -> AutoRun:
+    """Every row gains ``tokens`` tokens, once plain and once as auto likes it; acceptance is synthetic."""
+    models = Models(target, draft)
+    plain, _ = _tokens_a_second(models, setting, tokens, 0)
+    auto, acceptance = _tokens_a_second(models, setting, tokens, "auto")
+    return AutoRun(plain, auto, acceptance)
+
+
+def _tokens_a_second(
+    models: Models, setting: Setting, tokens: int, length: int | LengthName
+) -> tuple[float, float | None]:
+    config = EngineConfig(
+        drafter="model",
+        num_speculative_tokens=length,
+        acceptance=f"{SYNTHETIC}{setting.rate}",
+        benchmark=True,
+        attention=setting.attention,
+        rounds="device",
+        max_batch_size=setting.rows,
+        max_model_len=setting.context + tokens,
+        device=str(models.target.device),
+    )
+    engine = Engine(models, config)
+    runs = [_run(engine, setting, tokens) for _ in range(_REPEATS)]
+    return max(runs, key=lambda run: run[0])
+
+
+def _run(engine: Engine, setting: Setting, tokens: int) -> tuple[float, float | None]:
+    """From the step after which all rows decode to the last token."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    prompts = _prompts(setting, engine.models.target.vocab_size)
+    outputs = [engine.add(Request(prompt, params)) for prompt in prompts]
+    if not _all_decode(engine, setting.rows):
+        raise ParameterError("tokens", tokens, "so many that no row ends before all of them decode")
+    answers = [output.outputs[0] for output in outputs]
+    before, began = sum(len(answer.token_ids) for answer in answers), time.perf_counter()
+    while engine.busy:
+        engine.step()
+    took = time.perf_counter() - began
+    drafted = sum(answer.metrics.drafted for answer in answers)
+    accepted = sum(answer.metrics.accepted for answer in answers)
+    rate = (sum(len(answer.token_ids) for answer in answers) - before) / took
+    return rate, accepted / drafted if drafted else None
+
+
+def _all_decode(engine: Engine, rows: int) -> bool:
+    """Step until so many rows decode at once; False if they never did."""
+    while engine.busy and len(engine.scheduler.running) < rows:
+        engine.step()
+    return len(engine.scheduler.running) == rows
+
+
+def _prompts(setting: Setting, vocab_size: int) -> Sequence[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(vocab_size, (setting.rows, setting.context), generator=generator)
+    lines: list[list[int]] = table.tolist()
+    return lines

@@ -1,0 +1,117 @@
+"""What ``paceline bench gpu`` measures, in the order of its importance: what time does not suffice for is dropped last.
+
+The order: what the figures that were asked for need, format by format; then whole sweeps, the common cases first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from paceline.bench.gpu_models import WeightFormat
+from paceline.params import AttentionName
+
+Kind = Literal["round", "verify", "auto", "trace"]
+RATE = 0.8  # the synthetic acceptance that rounds are played at; time does not depend on it
+RATES = (0.7, 0.8, 0.85, 0.9)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What cells share that are measured on the same tensors. context: tokens of every row before the first round."""
+
+    pair: str
+    format: WeightFormat
+    attention: AttentionName
+    context: int
+    rows: int
+    rate: float = RATE
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    kind: a whole round of k guesses; the target's pass over k + 1 tokens alone; what the engine's auto makes of the
+    setting; a trace of when the device is idle in a round of k guesses.
+    """
+
+    setting: Setting
+    k: int
+    kind: Kind = "round"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        s = self.setting
+        what = "auto" if self.kind == "auto" else f"{self.kind} k={self.k}"
+        rate = "" if s.rate == RATE else f", synthetic acceptance {s.rate:g}"
+        return f"{s.pair} {s.format} {s.attention}, context {s.context}, {s.rows} rows, {what}{rate}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self.setting), "k": self.k, "kind": self.kind}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is swept; everything is ordered, what matters most first. lengths: 0, then that of the verify figures."""
+
+    pairs: tuple[str, ...] = ("gpt-7.8b", "llama-8b")
+    formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
+    attentions: tuple[AttentionName, ...] = ("ragged", "padded", "split")
+    contexts: tuple[int, ...] = (600, 8000)
+    rows: tuple[int, ...] = (8, 1, 32, 64, 4, 2, 16)
+    lengths: tuple[int, ...] = (0, 7, 6, 8, 5, 4, 3, 2, 10, 9, 1)
+
+    @staticmethod
+    def tiny() -> Axes:
+        """A CPU's: every kind of cell once."""
+        return Axes(contexts=(24,), rows=(2,), lengths=(0, 2))
+
+
+def plan(axes: Axes) -> list[Cell]:
+    """Every cell once, the most important first."""
+    models = list(product(axes.pairs, axes.formats))
+    shown = [cell for place, (pair, to) in enumerate(models) for cell in _shown(axes, pair, to, autos=place == 0)]
+    return list(dict.fromkeys([*shown, *_swept(axes)]))
+
+
+def _shown(axes: Axes, pair: str, to: WeightFormat, *, autos: bool) -> Iterator[Cell]:
+    """What the asked-for figures of a model in a format need."""
+    base = Setting(pair, to, axes.attentions[0], axes.contexts[0], axes.rows[0])
+    longest = axes.lengths[1]
+    yield from _rounds(base, (0, longest))
+    for k in (0, longest):
+        yield Cell(base, k, "verify")
+    for rows in axes.rows:
+        yield from _rounds(replace(base, rows=rows), _likely(axes.lengths, rows))
+    yield from _rounds(replace(base, rate=0.9), [k for k in _likely(axes.lengths, base.rows) if k > 0])
+    for other in axes.attentions[1:]:
+        yield from _rounds(replace(base, attention=other), (0, longest))
+    for rows in axes.rows[:4] if autos else ():
+        yield Cell(replace(base, rows=rows), 0, "auto")
+
+
+def traces(axes: Axes) -> list[Cell]:
+    """Of the first model in its first two formats; for the end, because tracing may slow down what comes after it."""
+    settings = [Setting(axes.pairs[0], to, axes.attentions[0], axes.contexts[0], axes.rows[0]) for to in axes.formats]
+    return [Cell(setting, k, "trace") for setting in settings[:2] for k in axes.lengths[:2]]
+
+
+def _likely(lengths: Sequence[int], rows: int) -> list[int]:
+    """The first two, and the lengths among which the best one is: the more rows, the shorter."""
+    low, high = (5, 10) if rows <= 4 else (4, 10) if rows <= 16 else (1, 6)
+    return [k for k in lengths if k in lengths[:2] or low <= k <= high]
+
+
+def _swept(axes: Axes) -> Iterator[Cell]:
+    for attention, context, pair, to in product(axes.attentions, axes.contexts, axes.pairs, axes.formats):
+        for rows in axes.rows:
+            yield from _rounds(Setting(pair, to, attention, context, rows), axes.lengths)
+
+
+def _rounds(setting: Setting, lengths: Iterable[int]) -> Iterator[Cell]:
+    for k in lengths:
+        yield Cell(setting, k)

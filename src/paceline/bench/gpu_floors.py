@@ -1,0 +1,104 @@
+"""What the device can do at best, and how long a round takes at least on it.
+
+A forward pass reads every matrix once, and each row's keys and values once; it multiplies every matrix with every
+token. Its floor is the larger of (bytes / copy bandwidth) and (operations / matrix rate). Activations, logits and
+whatever else a pass moves are not counted, so nothing real reaches the floor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.bench.gpu_models import WEIGHT_BYTES, WeightFormat, matrix_parameters
+from paceline.models.config import ModelConfig
+
+_COPY_BYTES, _MATRIX_SIZE = 1 << 30, 8192  # large enough that no cache helps, and that the chip is full
+_TINY_BYTES, _TINY_SIZE = 1 << 20, 128
+_REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Of a device. copy_bytes: a second, read and written together. flops: a second, of one large matrix product."""
+
+    copy_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass moves and computes."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, ceiling: Ceiling) -> float:
+        return max(self.bytes / ceiling.copy_bytes, self.flops / ceiling.flops)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model as far as its floor depends on it. cache_bytes: of a number in the cache."""
+
+    config: ModelConfig
+    format: WeightFormat
+    cache_bytes: int = 2
+
+
+def measure_ceiling(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Ceiling:
+    """Copy bandwidth and matrix rate, the best of several calls; ``small`` only to see that it runs."""
+    size, side = (_TINY_BYTES, _TINY_SIZE) if small else (_COPY_BYTES, _MATRIX_SIZE)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copying = best_seconds(lambda: target.copy_(source), device)
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    multiplying = best_seconds(lambda: torch.mm(left, right, out=out), device)
+    return Ceiling(2 * size / copying, 2 * side**3 / multiplying)
+
+
+def best_seconds(function: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
+    """The least time of a call on the device, after one for practice."""
+    function()
+    return min(seconds_of(function, device) for _ in range(repeats))
+
+
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    """Of one call: on CUDA from the device's first work on it to the last."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        function()
+        return time.perf_counter() - began
+    first, last = _event(), _event()
+    first.record()
+    function()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def pass_work(model: Weights, rows: int, tokens: int, context: float) -> Work:
+    """One forward pass of ``tokens`` a row, over ``context`` positions a row."""
+    config, parameters = model.config, matrix_parameters(model.config)
+    cached = 2 * config.layers * config.kv_width * model.cache_bytes * rows * context
+    attending = 4 * config.layers * config.query_width * rows * tokens * context
+    return Work(parameters * WEIGHT_BYTES[model.format] + cached, 2 * parameters * rows * tokens + attending)
+
+
+def round_floor(target: Weights, draft: Weights, rows: int, k: int, context: float, ceiling: Ceiling) -> float:
+    """Seconds of a round at least: k passes of the draft model, one after the other, and one of the target."""
+    drafting = k * pass_work(draft, rows, 1, context).seconds(ceiling)
+    return drafting + pass_work(target, rows, k + 1, context).seconds(ceiling)
+
+
+def tokens_a_round(acceptance: float, k: int) -> float:
+    """Tokens that a row gains on average when each guess is kept with this probability: (1 - a^(k + 1)) / (1 - a)."""
+    return sum(acceptance**place for place in range(k + 1))

@@ -1,0 +1,186 @@
+"""Models with random weights, made where they will run: for speed alone, their text means nothing.
+
+``gpt-7.8b`` has the sizes of the model that BASS was measured on (7.8B parameters, keys and values of all its heads),
+``llama-8b`` those of today's models (few key and value heads, a large vocabulary). Each has a draft model of 310M.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.gpu.launch import require_triton
+from paceline.models.config import ModelConfig, Rotary
+from paceline.models.linear import Dense, LinearFactory
+from paceline.models.transformer import Transformer
+from paceline.models.weights import slots
+
+WeightFormat = Literal["bf16", "int8", "fp8"]
+WEIGHT_BYTES: dict[WeightFormat, int] = {"bf16": 2, "int8": 1, "fp8": 1}
+MOST_POSITIONS = 16384
+_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and the draft model that guesses for it."""
+
+    name: str
+    target: ModelConfig
+    draft: ModelConfig
+
+
+def gpt(layers: int, width: int, vocab_size: int, *, head_dim: int = _HEAD_DIM) -> ModelConfig:
+    """A decoder of GPT's kind: learned positions, layer norms, a plain MLP four times as wide, tied embeddings."""
+    return ModelConfig(
+        family="gpt2",
+        vocab_size=vocab_size,
+        width=width,
+        heads=width // head_dim,
+        kv_heads=width // head_dim,
+        head_dim=head_dim,
+        mlp_width=4 * width,
+        max_positions=MOST_POSITIONS,
+        windows=(None,) * layers,
+        scales=(None,) * layers,
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        embed_width=width,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tied=True,
+    )
+
+
+def llama(layers: int, width: int, vocab_size: int, kv_heads: int, mlp_width: int) -> ModelConfig:
+    """A decoder of Llama's kind: rotary positions, root-mean-square norms, a gated MLP, few key and value heads."""
+    frequencies = tuple(500_000.0 ** (-pair / (_HEAD_DIM // 2)) for pair in range(_HEAD_DIM // 2))
+    return ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        width=width,
+        heads=width // _HEAD_DIM,
+        kv_heads=kv_heads,
+        head_dim=_HEAD_DIM,
+        mlp_width=mlp_width,
+        max_positions=MOST_POSITIONS,
+        windows=(None,) * layers,
+        scales=(None,) * layers,
+        rotary=Rotary(frequencies),
+        embed_width=width,
+    )
+
+
+PAIRS: dict[str, Pair] = {
+    "gpt-7.8b": Pair("gpt-7.8b", gpt(24, 5120, 50304), gpt(4, 2048, 50304)),
+    "llama-8b": Pair(
+        "llama-8b",
+        llama(32, 4096, 128256, kv_heads=8, mlp_width=14336),
+        replace(llama(4, 1536, 128256, kv_heads=4, mlp_width=4096), tied=True),
+    ),
+}
+
+
+def tiny(pair: Pair) -> Pair:
+    """The same kinds of models, so small that a CPU plays a round at once."""
+    return replace(pair, target=_shrunk(pair.target, layers=2), draft=_shrunk(pair.draft, layers=1))
+
+
+def _shrunk(config: ModelConfig, layers: int) -> ModelConfig:
+    heads, dim = 2, 16
+    rotary = config.rotary and Rotary(config.rotary.inverse_frequencies[: dim // 2])
+    return replace(
+        config,
+        vocab_size=96,
+        width=heads * dim,
+        embed_width=heads * dim,
+        heads=heads,
+        kv_heads=heads if config.kv_heads == config.heads else 1,
+        head_dim=dim,
+        mlp_width=2 * heads * dim,
+        max_positions=512,
+        windows=(None,) * layers,
+        scales=(None,) * layers,
+        rotary=rotary,
+    )
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[outputs, inputs] of the matrices that a forward pass multiplies with: the embedding's only if it is the head."""
+    found = {slot.target: (slot.total, slot.shape[1]) for slot in slots(config).values() if len(slot.shape) == 2}
+    tables = ["positions.weight"] if config.tied else ["positions.weight", "embed.weight"]
+    return {name: shape for name, shape in found.items() if name not in tables}
+
+
+def matrix_parameters(config: ModelConfig) -> int:
+    """Weights of all its matrices."""
+    return sum(outputs * inputs for outputs, inputs in matrices(config).values())
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """A model's weights, each made when it is asked for: a matrix that is kept in 8 bits never lies here in 16.
+
+    What lies outside of the layers (embedding, head) is kept, for a model asks for it twice.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = {slot.target: (slot.total, *slot.shape[1:]) for slot in slots(config).values()}
+        self._dtype, self._device = dtype, device
+        self._kept: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._kept:
+            return self._kept[name]
+        made = self._make(name, self._shapes[name])
+        if not name.startswith("layers."):
+            self._kept[name] = made
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Matrices that keep a vector's length, norms that do nothing, no biases."""
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if len(shape) == 1:
+            return tensor.fill_(float(name.endswith(".weight")))
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return tensor.normal_(std=shape[1] ** -0.5, generator=generator)
+
+
+def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
+    """How weights of this format are multiplied with: torch's own product, or Triton's with tiles timed at first use.
+
+    Raises ParameterError if Triton's kernels cannot run on the device.
+    """
+    if to == "bf16":
+        return Dense
+    require_triton(device, "formats", to)
+    from paceline.gpu.linear import Linears
+
+    return Linears(to, timer=kernel_seconds if device.type == "cuda" else None)
+
+
+def kernel_seconds(function: Callable[[], object]) -> float:
+    """The median of some calls on CUDA, each with a cold second-level cache, as weights find it in a forward pass."""
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=2, rep=8, return_mode="median")) / 1e3
+
+
+def random_model(
+    config: ModelConfig, name: str, to: WeightFormat, dtype: torch.dtype, device: torch.device
+) -> Transformer:
+    """A model of this shape, its matrices in the format ``to``; raises as ``linear_factory``."""
+    weights = RandomWeights(config, dtype, device)
+    return Transformer(config, weights, name, linear=linear_factory(to, device))

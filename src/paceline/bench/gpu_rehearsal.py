@@ -1,0 +1,116 @@
+"""Compiles the kernels that rounds will need before any of them is timed: several processes at once, as CPUs allow.
+
+Triton keeps what it compiles on disk, and the process that measures finds it there. A hundred kernels a model, a second
+each, would otherwise eat the budget. Nothing depends on it: what was not rehearsed is compiled when it is first used.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+from paceline.bench.gpu_cells import Cell, Setting
+from paceline.bench.gpu_models import Pair, WeightFormat, matrices, random_model
+from paceline.bench.gpu_stage import ROOM, Stage
+from paceline.cache import KVCache
+from paceline.models.config import ModelConfig
+
+Task = Callable[[], None]
+_MOST_WORKERS = 15
+_MOST_CACHE = 1 << 30  # bytes of a rehearsal's rows: larger ones are left to the real thing
+_ROWS = (1, 8, 16, 24, 32, 40, 64)  # one of each kind that Triton compiles a product for
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and in what precision rounds are played."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def tasks_for(pair: Pair, cells: Sequence[Cell], place: Place) -> list[Task]:
+    """The rounds of the cells on one layer, by length; and the products of the 8-bit formats, by matrix."""
+    mine = [cell for cell in cells if cell.setting.pair == pair.name and cell.setting.attention == "ragged"]
+    formats = list(dict.fromkeys(cell.setting.format for cell in mine if cell.setting.format != "bf16"))
+    settings = list(dict.fromkeys(replace(cell.setting, format="bf16") for cell in mine))
+    lengths = sorted({cell.k for cell in mine if cell.kind == "round"}, reverse=True)
+    rounds: list[Task] = [partial(rehearse_rounds, pair, settings, k, place) for k in lengths]
+    return [*_products(pair, formats, place), *rounds]
+
+
+def _products(pair: Pair, formats: Sequence[WeightFormat], place: Place) -> Iterator[Task]:
+    """The largest matrices first."""
+    shapes = {
+        (shape, config.mlp_bias and name.startswith("layers."))
+        for config in (pair.target, pair.draft)
+        for name, shape in matrices(config).items()
+    }
+    for shape, biased in sorted(shapes, reverse=True):
+        for to in formats:
+            yield partial(rehearse_products, shape, biased, to, place)
+
+
+@torch.inference_mode()
+def rehearse_rounds(pair: Pair, settings: Sequence[Setting], k: int, place: Place) -> None:
+    """One round of k guesses in every setting, with one layer of each model; not captured."""
+    short = replace(pair, target=_one_layer(pair.target), draft=_one_layer(pair.draft))
+    target, draft = (random_model(c, pair.name, "bf16", place.dtype, place.device) for c in (short.target, short.draft))
+    for setting in settings:
+        if _cache_bytes(short.target, setting, place.dtype) <= _MOST_CACHE:
+            Stage(target, draft, setting, capture=False).rounds(k, 1)
+
+
+def _one_layer(config: ModelConfig) -> ModelConfig:
+    return replace(config, windows=config.windows[:1], scales=config.scales[:1])
+
+
+def _cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> int:
+    positions = setting.context + ROOM
+    return KVCache.bytes_for(config.layers, setting.rows, config.kv_heads, positions, config.head_dim, dtype)
+
+
+@torch.inference_mode()
+def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, place: Place) -> None:
+    """Every tile that may turn out to be the fastest, for every kind of row count."""
+    from paceline.gpu.linear import CANDIDATES, Linears
+
+    outputs, inputs = shape
+    weight = torch.randn(shape, dtype=place.dtype, device=place.device)
+    bias = torch.zeros(outputs, dtype=place.dtype, device=place.device) if biased else None
+    assert to != "bf16", "torch's own products need no rehearsal"
+    layer = Linears(to)(weight, bias)
+    for rows in _ROWS:
+        x = torch.zeros(rows, inputs, dtype=place.dtype, device=place.device)
+        for tile in CANDIDATES:
+            layer.run(x, tile.filled(outputs, inputs, place.device))
+
+
+def in_parallel(tasks: Sequence[Task], seconds: float) -> list[str]:
+    """Run the tasks in processes of their own, as far as the time allows -> what went wrong.
+
+    A task that runs when the time is over is waited for; one that does not, is left out.
+    """
+    if not tasks:
+        return []
+    end = time.perf_counter() + seconds
+    workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1, len(tasks)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(task) for task in tasks]
+        done, late = wait(futures, timeout=max(0.0, end - time.perf_counter()))
+        pool.shutdown(wait=False, cancel_futures=True)
+    errors = [_error(future) for future in done]
+    left = [f"{len(late)} tasks had no time"] if late else []
+    return [*dict.fromkeys(error for error in errors if error), *left]
+
+
+def _error(future: Future[None]) -> str | None:
+    error = None if future.cancelled() else future.exception()
+    return None if error is None else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,137 @@
+"""What cells gave, and the ratios between them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
+
+from paceline.bench.gpu_auto import AutoRun
+from paceline.bench.gpu_cells import RATE, RATES, Cell, Setting
+from paceline.bench.gpu_floors import tokens_a_round
+from paceline.bench.gpu_stage import Played
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A round, or the target's pass alone, beside its floor.
+
+    queued_ms: a round's time when the device need not wait for the host.
+    """
+
+    cell: Cell
+    ms: float
+    floor_ms: float
+    played: Played | None = None
+    queued_ms: float | None = None
+
+    @property
+    def of_floor(self) -> float:
+        """1 would be as fast as the device can be."""
+        return self.floor_ms / self.ms
+
+    def ms_per_token(self, rate: float) -> float:
+        """Of a sequence, at this acceptance rate."""
+        return self.ms / tokens_a_round(rate, self.cell.k)
+
+    def as_json(self) -> dict[str, Any]:
+        document = {**self.cell.as_json(), "ms": self.ms, "floor_ms": self.floor_ms, "of_floor": self.of_floor}
+        if self.played is not None:
+            document["queued_ms"] = self.queued_ms
+            document["ms_per_token"] = {str(rate): self.ms_per_token(rate) for rate in RATES}
+            document["played"] = {**asdict(self.played), "acceptance": "synthetic"}
+        return document
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """What auto made of the cell's setting."""
+
+    cell: Cell
+    run: AutoRun
+
+    def as_json(self) -> dict[str, Any]:
+        run = {**asdict(self.run), "over_plain": self.run.over_plain}
+        return {**self.cell.as_json(), "tokens_a_second": run, "acceptance": "synthetic"}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A round of the same cell: how long it took, untraced, and how long some kernel ran in it."""
+
+    cell: Cell
+    ms: float
+    busy_ms: float
+
+    @property
+    def idle(self) -> float:
+        """The share of the round in which the device ran nothing: between rounds and between kernels."""
+        return max(0.0, 1 - self.busy_ms / self.ms)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.cell.as_json(), "ms": self.ms, "busy_ms": self.busy_ms, "idle": self.idle}
+
+
+Result: TypeAlias = Measured | Automatic | Traced
+
+
+@dataclass
+class Results:
+    """By cell."""
+
+    measured: dict[Cell, Measured] = field(default_factory=dict)
+    automatic: dict[Cell, Automatic] = field(default_factory=dict)
+    traced: dict[Cell, Traced] = field(default_factory=dict)
+
+    def add(self, result: Result) -> None:
+        match result:
+            case Measured():
+                self.measured[result.cell] = result
+            case Automatic():
+                self.automatic[result.cell] = result
+            case Traced():
+                self.traced[result.cell] = result
+
+    def speedup(self, setting: Setting, k: int, rate: float) -> float | None:
+        """Tokens a second over those of plain decoding in the same setting; None if either was not measured.
+
+        A round's time does not depend on acceptance, so it is taken from whichever rate was played; the tokens of a
+        round are those of the law (1 - a^(k + 1)) / (1 - a), which what was played is a sample of.
+        """
+        base = replace(setting, rate=RATE)
+        plain = self.measured.get(Cell(base, 0))
+        guessing = self.measured.get(Cell(setting, k)) or self.measured.get(Cell(base, k))
+        if plain is None or guessing is None:
+            return None
+        return plain.ms_per_token(rate) / guessing.ms_per_token(rate)
+
+    def best(self, setting: Setting, rate: float) -> tuple[float, int] | None:
+        """The largest speed-up of the lengths that were measured (k > 0), and that length."""
+        lengths = {cell.k for cell in self.measured if cell.setting.rows == setting.rows and cell.k > 0}
+        known = [(gain, k) for k in sorted(lengths) if (gain := self.speedup(setting, k, rate)) is not None]
+        return max(known, default=None)
+
+    def played(self, setting: Setting, k: int) -> float | None:
+        """The speed-up with the tokens that the rounds played really gave."""
+        plain, guessing = self.measured.get(Cell(replace(setting, rate=RATE), 0)), self.measured.get(Cell(setting, k))
+        if plain is None or guessing is None or guessing.played is None:
+            return None
+        return plain.ms * guessing.played.gained / guessing.ms
+
+    def settings(self) -> list[Setting]:
+        """Those of which rounds at the usual rate were measured, in the order of measuring."""
+        cells = [cell for cell in self.measured if cell.kind == "round" and cell.setting.rate == RATE]
+        return list(dict.fromkeys(cell.setting for cell in cells))
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [result.as_json() for kind in (self.measured, self.automatic, self.traced) for result in kind.values()]
+
+    def speedups_as_json(self) -> list[dict[str, Any]]:
+        """The best length of every setting at every rate."""
+        found = []
+        for setting in self.settings():
+            best = {str(rate): self.best(setting, rate) for rate in RATES}
+            known = {rate: {"speedup": gain[0], "k": gain[1]} for rate, gain in best.items() if gain is not None}
+            if known:
+                fields = {name: value for name, value in asdict(setting).items() if name != "rate"}
+                found.append({**fields, "acceptance": "synthetic", "best": known})
+        return found

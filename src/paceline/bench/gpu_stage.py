@@ -1,0 +1,194 @@
+"""Rows of one length on a pair of models: rounds played as the engine plays them, the host one round behind."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.attention import make_backend
+from paceline.batch import Batch, RowStart
+from paceline.bench.gpu_cells import Setting
+from paceline.bench.gpu_floors import best_seconds, seconds_of
+from paceline.decoder import Decoder
+from paceline.device_round import DeviceRound, RowControl, Rule
+from paceline.errors import PacelineError
+from paceline.gpu.graphs import Graphs, Ticket
+from paceline.models.transformer import Transformer
+from paceline.params import SamplingParams
+
+ROOM = 160  # tokens that a row may gain before it begins anew
+_TRACED_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long rounds are played: chunks of at most ``rounds``, at least ``chunks`` of them, for about ``seconds``.
+
+    repeats: of a single pass.
+    """
+
+    rounds: int = 24
+    chunks: int = 3
+    seconds: float = 0.25
+    repeats: int = 20
+
+
+@dataclass(frozen=True)
+class Played:
+    """Rounds of k guesses. round_ms: the median over the chunks of a chunk's mean, host and all.
+
+    gained: tokens a row and round on average. context: tokens of a row on average. accepted, drafted: of all rows.
+    """
+
+    round_ms: float
+    rounds: int
+    gained: float
+    context: float
+    accepted: int
+    drafted: int
+
+
+class Stage:
+    """The setting's rows, each holding ``context`` random tokens and as random keys and values.
+
+    Before it has gained ROOM tokens a row begins anew, so that every chunk of rounds sees the same contexts.
+    """
+
+    def __init__(self, target: Transformer, draft: Transformer, setting: Setting, *, capture: bool = True) -> None:
+        self.setting, self.device = setting, target.device
+        positions = setting.context + ROOM
+        self.target, self._draft = (self._decoder(model, positions, target.vocab_size) for model in (target, draft))
+        self.batch = Batch(setting.rows, positions, target.vocab_size, self.device)
+        self._fill(target.vocab_size)
+        self._capture = capture and setting.attention != "split"  # whose launches the host sizes
+        rule = Rule(synthetic=setting.rate)
+        self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture)
+        self.round.set_rows([RowControl(positions)] * setting.rows)
+
+    def _decoder(self, model: Transformer, positions: int, vocab_size: int) -> Decoder:
+        backend = make_backend(self.setting.attention, self.device)
+        decoder = Decoder(model, backend, self.setting.rows, positions, vocab_size)
+        decoder.cache.keys.normal_()
+        decoder.cache.values.normal_()
+        return decoder
+
+    def _fill(self, vocab_size: int) -> None:
+        """Random text; greedy, without an end."""
+        context, params = self.setting.context, SamplingParams(temperature=0, max_tokens=ROOM, ignore_eos=True)
+        for row in range(self.setting.rows):
+            tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(row))
+            self.batch.set_row(row, RowStart(tokens.tolist(), params, row))
+
+    def _begin_anew(self) -> None:
+        self.batch.length.fill_(self.setting.context)
+        self._draft.seen.fill_(self.setting.context - 1)
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def longest(self) -> int:
+        """No row is longer, whatever it gained: the positions that attention without row lengths pays for."""
+        return self.setting.context + ROOM
+
+    def rounds(self, k: int, count: int) -> tuple[float, list[list[int]]]:
+        """Play rounds from the beginning -> seconds, and the rounds' records, line by line."""
+        self._begin_anew()
+        flying: deque[Ticket] = deque()
+        lines: list[list[int]] = []
+        began = time.perf_counter()
+        for _ in range(count):
+            flying.append(self._play(k))
+            if len(flying) > 1:
+                lines += flying.popleft().read()
+        lines += flying.popleft().read()
+        return time.perf_counter() - began, lines
+
+    def _play(self, k: int) -> Ticket:
+        return self.round.play(self.setting.rows, k, self.longest - k)
+
+    def play(self, k: int, effort: Effort) -> Played:
+        """Rounds of k guesses; capture and practice are not counted."""
+        count = self._chunk(k, effort.rounds)
+        self.rounds(k, 1)
+        chunks: list[float] = []
+        lines: list[list[int]] = []
+        while len(chunks) < effort.chunks or sum(chunks) * count < effort.seconds:
+            took, records = self.rounds(k, count)
+            chunks.append(took / count)
+            lines += records
+        gained = statistics.fmean(line[-1] for line in lines)
+        return Played(
+            round_ms=statistics.median(chunks) * 1e3,
+            rounds=count * len(chunks),
+            gained=gained,
+            context=self.setting.context + gained * (count - 1) / 2,
+            accepted=sum(line[-3] for line in lines),
+            drafted=sum(line[-2] for line in lines),
+        )
+
+    def _chunk(self, k: int, most: int) -> int:
+        """So many rounds that no row comes to its end."""
+        return max(1, min(most, ROOM // (k + 1) - 1))
+
+    def verify_ms(self, k: int, repeats: int) -> float:
+        """The target's forward pass over each row's unseen token and k guesses, with its logits: the fastest."""
+        self._begin_anew()
+        rows, graphs = self.setting.rows, Graphs(self.device, capture=self._capture)
+        start, tokens = self.batch.length[:rows] - 1, self.batch.tokens[:rows, : k + 1].clone()
+
+        def run() -> Tensor:
+            return self.target.logits(self.target.forward(tokens, start, self.longest + 1))
+
+        return best_seconds(lambda: graphs.run(k, run), self.device, repeats) * 1e3
+
+    def queued_ms(self, k: int, rounds: int) -> float:
+        """A round's milliseconds when many are launched at once: the device never waits for the host."""
+        count = self._chunk(k, rounds)
+        self.rounds(k, 1)
+        self._begin_anew()
+
+        def launch() -> None:
+            for _ in range(count):
+                self._play(k)
+
+        return seconds_of(launch, self.device) / count * 1e3
+
+    def busy_ms(self, k: int) -> float:
+        """Milliseconds of a round in which the device runs some kernel.
+
+        Traced: whatever is timed in this process afterwards may be slower. TraceError if there is no trace.
+        """
+        if self.device.type != "cuda":
+            raise TraceError("only CUDA devices are traced")
+        count = self._chunk(k, _TRACED_ROUNDS)
+        self.rounds(k, 1)
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            self.rounds(k, count)
+        spans = [(e.time_range.start, e.time_range.end) for e in trace.events() if e.device_type.name == "CUDA"]
+        if not spans:
+            raise TraceError("the profiler saw no kernel: CUPTI does not work here")
+        return covered(spans) / 1e3 / count
+
+
+class TraceError(PacelineError):
+    """Nobody can tell when the device was idle."""
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """How much of the line the spans (start, end) cover together."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

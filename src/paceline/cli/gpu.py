@@ -1,0 +1,120 @@
+"""``paceline bench gpu`` and ``paceline bench attention``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.console import note
+from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.bench.attention import Timed
+    from paceline.bench.gpu_show import Line
+
+Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; cpu only to see that it runs (--tiny).")]
+Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds; what does not fit is dropped and named.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Small models and few cells: only to see that it runs.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too, as it grows.")]
+
+
+def gpu(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, output: Output = None) -> None:
+    """Rounds on a GPU beside their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON document."""
+    place = _device(device, tiny)
+    from paceline.bench.gpu import Bench, Options
+    from paceline.bench.gpu_cells import Axes
+
+    options = Options.tiny_on(place, budget) if tiny else Options(place, Axes(), budget)
+    bench = Bench(options, _command(), _say, _writer(output))
+    report = bench.run()
+    _show(bench.lines())
+    _end(report.as_json(bench.lines()), output)
+
+
+def attention(
+    device: Device = "cuda",
+    budget: Budget = 240,
+    tiny: Tiny = False,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw PAD, SPLIT, ragged and torch over rows.")] = None,
+) -> None:
+    """Padded, split and ragged attention beside torch's own. The last line of stdout is one JSON document."""
+    place = _device(device, tiny)
+    import torch
+
+    from paceline.bench import attention as bench
+    from paceline.bench.gpu import device_name, versions
+    from paceline.bench.gpu_floors import measure_ceiling
+
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    ceiling, wanted = measure_ceiling(place, dtype, small=tiny), bench.cases(tiny=tiny)
+    document: dict[str, Any] = {
+        "command": _command(),
+        "device": device_name(place),
+        "copy_gb_s": ceiling.copy_bytes / 1e9,
+        "versions": versions(),
+    }
+    timed: list[Timed] = []
+    write = _writer(output)
+    for each in bench.sweep(wanted, place, dtype, ceiling.copy_bytes, budget, 1 if tiny else 20):
+        timed.append(each)
+        _say(bench.describe(each))
+        document |= {"cases": [known.as_json() for known in timed], "dropped": len(wanted) - len(timed)}
+        write(document)
+    if plot is not None and timed:
+        bench.draw(timed, plot, f"{document['device']}: attention of one layer")
+    _end(document, output)
+
+
+def _device(name: str, tiny: bool) -> torch.device:
+    """Kernels are interpreted on a CPU; that must be said before triton is imported."""
+    if name == "cpu":
+        if not tiny:
+            raise ParameterError("--device", name, "a CUDA device; or cpu with --tiny, only to see that it runs")
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from paceline.hardware import resolve_device
+
+    return resolve_device(name)
+
+
+def _command() -> str:
+    return shlex.join(["paceline", *sys.argv[1:]])
+
+
+def _say(text: str) -> None:
+    note(f"{time.strftime('%H:%M:%S')} {text}")
+
+
+def _writer(output: Path | None) -> Callable[[dict[str, Any]], None]:
+    """Writes what is known so far, whole or not at all."""
+
+    def write(document: dict[str, Any]) -> None:
+        if output is not None:
+            part = output.with_name(output.name + ".part")
+            part.write_text(json.dumps(document) + "\n")
+            part.replace(output)
+
+    return write
+
+
+def _end(document: dict[str, Any], output: Path | None) -> None:
+    _writer(output)(document)
+    typer.echo(json.dumps(document))
+
+
+def _show(lines: Sequence[Line]) -> None:
+    """A table that no terminal is too narrow for."""
+    verdicts = {True: "yes", False: "NO", None: "-"}
+    note(f"{'met':3}  {'wanted':>16}  {'measured':>12}  what was asked for (acceptance is synthetic)")
+    for line in lines:
+        note(f"{verdicts[line.met]:3}  {line.wanted:>16}  {line.measured or 'not measured':>12}  {line.what}")

@@ -1,0 +1,167 @@
+"""Rounds that the device plays alone, and the host that settles each while the next one runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from paceline.batch import HostVerdict, Verdict
+from paceline.decoder import Decoder
+from paceline.device_round import USUAL_LAG, DeviceRound, RowControl
+from paceline.drafters import ModelDrafter, NoDrafter
+from paceline.gpu.graphs import Ticket
+from paceline.gpu.state import read_record
+from paceline.lengths.base import Selective
+from paceline.lengths.goodput import GoodputLength
+from paceline.models.base import AnyModel, FlatModel
+from paceline.round import Speculation
+from paceline.scheduler import Scheduler, Sequence, gain_tokens
+
+
+def why_not_device(target: Decoder, drafter: object) -> str | None:
+    """Why the device cannot play rounds alone; None if it can."""
+    if not isinstance(drafter, (ModelDrafter, NoDrafter)):
+        return "this drafter guesses on the host"
+    decoders = [target, *drafter.decoders]
+    models: list[AnyModel] = [decoder.model for decoder in decoders]
+    if any(isinstance(model, FlatModel) for model in models):
+        return "the CPU kernels are run by the host"
+    if any(getattr(model, "reads_device", False) for model in models):
+        return "a model runs through transformers' own code"
+    if any(decoder.backend.name == "split" for decoder in decoders):
+        return "attention 'split' needs the lengths on the host"
+    return None
+
+
+@dataclass
+class _Flight:
+    """A round that the host has launched but not settled: whose rows it played, and how many guesses."""
+
+    ticket: Ticket
+    sequences: list[Sequence]
+    k: int
+
+
+class Pipeline:
+    """Launches a round, then settles the one before it: the device never waits for the host.
+
+    A length policy that times rounds gets each settled before the next is chosen.
+    """
+
+    def __init__(self, player: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
+        self.player, self.parts, self.scheduler = player, parts, scheduler
+        self.batch = scheduler.batch
+        self._flights: deque[_Flight] = deque()
+        self.last_verdict: Verdict | None = None  # of the last round settled
+
+    def suits(self) -> bool:
+        """Whether the device can play the next round for the rows there are."""
+        rows, parts = self.batch.sampling, self.parts
+        free = all(params.structured_outputs is None for params in rows.params[: self.batch.rows])
+        plain = free and not (rows.adjusts or rows.any_cut) and rows.logprobs is None
+        known = isinstance(parts.drafter, (ModelDrafter, NoDrafter)) and not isinstance(parts.policy, Selective)
+        return plain and known
+
+    @property
+    def late(self) -> int:
+        """How many rounds the host is behind."""
+        return 0 if isinstance(self.parts.policy, GoodputLength) else 1
+
+    def step(self) -> list[Sequence]:
+        """Launch a round; settle the one before. Returns the sequences that gained tokens."""
+        if self._anyone_goes_on():
+            self._launch()
+            return self._settle_all_but(self.late)
+        return self.drain()
+
+    def drain(self) -> list[Sequence]:
+        """Settle everything: from now on the host knows what the device knows."""
+        return self._settle_all_but(0)
+
+    def forget(self) -> None:
+        """Whatever is in flight concerns nobody any more."""
+        self._flights.clear()
+        self.scheduler.in_flight = 0
+
+    def _anyone_goes_on(self) -> bool:
+        """Whether some row has room after what is in flight, which gives at least one token a round."""
+        batch = self.batch
+        sure = len(self._flights)
+        return any(batch.limits[row] - batch.lengths[row] > sure for row in range(batch.rows))
+
+    def _launch(self) -> None:
+        batch, player = self.batch, self.player
+        k = min(self.parts.policy.choose(batch), batch.room - 1)
+        k = 0 if isinstance(self.parts.drafter, NoDrafter) else k
+        batch.cap_guesses(k)
+        longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
+        player.set_rows(self._controls())
+        batch.caps = None
+        self._mind_the_lag(k, longest)
+        self._flights.append(_Flight(player.play(batch.rows, k, longest), list(self.scheduler.running), k))
+        self._count_in_flight()
+
+    def _controls(self) -> list[RowControl]:
+        batch = self.batch
+        caps = batch.most_guesses[: batch.rows] if batch.caps is None else batch.caps
+        return [
+            RowControl(batch.limits[row], min(caps[row], batch.most_guesses[row]), tuple(sorted(sequence.stop_tokens)))
+            for row, sequence in enumerate(self.scheduler.running)
+        ]
+
+    def _mind_the_lag(self, k: int, longest: int) -> None:
+        """The draft model's cache falls behind while rounds have no guesses."""
+        drafter = self.parts.drafter
+        if not isinstance(drafter, ModelDrafter):
+            return
+        if k == 0:
+            drafter.lag += 1
+            return
+        self.player.catch_up(self.batch.rows, drafter.lag, longest)
+        drafter.lag = USUAL_LAG
+
+    def _count_in_flight(self) -> None:
+        self.scheduler.in_flight = sum(flight.k + 1 for flight in self._flights)
+
+    def _settle_all_but(self, last: int) -> list[Sequence]:
+        gained: list[Sequence] = []
+        while len(self._flights) > last:
+            gained += self._settle(self._flights.popleft())
+        return gained
+
+    def _settle(self, flight: _Flight) -> list[Sequence]:
+        """Rows may have left, moved or joined since the round was launched: its lines are found by sequence."""
+        verdict, gains = read_record(flight.ticket.read())
+        lines = {id(sequence): line for line, sequence in enumerate(flight.sequences) if not sequence.output.finished}
+        running = self.scheduler.running
+        known = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
+        for row, line in known:
+            self.batch.lengths[row] += gains[line]
+        self._count_in_flight()
+        if not known:
+            return []
+        self.last_verdict = _verdict(verdict, [lines.get(id(sequence)) for sequence in running])
+        self.parts.policy.observe(self.batch, self.last_verdict)
+        gained = [running[row] for row, _ in known]
+        now = time.monotonic()
+        for row, _ in known:
+            gain_tokens(running[row], self.last_verdict, row, now, at_limit=self.batch.positions)
+        for row, _ in reversed(known):
+            if running[row].output.finished:
+                self.scheduler.release(row)
+        return gained
+
+
+def _verdict(read: HostVerdict, lines: list[int | None]) -> Verdict:
+    """The lines of a round in the rows' present order; rows that did not play have guessed and kept nothing."""
+    tokens = [[] if line is None else read.tokens[line] for line in lines]
+    accepted = [0 if line is None else read.accepted[line] for line in lines]
+    drafted = [0 if line is None else read.drafted[line] for line in lines]
+    width = max(len(line) for line in tokens)
+    table = torch.tensor([line + [0] * (width - len(line)) for line in tokens])
+    verdict = Verdict(table, torch.tensor(accepted), torch.tensor(drafted))
+    verdict.host = HostVerdict(tokens, accepted, drafted)
+    return verdict

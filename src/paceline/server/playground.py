@@ -1,0 +1,51 @@
+"""The page at ``/``: a playground of plain HTML and JavaScript, served as it lies in ``static/``."""
+
+from __future__ import annotations
+
+from os import PathLike, stat_result
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+STATIC = Path(__file__).parent / "static"
+INDEX = STATIC / "index.html"
+MEDIA_TYPES = {  # not the system's table, which differs from machine to machine
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # Everything comes from this server, nothing is inline: text that a model made can never run as a script.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Assets(StaticFiles):
+    """Scripts, styles and pictures, with the page's headers."""
+
+    def file_response(
+        self, full_path: str | PathLike[str], stat_result: stat_result, scope: Scope, status_code: int = 200
+    ) -> Response:
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers.update({**HEADERS, "Content-Type": MEDIA_TYPES[Path(full_path).suffix]})
+        return response
+
+
+def add_playground(app: FastAPI) -> None:
+    """Serve the page at ``/`` and what it needs below ``/playground/``."""
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(INDEX, media_type=MEDIA_TYPES[".html"], headers=HEADERS)
+
+    app.mount("/playground", Assets(directory=STATIC))

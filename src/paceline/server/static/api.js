@@ -1,0 +1,75 @@
+// The server's API, as far as the page uses it. The key lives in this module's memory only.
+
+let key = "";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function useKey(value) {
+  key = value.trim();
+}
+
+function headers() {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+// {"status": "ready"}, or what is still to be done. Needs no key.
+export async function health() {
+  return (await fetch("health", { cache: "no-store" })).json();
+}
+
+export async function get(path) {
+  return (await checked(await fetch(path, { headers: headers(), cache: "no-store" }))).json();
+}
+
+// The documents of a stream, as they come. Throws ApiError, or AbortError when the signal fires.
+export async function* stream(path, body, signal) {
+  const reply = await fetch(path, {
+    method: "POST",
+    headers: { ...headers(), "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  await checked(reply);
+  for await (const data of events(reply.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(200, chunk.error.message);
+    yield chunk;
+  }
+  throw new ApiError(200, "the server hung up before the answer's end");
+}
+
+async function checked(reply) {
+  if (reply.ok) return reply;
+  const text = await reply.text();
+  let message = text || reply.statusText;
+  try {
+    message = JSON.parse(text).error.message;
+  } catch {
+    // a proxy's own page: its text says more than nothing
+  }
+  const wait = reply.headers.get("Retry-After");
+  throw new ApiError(reply.status, wait ? `${message} (in about ${wait} s)` : message);
+}
+
+// The data of server-sent events; one line each, as this server sends them.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) if (line.startsWith("data: ")) yield line.slice("data: ".length);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,44 @@
+// The form, as a request to the API.
+
+const byId = (id) => document.getElementById(id);
+const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
+
+export const isChat = () => chosen("mode") === "chat";
+export const isLimited = () => chosen("speculation") === "limit";
+
+// The first field whose value the browser itself finds wrong, or null.
+export function invalidField() {
+  const fields = [...byId("form").querySelectorAll("input, textarea")];
+  return fields.find((field) => !field.closest("[hidden]") && !field.checkValidity()) ?? null;
+}
+
+// Where to send what, and how many answers will come.
+export function readRequest() {
+  const n = byId("n").valueAsNumber;
+  const body = {
+    n,
+    temperature: byId("temperature").valueAsNumber,
+    max_tokens: byId("max-tokens").valueAsNumber,
+    stream: true,
+    metrics: true,
+    ...optional("seed", byId("seed").value),
+    ...speculation(),
+  };
+  if (isChat()) return { path: "v1/chat/completions", body: { ...body, messages: messages() }, n };
+  return { path: "v1/completions", body: { ...body, prompt: byId("prompt").value }, n };
+}
+
+function optional(name, value) {
+  return value === "" ? {} : { [name]: Number(value) };
+}
+
+function speculation() {
+  if (chosen("speculation") === "auto") return {}; // the server's own policy
+  return { num_speculative_tokens: isLimited() ? byId("k").valueAsNumber : 0 };
+}
+
+function messages() {
+  const user = { role: "user", content: byId("prompt").value };
+  const system = byId("system").value;
+  return system ? [{ role: "system", content: system }, user] : [user];
+}

@@ -1,0 +1,194 @@
+"""The benchmark of the GPU path, on a CPU: the same program, the kernels interpreted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from paceline.bench import gpu
+from paceline.bench.gpu import Bench, Options, Shelf
+from paceline.bench.gpu_cells import Axes, Cell, Setting, plan
+from paceline.bench.gpu_floors import tokens_a_round
+from paceline.bench.gpu_models import PAIRS, random_model, tiny
+from paceline.bench.gpu_rehearsal import Place, in_parallel, rehearse_products, rehearse_rounds, tasks_for
+from paceline.bench.gpu_stage import ROOM, Effort, Stage, TraceError, covered
+from paceline.cli.main import app
+from paceline.errors import CapacityError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+pytest.importorskip("triton", reason="triton is not installed")
+
+CPU = torch.device("cpu")
+SOURCE = Path(__file__).parent.parent.parent / "src"
+SETTING = Setting("gpt-7.8b", "bf16", "padded", 20, 2)
+FAST = Axes(("llama-8b",), ("bf16",), ("padded", "split"), (20,), (2,), (0, 2))  # nothing is interpreted
+
+
+def stage_of(setting: Setting) -> Stage:
+    pair = tiny(PAIRS[setting.pair])
+    target, draft = (random_model(c, pair.name, "bf16", torch.float32, CPU) for c in (pair.target, pair.draft))
+    return Stage(target, draft, setting)
+
+
+def options(axes: Axes = FAST, budget: float = 600) -> Options:
+    return replace(Options.tiny_on(CPU, budget), axes=axes)
+
+
+def run(given: Options) -> tuple[Bench, list[dict[str, Any]], list[str]]:
+    saved: list[dict[str, Any]] = []
+    said: list[str] = []
+    bench = Bench(given, "paceline bench gpu", said.append, saved.append)
+    bench.run()
+    return bench, saved, said
+
+
+@pytest.mark.parametrize("rate", [0.8, 0.3])
+def test_rounds_keep_as_many_guesses_as_the_synthetic_acceptance_says(rate: float) -> None:
+    played = stage_of(replace(SETTING, rows=4, rate=rate)).play(3, Effort(rounds=24, chunks=4, seconds=0))
+    assert played.rounds == 96
+    assert played.gained == pytest.approx(tokens_a_round(rate, 3), abs=0.25)
+    assert played.drafted == 96 * 4 * 3
+    assert played.accepted == pytest.approx(96 * 4 * (played.gained - 1))
+
+
+@pytest.mark.parametrize("k", [0, 1, 10])
+def test_every_chunk_begins_anew_and_no_row_comes_to_its_end(k: int) -> None:
+    stage = stage_of(replace(SETTING, rate=1.0))
+    for _ in range(2):
+        _, lines = stage.rounds(k, ROOM // (k + 1) - 1)
+        assert {line[-1] for line in lines} == {k + 1}
+        assert stage.batch.length.tolist() == [20 + (ROOM // (k + 1) - 1) * (k + 1)] * 2
+
+
+def test_a_pass_alone_and_rounds_without_the_host_leave_the_rows_as_they_are_measured() -> None:
+    stage = stage_of(SETTING)
+    assert stage.verify_ms(2, repeats=2) > 0
+    assert stage.queued_ms(2, rounds=3) > 0
+    with pytest.raises(TraceError, match="CUDA"):
+        stage.busy_ms(2)
+
+
+def test_spans_are_counted_once_where_they_overlap() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1.5, 1.6)]) == 4
+
+
+def test_all_kinds_of_cells_are_measured() -> None:
+    axes = Axes(("llama-8b",), ("bf16", "fp8"), ("padded", "ragged"), (8,), (1,), (0, 1))
+    _, saved, said = run(options(axes))
+    document = saved[-1]
+    assert {cell["kind"] for cell in document["cells"]} == {"round", "verify", "auto"}
+    assert {cell["attention"] for cell in document["cells"]} == {"ragged", "padded"}
+    assert all(cell["ms"] > cell["floor_ms"] > 0 for cell in document["cells"] if cell["kind"] != "auto")
+    assert [cell["kind"] for cell in document["failed"]] == ["trace"] * 4  # only CUDA devices can be traced
+    assert document["attention"]
+    assert document["dropped"] == []
+    assert document["acceptance"] == "synthetic"
+    assert len(saved) >= len(plan(axes))
+    assert len(saved[0]["cells"]) == 1
+    assert json.loads(json.dumps(document)) == document
+    assert any("auto" in line and "x plain" in line for line in said)
+
+
+def test_a_cell_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Stage.play
+
+    def broken(stage: Stage, k: int, effort: Effort) -> Any:
+        if k == 2 and stage.setting.attention == "padded":
+            raise torch.OutOfMemoryError("no more memory\nat all")
+        return play(stage, k, effort)
+
+    monkeypatch.setattr(Stage, "play", broken)
+    monkeypatch.setattr(gpu, "auto_over_plain", lambda *_: (_ for _ in ()).throw(ValueError("no engine")))
+    _, saved, said = run(options())
+    failed = {(cell["kind"], cell["k"]): cell["error"] for cell in saved[-1]["failed"] if cell["kind"] != "trace"}
+    assert failed == {("round", 2): "OutOfMemoryError: no more memory", ("auto", 0): "ValueError: no engine"}
+    assert {cell["attention"] for cell in saved[-1]["cells"] if cell["k"] == 2} == {"padded", "split"}
+    assert any("FAILED" in line for line in said)
+
+
+def test_a_setting_that_does_not_fit_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def full(shelf: Shelf, name: str, to: str, room: int) -> Any:
+        asked.append(to)
+        raise CapacityError("needs 256 GiB, 40 GiB are free")
+
+    monkeypatch.setattr(Shelf, "get", full)
+    _, saved, _ = run(options(replace(FAST, attentions=("padded",))))
+    assert len(asked) == 2  # at 0.8 and at 0.9
+    assert {cell["error"] for cell in saved[-1]["failed"]} == {"CapacityError: needs 256 GiB, 40 GiB are free"}
+
+
+def test_what_time_does_not_suffice_for_is_dropped_and_named() -> None:
+    _, saved, said = run(options(budget=0.0))
+    assert saved[-1]["cells"] == []
+    named = [name for setting in saved[-1]["dropped"] for name in setting["cells"]]
+    assert len(named) == len(plan(FAST)) + 2
+    assert any("dropped for want of time" in line for line in said)
+
+
+def test_rehearsals_run_what_rounds_will_need() -> None:
+    pair, place = tiny(PAIRS["llama-8b"]), Place(CPU, torch.float32)
+    ragged = Setting("llama-8b", "int8", "ragged", 8, 1)
+    cells = [Cell(ragged, 0), Cell(ragged, 1), Cell(replace(ragged, attention="padded"), 5)]
+    tasks = tasks_for(pair, cells, place)
+    assert pickle.loads(pickle.dumps(tasks))  # they go to other processes
+    kinds = [task.func for task in tasks if isinstance(task, partial)]
+    assert kinds.count(rehearse_rounds) == 2
+    assert kinds.count(rehearse_products) > 4
+    for kind in (rehearse_rounds, rehearse_products):
+        tasks[kinds.index(kind)]()
+
+
+def test_rehearsals_that_go_wrong_are_told_and_no_more() -> None:
+    errors = in_parallel([os.getcwd, partial(int, "x")], 60)  # type: ignore[list-item]
+    assert len(errors) == 1
+    assert errors[0].startswith("ValueError")
+    assert in_parallel([], 0) == []
+
+
+def test_the_command_needs_a_gpu_unless_it_only_shows_that_it_runs() -> None:
+    result = CliRunner().invoke(app, ["bench", "gpu", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "--tiny" in result.output
+
+
+LEAN = """
+import sys
+for name in ("gguf", "psutil", "fastapi", "uvicorn", "prometheus_client", "httpx", "scipy", "openai"):
+    sys.modules[name] = None
+from paceline.cli.main import app
+sys.argv = ["paceline", *sys.argv[1:]]
+app()
+"""
+
+
+def lean(*arguments: str) -> Sequence[str]:
+    """The command's lines on a machine that has only what running on its GPU takes."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LEAN, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_last_line_is_the_document_where_only_the_gpu_s_packages_are_installed(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    lines = lean("bench", "gpu", "--device", "cpu", "--tiny", "--budget", "1", "--output", str(output))
+    document = json.loads(lines[-1])
+    assert document["device"] == "cpu"
+    assert document["copy_gb_s"] > 0
+    assert document["show"]
+    assert json.loads(output.read_text())["dropped"] == document["dropped"] != []

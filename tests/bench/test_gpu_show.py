@@ -1,0 +1,153 @@
+"""What is measured first, and what becomes of it: ratios, and lines that say what was wanted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from paceline.bench.attention import MHA, Case, Timed
+from paceline.bench.gpu_auto import AutoRun
+from paceline.bench.gpu_cells import Axes, Cell, Setting, plan, traces
+from paceline.bench.gpu_results import Automatic, Measured, Results, Traced
+from paceline.bench.gpu_show import Line, show
+from paceline.bench.gpu_stage import Played
+
+BASE = Setting("gpt-7.8b", "bf16", "ragged", 600, 8)
+AXES = Axes(pairs=("gpt-7.8b",), formats=("bf16",), contexts=(600,), rows=(8, 1), lengths=(0, 7))
+
+
+def played(gained: float) -> Played:
+    return Played(round_ms=1.0, rounds=10, gained=gained, context=650, accepted=8, drafted=10)
+
+
+def measured(setting: Setting, k: int, ms: float, gained: float = 1.0) -> Measured:
+    return Measured(Cell(setting, k), ms, floor_ms=6.0, played=played(gained))
+
+
+def results_of(*found: Measured | Automatic | Traced) -> Results:
+    results = Results()
+    for each in found:
+        results.add(each)
+    return results
+
+
+def line_of(lines: list[Line], what: str) -> Line:
+    (line,) = [line for line in lines if what in line.what]
+    return line
+
+
+def test_every_combination_is_planned_once() -> None:
+    axes, cells = Axes(), plan(Axes())
+    grid = {
+        Cell(Setting(pair, to, attention, context, rows), k)
+        for pair in axes.pairs
+        for to in axes.formats
+        for attention in axes.attentions
+        for context in axes.contexts
+        for rows in axes.rows
+        for k in axes.lengths
+    }
+    assert len(set(cells)) == len(cells)
+    assert grid <= set(cells)
+
+
+def test_what_the_wanted_figures_need_comes_before_the_sweeps() -> None:
+    cells = plan(Axes())
+    first = cells[: cells.index(Cell(replace(BASE, format="int8"), 0))]
+    wanted = [
+        *(Cell(replace(BASE, rows=rows), 0) for rows in (1, 2, 4, 8, 32, 64)),
+        *(Cell(BASE, k, "verify") for k in (0, 7)),
+        *(Cell(replace(BASE, rows=rows), 0, "auto") for rows in (1, 8, 32, 64)),
+        *(Cell(replace(BASE, attention=other), 7) for other in ("padded", "split")),
+        Cell(replace(BASE, rate=0.9), 10),
+    ]
+    assert [cell.name for cell in wanted if cell not in first] == []
+    swept = Cell(replace(BASE, rows=64), 9)
+    shown = [Cell(Setting(pair, to, "ragged", 600, 8), 7) for pair in Axes().pairs for to in Axes().formats]
+    assert max(map(cells.index, shown)) < cells.index(swept)
+
+
+def test_traces_come_apart_from_the_rest() -> None:
+    assert {cell.k for cell in traces(Axes())} == {0, 7}
+    assert not set(traces(Axes())) & set(plan(Axes()))
+
+
+def test_a_speed_up_counts_the_tokens_of_the_law() -> None:
+    results = results_of(measured(BASE, 0, 6.0), measured(BASE, 2, 9.0, gained=2.6), measured(BASE, 1, 9.0))
+    assert results.speedup(BASE, 2, 0.8) == pytest.approx(6.0 * (1 + 0.8 + 0.64) / 9.0)
+    assert results.speedup(BASE, 2, 0.5) == pytest.approx(6.0 * 1.75 / 9.0)
+    assert results.best(BASE, 0.8) == (results.speedup(BASE, 2, 0.8), 2)
+    assert results.played(BASE, 2) == pytest.approx(6.0 * 2.6 / 9.0)
+    assert results.speedup(BASE, 3, 0.8) is None
+    assert results.best(replace(BASE, rows=4), 0.8) is None
+
+
+def test_rounds_at_another_acceptance_are_held_against_the_same_plain_decoding() -> None:
+    other = replace(BASE, rate=0.9)
+    results = results_of(measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), measured(other, 7, 10.0, gained=5.0))
+    assert results.speedup(BASE, 7, 0.8) == pytest.approx(6.0 * (1 - 0.8**8) / 0.2 / 9.0)
+    assert results.speedup(other, 7, 0.9) == pytest.approx(6.0 * (1 - 0.9**8) / 0.1 / 10.0)
+    assert results.played(other, 7) == pytest.approx(6.0 * 5.0 / 10.0)
+
+
+def test_what_was_not_measured_is_said_to_be_so() -> None:
+    lines = show(Results(), [], AXES)
+    assert {line.met for line in lines} == {None}
+    assert len(lines) > 12
+
+
+def test_lines_say_whether_the_wanted_figures_were_met() -> None:
+    results = results_of(
+        measured(BASE, 0, 7.0),
+        measured(replace(BASE, rows=1), 0, 8.0),
+        measured(BASE, 7, 9.0, gained=4.0),
+        Measured(Cell(BASE, 0, "verify"), 6.0, 5.0),
+        Measured(Cell(BASE, 7, "verify"), 7.5, 5.0),
+        Traced(Cell(BASE, 0, "trace"), 7.0, 6.95),
+        Traced(Cell(BASE, 7, "trace"), 9.0, 8.0),
+        Automatic(Cell(BASE, 0, "auto"), AutoRun(100, 97, 0.8)),
+        Automatic(Cell(replace(BASE, rows=1), 0, "auto"), AutoRun(100, 250, 0.8)),
+    )
+    lines = show(results, [], AXES)
+    assert (line := line_of(lines, "plain decoding")).met is False
+    assert line.measured == "75.0%"  # the worst batch: 6 of 8 ms
+    assert line_of(lines, "verify k=7").met is False
+    assert line_of(lines, "idle in a round, k=0").met is True
+    assert line_of(lines, "idle in a round, k=7").met is False
+    assert (line := line_of(lines, "acceptance 0.8, batch 8")).met is True
+    assert line.measured == "3.24x (k=7; 3.11x with the tokens that were played)"
+    assert line_of(lines, "acceptance 0.9, batch 8").measured == "4.43x (k=7)"
+    assert line_of(lines, "acceptance 0.8, batch 1").met is None
+    assert line_of(lines, "a token of a sequence").measured == "2.16 ms"
+    assert (line := line_of(lines, "auto over plain")).met is False
+    assert line.measured == "0.97x"
+
+
+def test_attention_is_judged_by_its_worst_case() -> None:
+    padded = replace(BASE, attention="padded")
+    results = results_of(measured(BASE, 7, 9.0), measured(padded, 7, 8.1), measured(padded, 0, 5.0))
+    long, few = Case(MHA, 8, 8, 600, "one long"), Case(MHA, 2, 8, 600, "one long")
+    timed = [
+        Timed(long, {"ragged": 10, "padded": 25, "split": 12, "torch SDPA": 5}, 3),
+        Timed(few, {"ragged": 10, "padded": 15}, 3),
+        Timed(replace(long, rows=64), {"padded": 25}, 3, {"ragged": "broken"}),
+    ]
+    lines = show(results, timed, AXES)
+    assert line_of(lines, "attention alone: padded, split over ragged").measured == "1.20x"
+    assert line_of(lines, "whole rounds").measured == "0.90x"
+    assert line_of(lines, "whole rounds").met is False
+    assert line_of(lines, "times as long").measured == "2.50x"
+
+
+def test_documents_say_that_acceptance_is_synthetic() -> None:
+    results = results_of(
+        measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), Automatic(Cell(BASE, 0, "auto"), AutoRun(1, 2, None))
+    )
+    for document in [*results.speedups_as_json(), results.as_json()[0]["played"], results.as_json()[-1]]:
+        assert document["acceptance"] == "synthetic"
+    best = results.speedups_as_json()[0]["best"]
+    assert set(best) == {"0.7", "0.8", "0.85", "0.9"}
+    assert best["0.8"]["k"] == 7
+    assert json.loads(json.dumps(results.as_json())) == results.as_json()

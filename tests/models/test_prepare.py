@@ -1,0 +1,80 @@
+"""How a loaded model will run, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from paceline.attention import make_backend
+from paceline.errors import ParameterError
+from paceline.gpu import launch
+from paceline.models import prepare as module
+from paceline.models.prepare import prepare
+from paceline.models.transformer import Transformer
+from toy import ToyModel, make_engine, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_ragged_attention_leaves_the_model_as_it_is() -> None:
+    model = tiny_llama()
+    assert prepare(model, "ragged", None) is model
+
+
+@pytest.mark.parametrize(
+    ("quantization", "deterministic", "precision"),
+    [("int8", False, "int8 weights, float32"), ("fp8", True, "fp8 weights, float32"), (None, True, "float32")],
+)
+def test_on_cuda_tritons_products_take_the_weights(
+    quantization: Any, deterministic: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from paceline.gpu.linear import SmallRowLinear
+
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    made = module._with_triton(tiny_llama(), quantization, deterministic)
+    assert made.precision == precision
+    head = cast(SmallRowLinear, made._head)
+    assert head.weight.scales is None or quantization is not None
+    assert head._linears.deterministic == deterministic
+    hidden = torch.randn(3, 32)
+    expected = cast(Transformer, tiny_llama()).logits(hidden)
+    torch.testing.assert_close(made.logits(hidden), expected, atol=0.3, rtol=0.1)
+
+
+def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "require_triton", lambda *_: None)
+    with pytest.raises(ParameterError, match=r"quantization='int4'.*'int8' or 'fp8'"):
+        module._with_triton(tiny_llama(), "int4", deterministic=False)
+    with pytest.raises(ParameterError, match=r"deterministic=True.*native family"):
+        module._with_triton(ToyModel(), None, deterministic=True)
+
+
+def test_on_a_cpu_fp8_is_refused() -> None:
+    with pytest.raises(ParameterError, match="fp8 weights need a CUDA device"):
+        prepare(tiny_llama(), "auto", "fp8")
+
+
+def test_without_triton_ragged_attention_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ParameterError, match=r"attention='ragged'.*pip install 'paceline\[gpu\]'"):
+        make_engine(ToyModel(), attention="ragged")
+    assert make_backend("auto", CUDA).name == "padded"
+
+
+def test_without_a_gpu_ragged_attention_is_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv(launch.INTERPRET, "0")
+    with pytest.raises(ParameterError, match=r"attention='ragged'.*CUDA device"):
+        make_engine(ToyModel(), attention="ragged")
+    assert make_backend("auto", CPU).name == "padded"
+    assert make_backend("auto", CUDA).name == "ragged"
+
+
+@pytest.mark.parametrize("name", ["padded", "split", "auto"])
+def test_determinism_needs_kernels_that_have_it(name: Any) -> None:
+    with pytest.raises(ParameterError, match=r"deterministic=True.*ragged"):
+        make_backend(name, CPU, deterministic=True)

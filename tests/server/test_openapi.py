@@ -1,0 +1,44 @@
+"""The OpenAPI document against the live server: whatever is sent, no 5xx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from paceline.params import ServerConfig
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BOUNDED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def live(tiny: str) -> Iterator[Live]:
+    yield from start(ServerConfig(port=0, served_model_name="tiny"), tiny)
+
+
+def check(case: Any) -> None:
+    """504 is what a request with a ``timeout`` of its own asks for."""
+    if isinstance(case.body, dict):
+        case.body.pop("timeout", None)
+        if case.operation.path in ("/v1/completions", "/v1/chat/completions"):  # any length may be asked for
+            case.body.setdefault("deadline_ms", 20)
+    response = case.call(timeout=30)
+    assert response.status_code < 500, (response.status_code, response.text, case.body)
+
+
+@pytest.mark.parametrize("examples", [15, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_makes_the_server_fail(live: Live, mode: GenerationMode, examples: int) -> None:
+    document = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+    for found in document.get_all_operations():
+        operation = found.ok()
+        if mode is GenerationMode.POSITIVE or operation.body:
+            strategy = operation.as_strategy(generation_mode=mode)
+            settings(BOUNDED, max_examples=examples)(given(case=strategy)(check))()

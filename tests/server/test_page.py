@@ -1,0 +1,62 @@
+"""The page at / over HTTP: what it is made of and what a browser is told about it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.params import ServerConfig
+from paceline.server.playground import HEADERS, MEDIA_TYPES, STATIC
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ASSETS = sorted(STATIC.iterdir(), key=lambda path: path.name)
+
+
+@pytest.mark.parametrize("asset", ASSETS, ids=lambda path: path.name)
+def test_every_file_of_the_page_is_served_as_what_it_is(live: Live, asset: Path) -> None:
+    reply = live.get(f"/playground/{asset.name}")
+    assert (reply.status_code, reply.content) == (200, asset.read_bytes())
+    assert reply.headers["content-type"] == MEDIA_TYPES[asset.suffix]
+    assert {name: reply.headers[name] for name in HEADERS} == HEADERS
+
+
+def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(live: Live) -> None:
+    reply = live.get("/")
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert "unsafe" not in reply.headers["content-security-policy"]
+    assert re.findall(r"<script[^>]*>([^<]+)</script>|\sstyle=|\son[a-z]+=", reply.text) == []
+    for asset in ASSETS:
+        addresses = re.findall(r"https?://[^\s\"']+", asset.read_text())
+        assert [found for found in addresses if not found.startswith("http://www.w3.org/")] == [], asset.name
+
+
+def test_the_page_loads_from_the_server_all_that_it_names(live: Live) -> None:
+    named = set(re.findall(r'(?:src|href)="(playground/[^"]+)"', live.get("/").text))
+    assert {"playground/main.js", "playground/style.css"} <= named
+    assert [name for name in named if live.get(f"/{name}").status_code != 200] == []
+
+
+@pytest.mark.parametrize("path", ["/playground/", "/playground/none.js", "/playground/%2e%2e/app.py"])
+def test_there_is_nothing_else_below_it(live: Live, path: str) -> None:
+    reply = live.get(path)
+    assert reply.status_code == 404
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_key_is_needed_for_the_figures_and_not_for_the_page(tiny: str) -> None:
+    for live in start(ServerConfig(port=0, api_keys=["secret"]), tiny):
+        assert live.get("/").status_code == 200
+        assert live.get("/playground/main.js").status_code == 200
+        assert live.get("/stats").status_code == 401
+        assert live.get("/playground/../stats").status_code in (401, 404)
+
+
+def test_the_page_can_be_left_out(tiny: str) -> None:
+    for live in start(ServerConfig(port=0, playground=False), tiny):
+        assert httpx.get(f"{live.url}/").status_code == 404
+        assert httpx.get(f"{live.url}/playground/main.js").status_code == 404

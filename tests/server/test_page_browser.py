@@ -1,0 +1,184 @@
+"""The page in headless Chromium against a live server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from paceline.outputs import RequestOutput
+from paceline.params import ServerConfig
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PHONE = {"width": 360, "height": 740}
+DESKTOP = {"width": 1280, "height": 900}
+KINDS = {"accepted", "recovered", "bonus", "plain"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no chromium on the path: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, live: Live) -> Iterator[Page]:
+    yield from opened(browser, live)
+
+
+@pytest.fixture
+def unhurried(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that take as long as those of a model that is no toy."""
+    engine = live.context.llm.engine
+    play = engine.step
+
+    def step() -> list[RequestOutput]:
+        time.sleep(0.02)
+        return play()
+
+    monkeypatch.setattr(engine, "step", step)
+
+
+def opened(browser: Browser, live: Live, refusals: str = "none", **options: object) -> Iterator[Page]:
+    """The loaded page; whatever the browser complains about fails the test, but for the status in ``refusals``."""
+    context = browser.new_context(**{"viewport": DESKTOP} | options)  # type: ignore[arg-type]
+    page, complaints = context.new_page(), []
+    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.set_default_timeout(20_000)
+    page.goto(live.url)
+    yield page
+    context.close()
+    live.wait_until_idle()
+    assert [text for text in complaints if f"status of {refusals}" not in text] == []
+
+
+def fill(page: Page, prompt: str = "hello", n: int = 3, tokens: int = 200) -> None:
+    page.get_by_role("textbox", name="Message", exact=True).fill(prompt)
+    page.get_by_label("Answers", exact=True).fill(str(n))
+    page.get_by_label("Max tokens").fill(str(tokens))
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Seed").fill("7")
+
+
+def kinds(page: Page) -> set[str]:
+    return set(page.locator(".answer mark").evaluate_all("marks => marks.map(mark => mark.dataset.kind)"))
+
+
+def test_three_answers_stream_side_by_side_in_the_colours_of_their_tokens(page: Page, live: Live) -> None:
+    expect(page.locator("#state")).to_have_text("ready")
+    expect(page.locator("#model")).to_have_text("tiny")
+    fill(page)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".answer.ended")).to_have_count(3)
+    assert {"accepted", "recovered"} <= kinds(page) <= KINDS
+    body = {"messages": [{"role": "user", "content": "hello"}], "n": 3, "temperature": 0, "seed": 7}
+    reply = live.post("/v1/chat/completions", {**body, "max_tokens": 200}).json()
+    shown = [answer.text_content() for answer in page.locator(".answer .text").all()]
+    assert shown == [choice["message"]["content"] for choice in reply["choices"]]
+    expect(page.locator(".answer .figures").first).to_contain_text("acceptance length")
+    expect(page.locator("#total")).to_contain_text("600 tokens in")
+    expect(page.get_by_role("button", name="Generate")).to_be_enabled()
+
+
+def test_kinds_differ_by_more_than_their_colour(page: Page) -> None:
+    marks = page.locator(".legend mark").all()
+    lines = [mark.evaluate("mark => getComputedStyle(mark).textDecoration.replace(/rgb.*/, '')") for mark in marks]
+    assert len(lines) == len(set(lines)) == len(KINDS)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_the_charts_follow_the_server(page: Page) -> None:
+    fill(page, tokens=400)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#chart-batch .value")).to_have_text("3")
+    expect(page.locator("#chart-batch .scale")).to_contain_text("of 4")
+    expect(page.locator("#chart-acceptance .value")).to_have_text(re.compile(r"\d+ %"))
+    expect(page.locator("#chart-k .line")).to_have_attribute("d", re.compile("M.*H"))
+    page.get_by_role("button", name="Stop").click()
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_stop_ends_the_answers_and_frees_their_rows(page: Page, live: Live) -> None:
+    fill(page, tokens=480)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".answer mark").first).to_be_visible()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".progress").first).to_contain_text("stopped")
+    live.wait_until_idle(seconds=2)
+    expect(page.locator("#error")).to_be_hidden()
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_the_keyboard_is_enough(page: Page, live: Live) -> None:
+    fill(page, prompt="abababababab", n=1, tokens=480)
+    page.get_by_label("Chat").press("ArrowRight")  # to "Completion"
+    expect(page.get_by_label("Text to continue")).to_be_visible()
+    page.get_by_label("Text to continue").press("Control+Enter")
+    expect(page.locator(".answer mark").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator(".progress")).to_contain_text("stopped")
+    page.get_by_label("Text to continue").focus()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "send":
+            break
+    assert page.evaluate("document.activeElement.id") == "send"
+
+
+@pytest.mark.parametrize(("choice", "k", "drafts"), [("Off", None, False), ("At most k", "2", True)])
+def test_a_request_says_how_far_to_speculate(page: Page, choice: str, k: str | None, drafts: bool) -> None:
+    fill(page, n=1)
+    page.locator(".segments label", has_text=choice).click()
+    if k is not None:
+        page.get_by_label("k, guesses a round").fill(k)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".answer.ended")).to_have_count(1)
+    assert (kinds(page) != {"plain"}) == drafts
+
+
+def test_what_the_server_refuses_is_shown(browser: Browser, live: Live) -> None:
+    for page in opened(browser, live, refusals="400"):
+        fill(page, prompt="x" * 600)
+        page.get_by_role("button", name="Generate").click()
+        expect(page.get_by_role("alert")).to_contain_text("tokens")
+        expect(page.get_by_role("button", name="Generate")).to_be_enabled()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(browser: Browser, live: Live, scheme: str) -> None:
+    for page in opened(browser, live, viewport=PHONE, color_scheme=scheme, has_touch=True):
+        fill(page, prompt="a" * 90)
+        page.get_by_role("button", name="Generate").click()
+        expect(page.locator(".answer.ended")).to_have_count(3)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        ink, paper = (brightness(page, name) for name in ("color", "background-color"))
+        assert (ink > paper) == (scheme == "dark")
+
+
+def brightness(page: Page, name: str) -> int:
+    colour = page.evaluate("name => getComputedStyle(document.body).getPropertyValue(name)", name)
+    return sum(map(int, re.findall(r"\d+", colour)))
+
+
+def test_a_key_is_asked_for_and_never_stored(browser: Browser, tiny: str) -> None:
+    for live in start(ServerConfig(port=0, served_model_name="tiny", api_keys=["secret"]), tiny):
+        for page in opened(browser, live, refusals="401"):
+            expect(page.locator("#state")).to_have_text("needs an API key")
+            page.get_by_label("API key").fill("secret")
+            expect(page.locator("#state")).to_have_text("ready")
+            fill(page, n=1)
+            page.get_by_role("button", name="Generate").click()
+            expect(page.locator(".answer.ended")).to_have_count(1)
+            assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0

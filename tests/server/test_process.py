@@ -1,0 +1,204 @@
+"""``paceline serve`` in a process of its own: signals, log lines, metrics, and abuse that leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+READY_SECONDS = 120
+LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+
+
+class Served:
+    """A server that runs. log: the lines it wrote, one JSON object each."""
+
+    def __init__(self, model: str, log: Path, *flags: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self._log = f"http://127.0.0.1:{port}", log
+        engine = ["--dtype", "float32", "--attention", "padded", "-k", "4", "--max-batch-size", "4", "--threads", "1"]
+        command = [sys.executable, "-m", "paceline.cli.main", "serve", model, "--port", str(port)]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*command, *engine, "--served-model-name", "tiny", "--log-format", "json", *flags], stderr=file
+            )
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + READY_SECONDS
+        while not self._is_ready():
+            assert self.process.poll() is None, self._log.read_text()
+            assert time.monotonic() < end, "not ready"
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+    def post(self, body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(map(float, re.findall(rf"^paceline:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
+    server = Served(tiny, tmp_path / "log", "--shutdown-timeout", "20", "--max-waiting", "12")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.end()
+
+
+def test_one_signal_lets_requests_finish_and_logs_and_metrics_tell_what_happened(served: Served) -> None:
+    reply = served.post({"prompt": "abcabcabc", "max_tokens": 20, "ignore_eos": True, "user": "me", "seed": 1})
+    assert reply.status_code == 200
+    assert served.post({"prompt": "a", "n": "x"}).status_code == 400
+    assert served.metric("generation_tokens_total") == 20
+    assert served.metric("prompt_tokens_total") == 9
+    assert served.metric("request_success_total") == 1
+    assert served.metric("request_errors_total") == 1
+    assert served.metric("time_to_first_token_seconds_count") == 1
+    assert served.metric("inter_token_latency_seconds_count") < 20
+    assert served.metric("spec_decode_num_accepted_tokens_total") <= served.metric("spec_decode_num_draft_tokens_total")
+    assert served.metric("num_requests_running") == served.metric("num_requests_waiting") == 0
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        assert list(lines)[-2] == "data: [DONE]"
+    assert served.process.wait(20) == 0
+    (answered,) = [line for line in served.log if line["message"] == "answered" and line["user"] == "me"]
+    assert (answered["prompt_tokens"], answered["output_tokens"]) == (9, 20)
+    assert {"time", "level", "logger"} <= answered.keys()
+    assert any("ending" in line["message"] for line in served.log)
+
+
+def read_until_cut(stream: httpx.Response, process: subprocess.Popen[bytes]) -> None:
+    lines = stream.iter_lines()
+    next(lines)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    list(lines)
+
+
+def test_a_second_signal_ends_at_once(served: Served) -> None:
+    body = {**LONG, "n": 4, "stream": True}
+    url = f"{served.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as stream, pytest.raises(httpx.TransportError):
+        read_until_cut(stream, served.process)
+    assert served.process.wait(5) == 130
+
+
+# --- abuse ------------------------------------------------------------------------------------------------------------
+
+
+def request(served: Served, number: int) -> tuple[str, int]:
+    """Three of ten leave in mid-stream, one is invalid, one far too long."""
+    kind = {0: "invalid", 1: "left", 2: "left", 3: "left", 4: "oversized"}.get(number % 10, "good")
+    if kind == "invalid":
+        return kind, served.post({"prompt": "a", "n": "many"}).status_code
+    if kind == "oversized":
+        return kind, served.post({"prompt": "a" * 5000}).status_code
+    if kind == "left":
+        body = {**LONG, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
+            next(stream.iter_lines())
+            return kind, stream.status_code
+    reply = served.post({"prompt": f"number {number}", "max_tokens": 24, "seed": number, "ignore_eos": True})
+    if reply.status_code == 200:
+        assert reply.json()["usage"]["completion_tokens"] == 24
+    return kind, reply.status_code
+
+
+def abuse(served: Served, requests: int) -> Counter[tuple[str, int]]:
+    """32 clients for 4 rows and a queue of 12: full twice over."""
+    with ThreadPoolExecutor(32) as pool:
+        return Counter(pool.map(lambda number: request(served, number), range(requests)))
+
+
+HEALTH_PROBE = """
+import json, sys, time
+import httpx
+delays = []
+with httpx.Client(timeout=10) as client:
+    while not sys.stdin.closed and time.monotonic() < float(sys.argv[2]):
+        began = time.perf_counter()
+        assert client.get(sys.argv[1] + "/health").status_code == 200
+        delays.append(time.perf_counter() - began)
+        time.sleep(0.01)
+print(json.dumps(delays))
+"""
+
+
+def resident(served: Served) -> int:
+    return int(psutil.Process(served.process.pid).memory_info().rss)
+
+
+def idle(served: Served) -> bool:
+    stats = httpx.get(f"{served.url}/stats").json()
+    return stats["running"] == stats["waiting"] == 0
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_of_abuse_leave_nothing_behind(served: Served) -> None:
+    abuse(served, 300)
+    time.sleep(1)
+    before = resident(served)
+    seconds = 20.0
+    arguments = [served.url, str(time.monotonic() + seconds)]
+    probe = subprocess.Popen(
+        [sys.executable, "-c", HEALTH_PROBE, *arguments], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    outcomes = abuse(served, 1000)
+    delays = sorted(json.loads(probe.communicate()[0]))
+    time.sleep(1)
+    grown = resident(served) / before - 1
+    p99 = delays[int(0.99 * len(delays))]
+    figures = {
+        "outcomes": {f"{kind} {status}": count for (kind, status), count in sorted(outcomes.items())},
+        "health_ms_p50": 1000 * statistics.median(delays),
+        "health_ms_p99": 1000 * p99,
+        "health_ms_max": 1000 * delays[-1],
+        "health_checks": len(delays),
+        "resident_mib_before": before / 2**20,
+        "grown": grown,
+    }
+    print(json.dumps(figures))
+    assert {status for kind, status in outcomes if kind in ("invalid", "oversized")} == {400}
+    assert {status for kind, status in outcomes if kind in ("good", "left")} == {200, 429}
+    assert idle(served)
+    assert served.metric("round_failures_total") == 0
+    assert p99 < 0.1
+    assert grown < 0.05

@@ -1,0 +1,342 @@
+"""Rounds that the device plays alone give what ordinary rounds give, and never ask the host for anything.
+
+Everything here runs on the CPU, where the same program runs eagerly; tests/gpu plays it as graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.batch import Batch, RowStart
+from paceline.decoder import Decoder
+from paceline.device_round import DeviceRound, RowControl, Rule
+from paceline.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.gpu.graphs import Ring, Ticket, Upload
+from paceline.gpu.ops import RoundOps, TritonOps, TwinOps
+from paceline.gpu.state import read_record
+from paceline.models.base import Model
+from paceline.params import SamplingParams
+from paceline.sampling import sequence_seed
+from toy import POSITIONS, VOCAB, FlatToy, RandomCaps, RandomLength, ToyModel, answers, make_engine, run, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = (0, 22)
+_rng = random.Random(6)
+PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
+TEMPERATURES = (0, 1.0, 0.7, 1.3, 0, 2.0, 1.0, 0.5, 0, 1.0)
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=24 - i, seed=i, n=1 + (i == 1), stop_token_ids=(5,) if i == 3 else ())
+    for i, t in enumerate(TEMPERATURES)
+]
+MODELS: dict[str, tuple[Callable[[], Model], Callable[[], Model]]] = {
+    "toy": (ToyModel, lambda: ToyModel(blur=0.3)),
+    "llama": (tiny_llama, lambda: tiny_llama(1)),
+}
+
+
+def engine_on(rounds: str, model: str = "toy", **options: Any) -> Engine:
+    target, draft = MODELS[model]
+    options = {"drafter": "model", "num_speculative_tokens": 4, "attention": "padded"} | options
+    return make_engine(target(), draft(), eos=EOS, rounds=rounds, **options)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails at whatever makes a device tell the host something, or copies between them; ``allowed`` lifts it."""
+
+    FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_unique2", "masked_select")
+    METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = False
+        self._patches = [mock.patch.object(Tensor, name, self._watched(getattr(Tensor, name))) for name in self.METHODS]
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any) -> Any:
+            assert self.allowed, f"the host reads a tensor: {method}"
+            return method(tensor, *args)
+
+        return call
+
+    def __enter__(self) -> NoHostReads:
+        for patch in self._patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for patch in self._patches:
+            patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        moved = name == "_to_copy" and (kwargs or {}).get("device") is not None
+        masked = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert self.allowed or not (name in self.FORBIDDEN or moved or masked), f"the host reads the device: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+# --- the same answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 7, "bass"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_device_alone_gives_what_ordinary_rounds_give(model: str, k: int | str) -> None:
+    found, expected = [
+        answers(run(engine_on(rounds, model, num_speculative_tokens=k), PROMPTS, PARAMS))
+        for rounds in ("device", "host")
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize("k", [1, 4, "bass"])
+@pytest.mark.parametrize("model", MODELS)
+def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
+    """Rows at a temperature keep their law (test_lossless.py), but their last rounds may have other lengths."""
+    options = {"num_speculative_tokens": k, "acceptance": "rejection"}
+    found, expected = [answers(run(engine_on(r, model, **options), PROMPTS, PARAMS)) for r in ("device", "host")]
+    for one, other, params in zip(found, expected, PARAMS, strict=True):
+        assert one == other or params.temperature > 0
+
+
+@pytest.mark.parametrize("policy", [RandomLength, RandomCaps])
+def test_lengths_that_change_every_round_and_rows_that_wait_for_a_place_change_nothing(
+    policy: Callable[[], Any],
+) -> None:
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
+    engine.parts.policy = policy()
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+
+
+def test_auto_times_its_rounds_so_none_is_late() -> None:
+    engine = engine_on("device", num_speculative_tokens="auto")
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+    assert engine.scheduler.in_flight == 0
+
+
+def test_the_draft_cache_catches_up_after_many_plain_rounds() -> None:
+    """With the target as its own drafter, one stale key anywhere would cost acceptance."""
+    engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
+    rng = random.Random(0)
+    engine.parts.policy = RandomLength()
+    engine.parts.policy.choose = lambda batch: rng.choice([0] * 12 + [3])  # type: ignore[method-assign]
+    params = [SamplingParams(seed=i, max_tokens=60) for i in range(9)]
+    outputs = run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params)
+    drafted = sum(output.outputs[0].metrics.drafted for output in outputs)
+    assert drafted == sum(output.outputs[0].metrics.accepted for output in outputs) > 0
+
+
+def test_requests_that_need_the_host_are_played_by_it_and_the_others_go_on_afterwards() -> None:
+    special = [
+        SamplingParams(max_tokens=6, seed=50, top_k=5),
+        SamplingParams(max_tokens=6, seed=51, presence_penalty=1.0),
+        SamplingParams(max_tokens=6, seed=52, logprobs=2),
+        SamplingParams(max_tokens=6, seed=53, min_tokens=4),
+    ]
+    prompts, params = [*PROMPTS, *PROMPTS[:4], *PROMPTS], [*PARAMS, *special, *PARAMS]
+    found, expected = [answers(run(engine_on(rounds), prompts, params)) for rounds in ("device", "host")]
+    assert found == expected
+
+
+def test_requests_that_arrive_and_are_aborted_while_a_round_is_in_flight_disturb_nobody() -> None:
+    rng = random.Random(3)
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
+    outputs, waiting = {}, list(range(len(PROMPTS)))
+    dropped: set[int] = set()
+    while waiting or engine.busy:
+        if waiting and rng.random() < 0.4:
+            index = waiting.pop(rng.randrange(len(waiting)))
+            outputs[index] = engine.add(Request(PROMPTS[index], PARAMS[index], request_id=str(index)))
+        if rng.random() < 0.05 and outputs:
+            dropped.add(index := rng.choice(list(outputs)))
+            engine.abort(str(index))
+        engine.step()
+        engine.scheduler.check_integrity()
+    plain = answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, PARAMS))
+    assert len(dropped) > 0
+    for index, output in outputs.items():
+        for answer, full in zip(output.outputs, plain[index], strict=True):
+            assert answer.token_ids == full[: len(answer.token_ids)]
+            assert answer.token_ids == full or index in dropped
+
+
+def test_the_host_is_one_round_behind() -> None:
+    engine = engine_on("device")
+    output = engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0)))
+    engine.step()
+    assert output.outputs[0].token_ids == []
+    assert engine.scheduler.in_flight == 5
+    engine.step()
+    assert output.outputs[0].token_ids != []
+
+
+def test_an_engine_that_was_cleared_in_flight_starts_afresh() -> None:
+    engine = engine_on("device")
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30)))
+    engine.step()
+    engine.step()
+    engine.clear()
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+
+
+# --- no reads ---------------------------------------------------------------------------------------------------------
+
+
+def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3) -> DeviceRound:
+    """Rows of different lengths, prefilled."""
+    target, draft = (make() for make in MODELS[model])
+    batch = Batch(rows, POSITIONS, VOCAB)
+    from paceline.attention import make_backend
+
+    decoders = [
+        Decoder(m, make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB) for m in (target, draft)
+    ]
+    for row in range(rows):
+        params = SamplingParams(temperature=row / 2, max_tokens=40)
+        batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row)))
+    batch.set_rows(rows)
+    for decoder in decoders:
+        decoder.prefill(batch, 0, [0] * rows, [length - 1 for length in batch.lengths[:rows]])
+    made = DeviceRound(*decoders, batch, rule, ops=ops)
+    made.set_rows([RowControl(batch.limits[row], 32, (22,)) for row in range(rows)])
+    return made
+
+
+RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Rule(synthetic=0.7)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_round_reads_nothing(rule: str, k: int) -> None:
+    rounds = player(TwinOps(), RULES[rule])
+    with torch.inference_mode(), NoHostReads():
+        rounds.program(3, k, 64)
+        rounds._catch_up(3, 4, 64)
+
+
+@pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
+def test_the_watchdog_bites(read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(AssertionError), NoHostReads():
+        read(torch.arange(3))
+
+
+def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on("device")
+    for prompt in PROMPTS[:4]:
+        engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
+    engine.step()
+    watchdog, read, reads = NoHostReads(), Ticket.read, []
+
+    def counted(ticket: Ticket) -> list[list[int]]:
+        watchdog.allowed = True
+        reads.append(read(ticket))
+        watchdog.allowed = False
+        return reads[-1]
+
+    monkeypatch.setattr(Ticket, "read", counted)
+    with watchdog:
+        for _ in range(5):
+            assert engine.step()
+    assert len(reads) == 5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    players = [player(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
+    with torch.inference_mode():
+        for k in (2, 0, 1):
+            one, other = (read_record(p.play(3, k, 60).read()) for p in players)
+            assert one == other
+            players[0].batch.length.copy_(players[1].batch.length)
+
+
+def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> None:
+    rounds = player(TwinOps(), Rule())
+    batch = rounds.batch
+    rounds.set_rows([RowControl(batch.limits[0]), RowControl(batch.lengths[1])])  # row 1 has no room, row 2 is not live
+    text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
+    with torch.inference_mode():
+        _, gains = read_record(rounds.play(2, 3, 60).read())
+    assert gains[0] > 0
+    assert gains[1:] == [0] * (len(gains) - 1)
+    assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
+    assert torch.equal(batch.tokens[1:], text[1:])
+    assert rounds.draft is not None
+    assert rounds.draft.seen[2] == seen[1][2]
+
+
+def test_practice_changes_nothing() -> None:
+    rounds = player(TwinOps(), Rule())
+    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
+    with torch.inference_mode(), rounds._nobody_lives():
+        rounds.program(3, 3, 64)
+    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
+    assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+    assert rounds._ends.live.item() == 3
+
+
+@pytest.mark.parametrize(("live", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (40, 40)])
+def test_rows_are_played_in_buckets(live: int, bucket: int) -> None:
+    batch = Batch(40, POSITIONS, VOCAB)
+    from paceline.attention import make_backend
+
+    target = Decoder(ToyModel(), make_backend("padded", torch.device("cpu")), 40, POSITIONS, VOCAB)
+    assert DeviceRound(target, None, batch, Rule()).bucket(live) == bucket
+
+
+# --- what carries it --------------------------------------------------------------------------------------------------
+
+
+def test_a_record_stays_readable_while_later_ones_arrive() -> None:
+    ring = Ring(torch.device("cpu"), 12)
+    tickets = [ring.push(torch.full((2, 3), number)) for number in range(4)]
+    assert [ticket.read() for ticket in tickets] == [[[number] * 3] * 2 for number in range(4)]
+    assert all(ticket.ready for ticket in tickets)
+
+
+def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
+    upload = Upload(torch.device("cpu"), [1, 2])
+    place = upload.device.data_ptr()
+    for numbers in ([3, 4], [3, 4], [5, 6], [1, 2], [7, 8], [9, 9]):
+        upload.set(numbers)
+        assert upload.device.tolist() == numbers
+    assert upload.device.data_ptr() == place
+
+
+# --- what is refused and what is said ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"attention": "split"}, "split"),
+        ({"drafter": "ngram"}, "guesses on the host"),
+    ],
+)
+def test_what_the_device_cannot_play_alone_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ParameterError, match=f"rounds='device'.*{why}.*'host' is"):
+        engine_on("device", **options)
+
+
+def test_the_cpu_kernels_play_their_own_rounds() -> None:
+    with pytest.raises(ParameterError, match="CPU kernels"):
+        make_engine(FlatToy(), rounds="device")
+
+
+def test_the_start_line_says_who_plays() -> None:
+    assert "rounds by the device (uncaptured, torch kernels)" in engine_on("device").describe()
+    assert "rounds by" not in engine_on("auto").describe()
