@@ -72,12 +72,12 @@ GREEDY = [SamplingParams(temperature=0, max_tokens=22, seed=seed) for seed in ra
 MIXED = [
     SamplingParams(temperature=0, max_tokens=22, seed=0),
     SamplingParams(temperature=1.0, max_tokens=24, seed=1, n=3, logprobs=2),
-    SamplingParams(temperature=0.7, max_tokens=20, seed=2, top_k=5, presence_penalty=1.0),
+    SamplingParams(temperature=0.7, max_tokens=20, seed=2, top_k=5, presence_penalty=1.0, num_speculative_tokens=2),
     SamplingParams(temperature=1.3, max_tokens=24, seed=3, top_p=0.7, frequency_penalty=0.7),
     SamplingParams(temperature=0, max_tokens=25, seed=4, repetition_penalty=1.5, logit_bias={3: 2.0, 7: -4.0}),
     SamplingParams(temperature=0.9, max_tokens=9, seed=5, min_p=0.2, min_tokens=8, logit_bias={0: 3.0}),
     SamplingParams(temperature=2.0, max_tokens=16, seed=6, top_k=8, top_p=0.8, min_p=0.05, n=2, ignore_eos=True),
-    SamplingParams(temperature=1.0, max_tokens=1, seed=7, stop_token_ids=(4, 5)),
+    SamplingParams(temperature=1.0, max_tokens=9, seed=7, stop_token_ids=(4, 5), num_speculative_tokens=0),
     SamplingParams(temperature=0, max_tokens=24, seed=8, structured_outputs=HELD),
     SamplingParams(temperature=1.1, max_tokens=24, seed=9, structured_outputs=HELD, n=2, top_p=0.9, presence_penalty=1),
 ]

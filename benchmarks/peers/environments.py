@@ -82,7 +82,7 @@ def ensure_model(name: str, peer: Peer, say: Say) -> Path:
     """The model in the peer's format, exported if it is not there yet. Raises SetupError."""
     source = config.models_directory() / f"{name}.gguf"
     if not source.is_file():
-        raise SetupError(f"{source} is missing: run ../shared/get_models.sh")
+        raise SetupError(f"{source} is missing: put the GGUF file there")
     if peer.model_format == "gguf":
         return source
     huggingface = _exported("huggingface", name, source, config.PEERS["transformers"], say)

@@ -86,7 +86,7 @@ class LLM:
 
     def plain(self) -> LLM:
         """The same weights decoding without speculation, for comparison."""
-        return self.with_options(drafter=None)
+        return self.with_options(drafter=None, num_speculative_tokens=0, profile=None)
 
     @property
     def config(self) -> EngineConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.offline import sides_for
 from paceline.bench.profile import Sweep, acceptance_by_position, draw, run_profile
 from paceline.bench.recording import Round, longest_stretch
 from paceline.errors import ParameterError
@@ -43,8 +44,10 @@ def test_its_profile_serves_an_engine_on_the_same_models(tmp_path: Path) -> None
     llm = toy_llm(drafter="ngram")
     profile, _ = run_profile(llm, PROMPTS, Sweep.quick(), no_bar)
     profile.save(tmp_path / "profile.json")
-    engine = llm.with_options(num_speculative_tokens="profiled", profile=str(tmp_path / "profile.json")).engine
-    assert engine.parts.policy.name == "profiled"
+    guided = llm.with_options(num_speculative_tokens="profiled", profile=str(tmp_path / "profile.json"))
+    assert guided.engine.parts.policy.name == "profiled"
+    assert guided.plain().config.drafter is None  # what it is compared with needs no profile
+    assert [side.name for side in sides_for(guided, 1)] == ["plain", "speculation"]
 
 
 def test_without_a_drafter_there_is_nothing_to_profile() -> None:

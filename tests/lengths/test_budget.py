@@ -117,6 +117,16 @@ def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(rows: int, noise: 
     assert mean(tokens_a_second("auto", s) for s in seeds) > 0.975 * mean(tokens_a_second("0", s) for s in seeds)
 
 
+@pytest.mark.parametrize(("right", "least", "most"), [(False, 0.2, 0.45), (True, 0.95, 1.0)])
+def test_where_no_guess_is_kept_most_rounds_do_not_even_look(right: bool, least: float, most: float) -> None:
+    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows=4), []
+    policy = budget(simulation)
+    choose = policy.choose
+    policy.choose = lambda batch: (asked.append(choose(batch)), asked[-1])[1]  # type: ignore[method-assign]
+    simulation.play(policy)
+    assert least <= mean(k > 0 for k in asked) <= most
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noise: float) -> None:

@@ -174,7 +174,7 @@ def sides_for(
     others: Sequence[Side] = (),
 ) -> list[Side]:
     """Plain decoding; with a drafter, speculation at the engine's length or at each of ``lengths``; the others."""
-    plain = Paceline("plain", llm.with_options(drafter=None, max_batch_size=batch_size))
+    plain = Paceline("plain", llm.plain().with_options(max_batch_size=batch_size))
     if llm.config.drafter is None:
         return [plain, *others]
     named = {f"k={length}": length for length in lengths} or {"speculation": llm.config.num_speculative_tokens}

@@ -18,7 +18,7 @@ Which chance a guess has, its score and the row's luck say (``reliability``). Wh
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
 need no probes to notice that guesses are good. What they do not show is the time of other rounds: while no guess pays
 by what is believed, PROBE_SHARE of the time goes into a purse, and the best guesses are verified when it holds what
-they lose. Where nothing paid for some rounds, only every fourth round looks for guesses: looking takes time, too.
+they lose. Where no guess was kept for some rounds, only every fourth round looks for any: looking takes time, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOPE = 0.5  # the true time of more guesses may be so much of the one believed: 
 CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
 LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch that drains; more is the maximum
-PATIENCE = 8  # rounds without a guess worth its time, after which most rounds do not even look for guesses
+PATIENCE = 8  # looks without a guess that was kept, after which most rounds do not even look for guesses
 REST = 3  # rounds without a look, for each that looks
 SLACK = 1.5  # plain rounds by which a row of such a batch may fall behind
 
@@ -62,7 +62,7 @@ class BudgetLength:
         self._draft: Draft | None = None  # the whole of it, before anything was left out
         self._bins: Bins = np.empty((0, 0), dtype=np.int64)  # of its confidences
         self._took = 1.0  # expected time of the round, over that of a plain one
-        self._idle = 0  # looks in a row that found nothing
+        self._idle = 0  # looks in a row that brought nothing
         self._rest = 0  # rounds before the next look
 
     # --- before the round --------------------------------------------------------
@@ -94,8 +94,6 @@ class BudgetLength:
             rates[1:][_falls_behind(batch, survival, best, times)] = 0
         m = self._best(gains, rates, times)
         self._took = float(times[m] / times[0])
-        self._idle = 0 if m else self._idle + 1
-        self._rest = REST if self._idle > PATIENCE else 0
         return np.bincount(best[:m] // survival.shape[1], minlength=batch.rows).tolist()  # type: ignore[no-any-return]
 
     def _best(self, gains: Floats, rates: Floats, times: Milliseconds) -> int:
@@ -117,12 +115,15 @@ class BudgetLength:
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         rows, guesses = len(verdict.host.drafted), sum(verdict.host.drafted)
-        if self._draft is not None:
-            self._learn(batch, self._draft, verdict)
         batch.pace.update(verdict.host.accepted, self._took)
         ms = 1000 * (self.clock() - self._began)
-        self.costs.observe(rows, guesses / rows, self._context, ms)
         self._purse = min(self._purse + PROBE_SHARE * ms, ms)
+        if self._rest < 0:  # the others are all alike
+            self._idle = 0 if any(verdict.host.accepted) else self._idle + 1
+            self._rest = REST if self._idle > PATIENCE else 0
+            self.costs.observe(rows, guesses / rows, self._context, ms)
+        if self._draft is not None:
+            self._learn(batch, self._draft, verdict)
 
     def _learn(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
