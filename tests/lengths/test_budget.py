@@ -117,9 +117,13 @@ def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(rows: int, noise: 
     assert mean(tokens_a_second("auto", s) for s in seeds) > 0.975 * mean(tokens_a_second("0", s) for s in seeds)
 
 
-@pytest.mark.parametrize(("right", "least", "most"), [(False, 0.2, 0.45), (True, 0.95, 1.0)])
-def test_where_no_guess_is_kept_most_rounds_do_not_even_look(right: bool, least: float, most: float) -> None:
-    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows=4), []
+@pytest.mark.parametrize(
+    ("rows", "right", "least", "most"), [(16, False, 0.1, 0.4), (16, True, 1, 1), (2, False, 1, 1)]
+)
+def test_where_guesses_are_dear_and_wrong_most_rounds_do_not_even_look(
+    rows: int, right: bool, least: float, most: float
+) -> None:
+    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows), []
     policy = budget(simulation)
     choose = policy.choose
     policy.choose = lambda batch: (asked.append(choose(batch)), asked[-1])[1]  # type: ignore[method-assign]

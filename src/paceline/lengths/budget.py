@@ -18,7 +18,8 @@ Which chance a guess has, its score and the row's luck say (``reliability``). Wh
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
 need no probes to notice that guesses are good. What they do not show is the time of other rounds: while no guess pays
 by what is believed, PROBE_SHARE of the time goes into a purse, and the best guesses are verified when it holds what
-they lose. Where no guess was kept for some rounds, only every fourth round looks for any: looking takes time, too.
+they lose. Where guesses are dear and few were kept lately, only every eighth round looks for any, for that takes
+time, too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ HOPE = 0.5  # the true time of more guesses may be so much of the one believed: 
 CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
 LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch that drains; more is the maximum
-PATIENCE = 8  # looks without a guess that was kept, after which most rounds do not even look for guesses
-REST = 3  # rounds without a look, for each that looks
+FRUIT = 0.1  # guesses kept for each row and look: with less, and dear guesses, most rounds do not even look for any
+FRUIT_MEMORY = 4  # looks
+REST = 7  # rounds without a look, for each that looks
+DEAR = 0.4  # of a plain token's time: where a guess takes less, every round looks
 SLACK = 1.5  # plain rounds by which a row of such a batch may fall behind
 
 Floats = NDArray[np.float64]
@@ -62,8 +65,9 @@ class BudgetLength:
         self._draft: Draft | None = None  # the whole of it, before anything was left out
         self._bins: Bins = np.empty((0, 0), dtype=np.int64)  # of its confidences
         self._took = 1.0  # expected time of the round, over that of a plain one
-        self._idle = 0  # looks in a row that brought nothing
+        self._fruit = 1.0  # guesses kept for each row and look, lately
         self._rest = 0  # rounds before the next look
+        self._price = 0.0  # of a guess, in plain tokens
 
     # --- before the round --------------------------------------------------------
 
@@ -86,6 +90,7 @@ class BudgetLength:
         best = np.argsort(-value, kind="stable")  # of equals, a row's earlier guess first
         best = best[: np.count_nonzero(value)]
         times = self.costs.times_of_guesses(batch.rows, len(best), self._context)
+        self._price = _price(times, batch.rows) if len(best) else self._price
         gains = np.full(len(best) + 1, weight.sum())
         gains[1:] += value[best].cumsum()
         rates = gains / times
@@ -119,8 +124,8 @@ class BudgetLength:
         ms = 1000 * (self.clock() - self._began)
         self._purse = min(self._purse + PROBE_SHARE * ms, ms)
         if self._rest < 0:  # the others are all alike
-            self._idle = 0 if any(verdict.host.accepted) else self._idle + 1
-            self._rest = REST if self._idle > PATIENCE else 0
+            self._fruit += (sum(verdict.host.accepted) / rows - self._fruit) / FRUIT_MEMORY
+            self._rest = REST if self._fruit < FRUIT and self._price > DEAR else 0
             self.costs.observe(rows, guesses / rows, self._context, ms)
         if self._draft is not None:
             self._learn(batch, self._draft, verdict)
@@ -142,6 +147,11 @@ def _confidence(draft: Draft) -> Floats:
     if draft.confidence is None:
         return np.full((draft.tokens.shape[0], draft.k), CLUELESS)
     return draft.confidence
+
+
+def _price(times: Milliseconds, rows: int) -> float:
+    """What a guess takes, of what a plain token takes."""
+    return float((times[-1] - times[0]) / (len(times) - 1) * rows / times[0])
 
 
 def _lateness(batch: Batch) -> Floats:
