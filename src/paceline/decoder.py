@@ -35,7 +35,7 @@ class Decoder:
             model.layers, rows, model.kv_heads, positions, model.head_dim, dtype=model.dtype, device=model.device
         )
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        self.unread = False  # whether a row may have joined the batch whose prompt was not fed
+        self.lag = 1  # of a drafter's: no decoding row's cache lacks more tokens than this
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
 
     def forward(

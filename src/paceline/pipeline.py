@@ -118,10 +118,10 @@ class Pipeline:
         if not isinstance(drafter, ModelDrafter):
             return
         if k == 0:
-            drafter.lag += 1
+            drafter.decoder.lag += 1
             return
-        self.player.catch_up(self.batch.rows, drafter.lag, longest)
-        drafter.lag = USUAL_LAG
+        self.player.catch_up(self.batch.rows, drafter.decoder.lag, longest)
+        drafter.decoder.lag = USUAL_LAG
 
     def _count_in_flight(self) -> None:
         self.scheduler.in_flight = sum(flight.k + 1 for flight in self._flights)

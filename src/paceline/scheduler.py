@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from paceline.batch import Batch, RowStart, Verdict
@@ -40,7 +41,7 @@ class Sequence:
     deadline: float | None = None  # on the clock of time.monotonic
     constraint: Constraint | None = None
     prefilled: int = 0
-    drafted: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
+    read_by_draft: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
 
     @property
     def prefill_stop(self) -> int:
@@ -101,7 +102,7 @@ class Scheduler:
             for decoder in self.decoders:
                 decoder.copy_row(sibling, row, sequence.prefill_stop)
         else:
-            sequence.prefilled, sequence.drafted = 0, self.hopeful(self._rows_soon)
+            sequence.prefilled, sequence.read_by_draft = 0, self.hopeful(self._rows_soon)
             for decoder in self.decoders:
                 decoder.start_row(row)
         self.prefilling.append(sequence)
@@ -120,16 +121,18 @@ class Scheduler:
     def _prefill(self) -> None:
         """One chunk: as many prefilling rows, from the first on, as fit side by side into ``prefill_chunk`` tokens."""
         count, width = 1, 0
-        for rows, sequence in enumerate(self.prefilling, 1):
+        readers = self.decoders if self.prefilling[0].read_by_draft else self.decoders[:1]
+        alike = takewhile(lambda other: other.read_by_draft == self.prefilling[0].read_by_draft, self.prefilling)
+        for rows, sequence in enumerate(alike, 1):
             widest = max(width, sequence.prefill_stop - sequence.prefilled)
-            if rows > 1 and (widest * rows > self.prefill_chunk or sequence.drafted != self.prefilling[0].drafted):
+            if rows > 1 and widest * rows > self.prefill_chunk:
                 break
             count, width = rows, widest
         width = min(width, self.prefill_chunk)
         group = self.prefilling[:count]
         starts = [sequence.prefilled for sequence in group]
         stops = [min(sequence.prefilled + width, sequence.prefill_stop) for sequence in group]
-        for decoder in self.decoders if group[0].drafted else self.decoders[:1]:
+        for decoder in readers:
             decoder.prefill(self.batch, len(self.running), starts, stops)
         for sequence, stop in zip(group, stops, strict=True):
             sequence.prefilled = stop
@@ -138,8 +141,8 @@ class Scheduler:
         while self.prefilling and self.prefilling[0].prefilled == self.prefilling[0].prefill_stop:
             sequence = self.prefilling.pop(0)
             self.running.append(sequence)
-            for decoder in self.decoders[1:]:
-                decoder.unread |= not sequence.drafted
+            for decoder in self.decoders[1:] if not sequence.read_by_draft else ():
+                decoder.lag = max(decoder.lag, len(sequence.prompt))
         self.batch.set_rows(len(self.running))
 
     def settle(self, verdict: Verdict) -> list[Sequence]:

@@ -11,7 +11,6 @@ from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
 from paceline.sampling import Purpose, adjust, draw, probabilities
 
-UNREAD_LAG = 1 << 30  # a prompt, or more
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
 
 
@@ -28,7 +27,6 @@ class ModelDrafter:
     def __init__(self, decoder: Decoder, acceptance: str) -> None:
         self.decoder = decoder
         self._independent = acceptance == "rejection"
-        self.lag = 1  # no row's cache lacks more tokens than this
         self._drafted = 0  # guesses of the last draft, if it was for every row
 
     @property
@@ -36,8 +34,6 @@ class ModelDrafter:
         return (self.decoder,)
 
     def propose(self, batch: Batch, k: int) -> Draft:
-        if self.decoder.unread:
-            self.lag, self.decoder.unread = UNREAD_LAG, False
         first, stop = batch.guessing
         self._drafted = k if stop - first == batch.rows else 0
         if self._drafted:
@@ -48,9 +44,9 @@ class ModelDrafter:
 
     def _propose(self, batch: Batch, k: int) -> Draft:
         decoder = self.decoder
-        if self.lag > USUAL_LAG:
+        if decoder.lag > USUAL_LAG:
             decoder.catch_up(batch)
-        hidden = decoder.next_hidden(batch, 1 if self.lag > USUAL_LAG else self.lag)
+        hidden = decoder.next_hidden(batch, 1 if decoder.lag > USUAL_LAG else decoder.lag)
         guesses = batch.tokens.new_empty((batch.rows, 0))
         laws: list[Tensor] = []
         for step in range(k):
@@ -75,7 +71,7 @@ class ModelDrafter:
         self.decoder.rewind(batch)
         most = max(verdict.host.accepted)
         if self._drafted == 0 or not any(verdict.host.drafted):  # a draft of before: timed only, or its round failed
-            self.lag += most + 1
+            self.decoder.lag += most + 1
         else:  # whatever part of the draft was verified
-            self.lag = USUAL_LAG if most == self._drafted else 1
+            self.decoder.lag = USUAL_LAG if most == self._drafted else 1
         self._drafted = 0
