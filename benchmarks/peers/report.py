@@ -18,6 +18,7 @@ from benchmarks.peers.schedule import Configuration, Outcome, label
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "avx_vnni")
 TITLES = {"plain": "plain decoding", "draft": "draft model", "ngram": "n-gram (prompt lookup)"}
+REASONS = {"failed": "", "left out": "far behind its best mode, not repeated"}
 UNITS = {
     "tokens_per_s": "new tokens of all rows / total_s, prefill included",
     "decode_tokens_per_s": "new tokens of all rows after each row's first / decode_s",
@@ -78,12 +79,16 @@ def _row(outcome: Outcome, plain: Outcome | None) -> dict[str, Any]:
     }
     if outcome.error is not None:
         named["error"] = outcome.error
+    elif outcome.left_out is not None:
+        named["left_out"] = outcome.left_out
     return {**named, **_medians(outcome.samples, plain), "samples": [_sample(sample) for sample in outcome.samples]}
 
 
 def _status(outcome: Outcome) -> str:
     if outcome.error is not None:
         return "failed"
+    if outcome.left_out is not None:
+        return "left out"
     return "ok" if outcome.samples else "pending"
 
 
@@ -186,7 +191,7 @@ def _panel(axis: Any, title: str, entries: Sequence[Mapping[str, Any]], colours:
             name = peer if peer.endswith(precision) else f"{peer} ({precision})"
             style = {"linewidth": 2.4} if peer.startswith("paceline") else {"linewidth": 1.3, "linestyle": "--"}
             axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=name, **style)
-    for line, text in enumerate(_failures(entries)):
+    for line, text in enumerate(_missing(entries)):
         axis.annotate(text, (0.02, 0.01 + 0.04 * line), xycoords="axes fraction", fontsize=6, color="firebrick")
     batches = sorted({entry["batch"] for entry in entries})
     axis.set_xscale("log", base=2)
@@ -195,12 +200,12 @@ def _panel(axis: Any, title: str, entries: Sequence[Mapping[str, Any]], colours:
     axis.grid(alpha=0.3)
 
 
-def _failures(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each peer and reason, with the batch sizes it holds for."""
+def _missing(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each peer and reason why there is no point, with the batch sizes it holds for."""
     found: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
-        if entry["status"] == "failed":
-            found.setdefault((entry["peer"], entry.get("error", "")), []).append(entry["batch"])
+        if entry["status"] in REASONS:
+            found.setdefault((entry["peer"], entry.get("error", REASONS[entry["status"]])), []).append(entry["batch"])
     return [f"{peer} b={','.join(map(str, batches))}: {error[:60]}" for (peer, error), batches in found.items()]
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import config, report
+from benchmarks.peers import config, earlier, report
 from benchmarks.peers.config import PAIRS, Pair, Peer
 from benchmarks.peers.environments import SetupError, ensure_environment, ensure_models
 from benchmarks.peers.pool import Pool, WorkerSpec
@@ -45,6 +45,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=5, help="speculation length (default: %(default)s)")
     parser.add_argument("--paceline-k", help="paceline's own: a number or a policy's name (default: --k)")
     parser.add_argument("--paceline-options", type=json.loads, default={}, help="JSON: more options of its LLM")
+    parser.add_argument("--contenders", type=Path, help="an earlier run's JSON: leave out what was far behind there")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: %(default)s)")
     parser.add_argument("--budget-minutes", type=float, default=1e6, help="for measuring; installing is not counted")
     parser.add_argument("--call-seconds", type=float, default=420, help="limit of one run (default: %(default)s)")
@@ -90,14 +91,15 @@ def prompt_ids(pair: Pair, count: int) -> list[list[int]]:
 
 
 class Plan:
-    """The configurations of a run, and those that cannot be tried because their set-up failed."""
+    """The configurations of a run, and those that are not tried: their set-up failed, or they are no contenders."""
 
     def __init__(self, options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
         self._options, self._pair = options, PAIRS[options.pair]
         longest = max(map(len, prompts)) + options.max_tokens + ROOM_FOR_SPECULATION
         self._tokens_of_row = -(-longest // 64) * 64
         self.runnable: list[Configuration] = []
-        self.failed: list[Outcome] = []
+        self.not_run: list[Outcome] = []
+        self._left_out = earlier.left_out(options.contenders) if options.contenders else {}
         for peer in config.chosen_peers(options.peers, options.precision):
             self._add(peer)
 
@@ -110,10 +112,11 @@ class Plan:
             say(f"{peer.name}: set-up failed: {error}")
             models, failure = {}, f"set-up: {error}"
         for configuration in self._configurations(peer, models):
-            if failure is None:
+            behind = self._left_out.get((peer.name, configuration.mode, configuration.batch))
+            if failure is None and behind is None:
                 self.runnable.append(configuration)
             else:
-                self.failed.append(Outcome(configuration, error=failure))
+                self.not_run.append(Outcome(configuration, error=failure, left_out=behind))
 
     def _configurations(self, peer: Peer, models: dict[str, Path]) -> Iterator[Configuration]:
         modes = [mode for mode in self._pair.modes() if mode in peer.modes and mode in self._options.modes]
@@ -171,7 +174,7 @@ class Recorder:
             "units": report.UNITS,
             "notes": measurement.notes if measurement else [],
             "workers": measurement.infos if measurement else {},
-            "results": report.rows([*outcomes, *self._plan.failed]),
+            "results": report.rows([*outcomes, *self._plan.not_run]),
         }
 
     def save(self, outcomes: Sequence[Outcome]) -> None:
@@ -184,6 +187,7 @@ def _settings(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> 
     return {
         **{name: getattr(options, name) for name in kept},
         "budget_minutes": options.budget_minutes,
+        "contenders": options.contenders and options.contenders.name,
         "target": pair.target,
         "draft": pair.draft,
         "greedy": True,
@@ -212,7 +216,7 @@ def measure(options: argparse.Namespace, plan: Plan, prompts: Sequence[Sequence[
         except KeyboardInterrupt:
             measurement.notes.append("interrupted")
     recorder.save(latest)
-    for line in report.failures([*latest, *plan.failed]):
+    for line in report.failures([*latest, *plan.not_run]):
         say(f"failed: {line}")
     say(f"written: {recorder.path}")
     return recorder.document(latest)
@@ -229,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = prompt_ids(PAIRS[options.pair], options.batches[-1])
     plan = Plan(options, prompts)
     if options.setup_only:
-        return 1 if plan.failed else 0
+        return 1 if any(outcome.error for outcome in plan.not_run) else 0
     document = measure(options, plan, prompts)
     report.plot(document, options.plot)
     say(f"drawn: {options.plot}\n{report.table(document['results'])}")

@@ -31,6 +31,7 @@ class Outcome:
     configuration: Configuration
     samples: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
+    left_out: str | None = None  # why it was not tried
     seconds: float = 0.0  # that its last repeat took, loading included
 
 

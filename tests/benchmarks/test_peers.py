@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers import config, environments, export, run  # noqa: E402
+from benchmarks.peers import config, earlier, environments, export, run  # noqa: E402
 from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec  # noqa: E402
 from benchmarks.peers.prompts import STUBS  # noqa: E402
 
@@ -214,3 +214,20 @@ def test_wrong_arguments_are_refused(wrong: str, capsys) -> None:
     with pytest.raises(SystemExit):
         run.arguments(wrong.split())
     assert "error" in capsys.readouterr().err
+
+
+def test_what_was_far_behind_its_peers_best_is_left_out_and_says_so(bench, calls, tmp_path: Path) -> None:
+    speeds = {("one", "plain"): 100, ("one", "draft"): 80, ("one", "ngram"): 90, ("paceline-int8", "draft"): 1}
+    speeds |= {("paceline-int8", "plain"): 9}
+    results = [{"peer": p, "mode": m, "batch": 2, "tokens_per_s": speed} for (p, m), speed in speeds.items()]
+    earlier_run = tmp_path / "first.json"
+    earlier_run.write_text(json.dumps({"results": [*results, {"peer": "one", "mode": "draft", "batch": 1}]}))
+    assert earlier.left_out(earlier_run).keys() == {("one", "draft", 2)}
+    document = bench("one", arguments=f"--repeats 1 --contenders {earlier_run}")
+    row = cells(document).pop(("one", "draft", 2))
+    assert (row["status"], row["left_out"]) == ("left out", "80.0 tokens/s in first.json, 80% of this peer's best")
+    assert {row["status"] for row in document["results"]} == {"ok", "left out"}
+    assert document["settings"]["contenders"] == "first.json"
+    measured = [(call["mode"], call["batch"]) for call in calls() if call.get("tokens") == 8]
+    assert ("draft", 1) in measured
+    assert ("draft", 2) not in measured
