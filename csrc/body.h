@@ -10,18 +10,36 @@ namespace {
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr float kSmallestAmplitude = 1e-30f;  // rows below it count as zero: 127 / amplitude must stay finite
 
+// What is quantised: values as they are, or after an RMS norm, which is never written out.
+struct Plain {
+  const float* x;
+  F16 at(int i) const { return load(x + i); }
+};
+struct Normed {
+  const float* x;
+  const float* weight;
+  F16 inverse;
+  F16 at(int i) const { return load(x + i) * inverse * load(weight + i); }
+};
+
 // One group of 64; returns its scale. Sums go out by `span` values (32 or 64), times `factor`.
-inline float quantise_group(const float* x, int8_t* out, int32_t* sums, int span, int factor) {
+template <class Values>
+inline float quantise_group(const Values& values, int start, int8_t* out, int32_t* sums, int span, int factor) {
+  constexpr int kVectors = kActivationGroup / 16;
+  F16 v[kVectors];
   F16 top = zero();
-  for (int i = 0; i < kActivationGroup; i += 16) top = max(top, abs(load(x + i)));
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = values.at(start + 16 * i);
+    top = max(top, abs(v[i]));
+  }
   const float amplitude = largest(top);
   const bool silent = !(amplitude > kSmallestAmplitude);
   const F16 inverse = set1(silent ? 0.0f : 127.0f / amplitude);
-  for (int start = 0; start < kActivationGroup; start += span) {
+  for (int first = 0; first < kVectors; first += span / 16) {
     I16 total = izero();
-    for (int i = start; i < start + span; i += 16) {
-      const I16 q = round_to_int(load(x + i) * inverse);
-      store_int8(out + i, q);
+    for (int i = first; i < first + span / 16; ++i) {
+      const I16 q = round_to_int(v[i] * inverse);
+      store_int8(out + 16 * i, q);
       total = total + q;
     }
     *sums++ = factor * sum(total);
@@ -29,37 +47,60 @@ inline float quantise_group(const float* x, int8_t* out, int32_t* sums, int span
   return silent ? 0.0f : amplitude / 127.0f;
 }
 
-inline void quantise_int8(const float* x, const Linear& consumer, const Activations& to, int row) {
+template <class Values>
+inline void quantise_int8(const Values& values, const Linear& consumer, const Activations& to, int row) {
   int8_t* out = reinterpret_cast<int8_t*>(to.data + to.stride * static_cast<size_t>(row));
   int32_t* sums = to.sums + to.sum_stride * static_cast<size_t>(row);
   float* scales = to.scales + to.scale_stride * static_cast<size_t>(row);
   const bool int4 = consumer.format == kInt4;
   const int span = int4 ? consumer.group : kActivationGroup;
   for (int i = 0; i < consumer.inputs; i += kActivationGroup) {
-    *scales++ = quantise_group(x + i, out + i, sums + i / span, span, int4 ? 1 : -kInt8Zero);
+    *scales++ = quantise_group(values, i, out + i, sums + i / span, span, int4 ? 1 : -kInt8Zero);
   }
 }
 
-inline void quantise_bf16(const float* x, int inputs, const Activations& to, int row) {
+template <class Values>
+inline void quantise_bf16(const Values& values, int inputs, const Activations& to, int row) {
   uint8_t* out = to.data + to.stride * static_cast<size_t>(row);
   for (int i = 0; i < inputs; i += 16) {
 #ifdef PL_FP32_ACTIVATIONS
-    store(reinterpret_cast<float*>(out) + i, through_bf16(load(x + i)));
+    store(reinterpret_cast<float*>(out) + i, through_bf16(values.at(i)));
 #else
-    store_bf16(reinterpret_cast<uint16_t*>(out) + i, load(x + i));
+    store_bf16(reinterpret_cast<uint16_t*>(out) + i, values.at(i));
 #endif
   }
 }
 
-inline void quantise(const float* x, const Linear& consumer, const Activations& to, int row) {
-  if (consumer.format == kBf16) return quantise_bf16(x, consumer.inputs, to, row);
-  quantise_int8(x, consumer, to, row);
+template <class Values>
+inline void quantise_row(const Values& values, const Linear& consumer, const Activations& to, int row) {
+  if (consumer.format == kBf16) quantise_bf16(values, consumer.inputs, to, row);
+  else quantise_int8(values, consumer, to, row);
 }
 
 inline float inverse_rms(const float* x, int padded_width, int width, float epsilon) {
   F16 squares = zero();
   for (int i = 0; i < padded_width; i += 16) squares = fma(load(x + i), load(x + i), squares);
   return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + epsilon);
+}
+
+inline void quantise(const float* x, const Norm* norm, const Linear& consumer, const Activations& to, Range rows) {
+  constexpr int kTogether = 8;  // rows whose sums of squares, each one chain of additions, overlap in the CPU
+  const size_t inputs = static_cast<size_t>(consumer.inputs);
+  if (!norm) {
+    for (int row = rows.first; row < rows.last; ++row) quantise_row(Plain{x + inputs * static_cast<size_t>(row)}, consumer, to, row);
+    return;
+  }
+  for (int start = rows.first; start < rows.last; start += kTogether) {
+    const int end = start + kTogether < rows.last ? start + kTogether : rows.last;
+    float inverses[kTogether];
+    for (int row = start; row < end; ++row) {
+      inverses[row - start] = inverse_rms(x + inputs * static_cast<size_t>(row), consumer.inputs, norm->width, norm->epsilon);
+    }
+    for (int row = start; row < end; ++row) {
+      const Normed values = {x + inputs * static_cast<size_t>(row), norm->weight, set1(inverses[row - start])};
+      quantise_row(values, consumer, to, row);
+    }
+  }
 }
 
 inline void rms_norm(const float* x, const Norm& norm, int padded_width, float* out) {

@@ -105,6 +105,30 @@ PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call,
   });
 }
 
+// Draws each row's tokens [most + 1] up to the first that is not the guess; accepted: how many of them are. The rest stays.
+PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const AcceptCall* call, int64_t* tokens, int64_t* accepted) {
+  std::vector<int64_t> starts(static_cast<size_t>(call->rows));
+  for (int64_t row = 0, place = 0; row < call->rows; ++row) {
+    starts[static_cast<size_t>(row)] = place;
+    place += (call->packed ? call->counts[row] : call->most) + 1;
+  }
+  std::atomic<int64_t> next{0};
+  in_parallel(*pool, [&](int) {
+    for (int64_t row = next++; row < call->rows; row = next++) {
+      const float* logits = call->logits + starts[static_cast<size_t>(row)] * call->vocabulary;
+      const int64_t* guesses = call->guesses + row * call->most;
+      int64_t* drawn = tokens + row * (call->most + 1);
+      for (int64_t i = 0;; ++i, logits += call->vocabulary) {
+        Draw one = {logits, call->vocabulary, call->temperature[row], {0, 0}};
+        noise_key(static_cast<uint64_t>(call->seeds[row]), call->first[row] + i, call->purpose, one.key);
+        drawn[i] = kernels->draw(one);
+        accepted[row] = i;
+        if (i == call->counts[row] || drawn[i] != guesses[i]) break;
+      }
+    }
+  });
+}
+
 // --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------
 
 // x [rows][padded inputs] -> out [rows][out_stride]; epilogue: 0 store, 1 add, 2 SwiGLU.
@@ -112,7 +136,7 @@ PL_EXPORT void pl_linear(const Kernels* kernels, Pool* pool, const Linear* linea
                          size_t out_stride) {
   Quantised quantised;
   quantised.grow(rows, linear->inputs);
-  for (int i = 0; i < rows; ++i) kernels->quantise(x + static_cast<size_t>(i) * static_cast<size_t>(linear->inputs), *linear, quantised.view, i);
+  kernels->quantise(x, nullptr, *linear, quantised.view, {0, rows});
   const LinearCall call = {linear, quantised.view, rows, static_cast<Epilogue>(epilogue), out, out_stride};
   in_parallel(*pool, [&](int thread) {
     const Share share(panels(linear->outputs), thread, pool->threads());
@@ -123,7 +147,7 @@ PL_EXPORT void pl_linear(const Kernels* kernels, Pool* pool, const Linear* linea
 // int8 values [padded inputs], the scales of their groups, their sums as the consumer wants them.
 PL_EXPORT void pl_quantise(const Kernels* kernels, const Linear* consumer, const float* x, int8_t* values, float* scales, int32_t* sums) {
   const Activations to = {reinterpret_cast<uint8_t*>(values), 0, scales, sums, 0, 0};
-  kernels->quantise(x, *consumer, to, 0);
+  kernels->quantise(x, nullptr, *consumer, to, {0, 1});
 }
 
 PL_EXPORT void pl_rms_norm(const Kernels* kernels, const float* x, const float* weight, int width, int padded_width, float epsilon, float* out) {

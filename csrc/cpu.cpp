@@ -91,11 +91,11 @@ struct Problem {
 std::vector<float> multiply(const Kernels& kernels, const Linear& linear, int first, int rows) {
   Quantised input;
   input.grow(rows, kInputs);
-  std::vector<float> x(kInputs), out(static_cast<size_t>(rows) * kOutputs);
+  std::vector<float> x, out(static_cast<size_t>(rows) * kOutputs);
   for (int row = 0; row < rows; ++row) {
-    for (int i = 0; i < kInputs; ++i) x[static_cast<size_t>(i)] = value_of(first + row, i);
-    kernels.quantise(x.data(), linear, input.view, row);
+    for (int i = 0; i < kInputs; ++i) x.push_back(value_of(first + row, i));
   }
+  kernels.quantise(x.data(), nullptr, linear, input.view, {0, rows});
   kernels.linear(LinearCall{&linear, input.view, rows, Epilogue::kStore, out.data(), kOutputs}, 0, panels(kOutputs));
   return out;
 }

@@ -27,22 +27,40 @@ inline F16 logits_at(const Draw& draw, int64_t at) {
   return load(rest);
 }
 
-inline float largest_logit(const Draw& draw) {
-  F16 tops[4] = {set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity)};
-  int64_t at = 0;
-  for (; at + 4 * kStride <= draw.vocabulary; at += 4 * kStride) {
-    for (int i = 0; i < 4; ++i) tops[i] = max(load(draw.logits + at + i * kStride), tops[i]);
-  }
-  for (; at < draw.vocabulary; at += kStride) tops[0] = max(logits_at(draw, at), tops[0]);
-  return largest(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-}
+struct Leader {
+  int64_t token;  // the first of equals
+  float logit;
+};
 
-inline int64_t first_with(const Draw& draw, float value) {
-  for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
+inline int64_t first_with(const Draw& draw, float value, int64_t from) {
+  for (int64_t at = from; at < draw.vocabulary; at += kStride) {
     const uint32_t equal = lanes_at_least(logits_at(draw, at), set1(value));
-    if (equal) return at + __builtin_ctz(equal);
+    if (equal && at + __builtin_ctz(equal) < draw.vocabulary) return at + __builtin_ctz(equal);
   }
   return 0;  // nothing but NaN
+}
+
+// One pass: it remembers the first block that holds the largest logit, and looks into that one alone.
+inline Leader find_leader(const Draw& draw) {
+  constexpr int64_t kBlock = 8 * kStride;
+  constexpr uint32_t kAll = 0xffff;
+  F16 top = set1(kMinusInfinity);
+  int64_t best = 0;
+  for (int64_t start = 0; start < draw.vocabulary; start += kBlock) {
+    F16 tops[2] = {top, top};
+    const int64_t whole = start + kBlock <= draw.vocabulary ? start + kBlock : start;
+    for (int64_t at = start; at < whole; at += 2 * kStride) {
+      tops[0] = max(load(draw.logits + at), tops[0]);
+      tops[1] = max(load(draw.logits + at + kStride), tops[1]);
+    }
+    for (int64_t at = whole; at < start + kBlock && at < draw.vocabulary; at += kStride) tops[0] = max(logits_at(draw, at), tops[0]);
+    const F16 here = max(tops[0], tops[1]);
+    if (lanes_at_least(top, here) == kAll) continue;
+    top = set1(largest(here));
+    best = start;
+  }
+  const float logit = largest(top);
+  return {first_with(draw, logit, best), logit};
 }
 
 // The best token so far, and what another one must reach.
@@ -92,11 +110,10 @@ class Contest {
 };
 
 inline int64_t draw(const Draw& draw) {
-  const float top = largest_logit(draw);
-  const int64_t leader = first_with(draw, top);
-  if (!(draw.temperature > 0.0f)) return leader;
-  Contest contest(draw, top);
-  contest.enter(leader);
+  const Leader leader = find_leader(draw);
+  if (!(draw.temperature > 0.0f)) return leader.token;
+  Contest contest(draw, leader.logit);
+  contest.enter(leader.token);
   for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
     for (uint32_t lanes = contest.may_win(logits_at(draw, at), at); lanes; lanes &= lanes - 1) {
       const int64_t token = at + __builtin_ctz(lanes);

@@ -117,15 +117,10 @@ class Pass {
 
   // Norm (if any) and quantisation of every row. Few rows: each thread makes its own copy and need not wait for others.
   Activations prepare(const float* x, int inputs, const Norm* norm, const Linear& consumer, int thread) const {
-    Scratch& own = *m_.scratch_[static_cast<size_t>(thread)];
     const bool redundant = tokens_.count * inputs <= kRedundant;
-    const Activations to = redundant ? own.rows.view : m_.shared_.view;
-    const Share share = redundant ? Share(tokens_.count, 0, 1) : Share(tokens_.count, thread, pool_.threads());
-    for (int i = share.first; i < share.last; ++i) {
-      const float* row = x + static_cast<size_t>(i) * static_cast<size_t>(inputs);
-      if (norm) k_.rms_norm(row, *norm, inputs, own.normed.as<float>());
-      k_.quantise(norm ? own.normed.as<float>() : row, consumer, to, i);
-    }
+    const Activations to = redundant ? m_.scratch_[static_cast<size_t>(thread)]->rows.view : m_.shared_.view;
+    const Range rows = redundant ? Range{0, tokens_.count} : Share(tokens_.count, thread, pool_.threads());
+    k_.quantise(x, norm, consumer, to, rows);
     if (!redundant) pool_.meet();
     return to;
   }
@@ -206,6 +201,7 @@ void Model::grow(int threads, int tokens) {
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
   attended_.grow(n * static_cast<size_t>(padded_attention));
   activated_.grow(n * static_cast<size_t>(padded_ffn));
+  padded_hidden_.grow(n * static_cast<size_t>(padded_width));
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {
@@ -241,13 +237,12 @@ class HeadPass {
   void run(int thread) {
     const Linear& head = m_.spec.head;
     const Share rows(rows_, thread, pool_.threads());
-    float* padded_row = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     const size_t width = static_cast<size_t>(m_.spec.width);
     for (int i = rows.first; i < rows.last; ++i) {
-      std::memset(padded_row, 0, sizeof(float) * static_cast<size_t>(m_.padded_width));
-      std::memcpy(padded_row, hidden_ + static_cast<size_t>(i) * width, sizeof(float) * width);
-      m_.kernels.quantise(padded_row, head, m_.shared_.view, i);
+      float* padded = m_.padded_hidden_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_width);
+      std::memcpy(padded, hidden_ + static_cast<size_t>(i) * width, sizeof(float) * width);
     }
+    m_.kernels.quantise(m_.padded_hidden_.as<float>(), nullptr, head, m_.shared_.view, rows);
     pool_.meet();
     const Share share(panels(head.outputs), thread, pool_.threads());
     if (logits) {

@@ -51,6 +51,10 @@ struct LinearCall {
   size_t out_stride;
 };
 
+struct Range {
+  int first, last;  // without `last`
+};
+
 struct Norm {
   const float* weight;  // padded with zeros
   int width;            // not padded
@@ -98,8 +102,9 @@ struct Kernels {
   int max_queries;        // queries of one call of attend
 
   void (*linear)(const LinearCall& call, int first_panel, int last_panel);
-  // Quantises one row of `padded` values (padding holds zeros) for a linear layer.
-  void (*quantise)(const float* x, const Linear& consumer, const Activations& to, int row);
+  // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has
+  // padded inputs; its padding holds zeros.
+  void (*quantise)(const float* x, const Norm* norm, const Linear& consumer, const Activations& to, Range rows);
   void (*rms_norm)(const float* x, const Norm& norm, int padded, float* out);
   // Norm (if any), rotary and cache write of one token.
   void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);

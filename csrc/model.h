@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/native.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -42,6 +42,19 @@ struct DrawCall {
   const int64_t* seeds;
   const int64_t* first;  // position of each row's first token, before `offset`
   int64_t rows, block, stride, vocabulary, offset;
+  uint32_t purpose;
+};
+
+// Guesses, and the logits that judge them: of each row's unseen token and of every guess.
+struct AcceptCall {
+  const float* logits;     // `vocabulary` floats a place; a row's places follow each other
+  const int64_t* guesses;  // [rows][most]
+  const int64_t* counts;   // real guesses of each row
+  const float* temperature;
+  const int64_t* seeds;
+  const int64_t* first;    // position of the token after each row's unseen one
+  int64_t rows, most, vocabulary;
+  int32_t packed;          // whether only the real guesses have logits, not all `most` of every row
   uint32_t purpose;
 };
 
@@ -117,11 +130,10 @@ class Model {
 };
 
 // The share of `thread` in `count` things.
-struct Share {
-  int first, last;
+struct Share : Range {
   Share(int count, int thread, int threads)
-      : first(static_cast<int>(static_cast<int64_t>(count) * thread / threads)),
-        last(static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads)) {}
+      : Range{static_cast<int>(static_cast<int64_t>(count) * thread / threads),
+              static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads)} {}
 };
 
 }  // namespace paceline

@@ -12,6 +12,8 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU, slowly
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user's own cache
+
 # A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")

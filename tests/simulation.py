@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from paceline.batch import Batch, Draft, RowStart, Verdict
@@ -150,7 +149,7 @@ class GuessSimulation:
         widest = max(map(len, guesses))
         filled = [line + [(0.0, False)] * (widest - len(line)) for line in guesses]
         tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
-        confidence = np.array([[score for score, _ in line] for line in filled]).reshape(len(who), widest)
+        confidence = [[score for score, _ in line] for line in filled]
         counts = torch.tensor([len(line) for line in guesses])
         shape = torch.tensor(tokens, dtype=torch.int64).view(len(who), widest)
         return Draft(shape, counts, confidence=confidence)

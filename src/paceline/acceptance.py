@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Batch, Draft, Logprobs, Verdict
+from paceline.kernels.drawing import Noise, accept_guesses, kernels_for
 from paceline.params import SYNTHETIC
 from paceline.sampling import Purpose, adjust, draw, noise_key, noisy_argmax, probabilities, uniform
 
@@ -23,6 +24,12 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 
     What a row gains are the target's own draws, whoever guessed: the same seed gives the same text.
     """
+    rows = batch.sampling
+    kernels = kernels_for(logits) if rows.untouched else None
+    if kernels is not None:  # one call instead of what follows, and no draws beyond the first guess that is not kept
+        noise = Noise(rows.temperature, rows.seed, batch.length)
+        found = accept_guesses(kernels, logits, draft.tokens, draft.counts, noise, Purpose.DRAW)
+        return Verdict(*found, draft.counts)
     draws = _draw(draft, logits, batch)
     return Verdict(draws, _leading(draft.tokens == draws[:, :-1], draft.counts), draft.counts)
 

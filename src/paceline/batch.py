@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.history import AcceptanceHistory, Pace
@@ -30,14 +28,14 @@ class Draft:
     tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
     probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
         drawn with the target's own noise (coupled).
-    confidence: [B, k] on the host, the drafter's own score from 0 to 1 of each guess, given that those before it are
-        right; None if it has none.
+    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
+        it are right; None if it has none.
     """
 
     tokens: Tensor
     counts: Tensor
     probabilities: Tensor | None = None
-    confidence: NDArray[np.float64] | None = None
+    confidence: Sequence[Sequence[float]] | None = None
 
     @property
     def k(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Decoder:
         self.model = model
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size  # the batch's; the head may be padded
         self.backend = backend
+        self._flat = model if isinstance(model, FlatModel) else None  # asked once: the answer takes 20 microseconds
         self.cache = KVCache(
             model.layers, rows, model.kv_heads, positions, model.head_dim, dtype=model.dtype, device=model.device
         )
@@ -49,11 +51,12 @@ class Decoder:
         if self.model.vocab_size < self.vocab_size:  # ids that only the other model's padded head can draw
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
         positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        if isinstance(self.model, FlatModel):
-            return self._forward_flat(self.model, tokens, positions, first_row, counts)
-        return self._forward_padded(self.model, tokens, positions, longest, first_row)
+        if self._flat is not None:
+            return self._forward_flat(self._flat, tokens, positions, first_row, counts)
+        return self._forward_padded(tokens, positions, longest, first_row)
 
-    def _forward_padded(self, model: Model, tokens: Tensor, positions: Tensor, longest: int, first_row: int) -> Tensor:
+    def _forward_padded(self, tokens: Tensor, positions: Tensor, longest: int, first_row: int) -> Tensor:
+        model = cast(Model, self.model)
         plan = self.backend.plan(positions, min(longest, self.cache.positions + 1))
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
         return model.hidden(tokens, positions, attend)
@@ -67,15 +70,9 @@ class Decoder:
             rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
             flat = model.forward_flat(tokens.flatten(), rows.flatten(), positions.flatten(), self.cache)
             return flat.view(*tokens.shape, -1)
-        flat = self._forward_real(model, tokens, positions, real, first_row)
-        return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
-
-    def _forward_real(
-        self, model: FlatModel, tokens: Tensor, positions: Tensor, real: Tensor, first_row: int
-    ) -> Tensor:
-        """The tokens [B, L] at the places ``real`` [B, L] -> hidden [N, width], row after row."""
         rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
-        return model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
+        flat = model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
+        return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
         """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow.
@@ -84,15 +81,27 @@ class Decoder:
         head would take as long for them as for real ones: if rows differ, it gives [N, V] for the N real tokens, row
         after row (``Batch.unrolled``); not for guesses with probabilities, whose rule needs the rectangle.
         """
+        if self._flat is not None and draft.probabilities is None:
+            return self._verify_flat(self._flat, batch, draft)
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
-        start = batch.live_length - 1
-        if isinstance(self.model, FlatModel) and draft.probabilities is None and draft.ragged:
-            if self.model.vocab_size < self.vocab_size:
-                tokens = tokens.clamp(max=self.model.vocab_size - 1)
-            positions = start[:, None] + torch.arange(tokens.shape[1])
-            return self.logits(self._forward_real(self.model, tokens, positions, draft.real, batch.first))
-        hidden = self.forward(tokens, start, batch.longest + draft.k, counts=draft.counts + 1)
+        hidden = self.forward(tokens, batch.live_length - 1, batch.longest + draft.k, counts=draft.counts + 1)
         return self.logits(hidden)
+
+    def _verify_flat(self, model: FlatModel, batch: Batch, draft: Draft) -> Tensor:
+        """The real tokens alone, listed by the host: it knows all lengths, and tensor operators would take longer."""
+        pending, guesses, counts = batch.pending().tolist(), draft.tokens.tolist(), draft.counts.tolist()
+        tokens: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        for row, count in enumerate(counts):
+            tokens += pending[row] + guesses[row][:count]
+            rows += [batch.first + row] * (count + 1)
+            positions += range(batch.lengths[row] - 1, batch.lengths[row] + count)
+        fed, of_row, at = torch.tensor([tokens, rows, positions])
+        if model.vocab_size < self.vocab_size:
+            fed.clamp_(max=model.vocab_size - 1)
+        logits = self.logits(model.forward_flat(fed, of_row, at, self.cache))
+        return logits.view(batch.rows, draft.k + 1, -1) if len(tokens) == batch.rows * (draft.k + 1) else logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [..., width] -> float32 [..., vocab_size]; a head of another size is cut or filled with -inf."""
@@ -100,7 +109,7 @@ class Decoder:
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[..., : self.vocab_size]
+        return logits if missing == 0 else logits[..., : self.vocab_size]
 
     def start_row(self, row: int) -> None:
         """A new text begins: nothing of it is cached, whatever the row held before."""

@@ -90,18 +90,17 @@ class AcceptanceHistory:
 
 
 class Pace:
-    """How fast each row has come on. R rows of capacity.
+    """How fast each row has come on. R rows of capacity. Plain numbers, as ``reliability``'s.
 
     ahead: [R], by how many plain rounds' time a row is ahead of where plain decoding would be since it began.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.ahead = np.zeros(capacity)
-        self._gained, self._rounds = np.zeros(capacity), np.zeros(capacity)
+        self.ahead, self._gained, self._rounds = ([0.0] * capacity for _ in range(3))
 
     def reset(self, row: int) -> None:
         """A new sequence begins."""
-        self.ahead[row] = self._gained[row] = self._rounds[row] = 0
+        self.ahead[row] = self._gained[row] = self._rounds[row] = 0.0
 
     def copy_row(self, source: int, destination: int) -> None:
         for table in (self.ahead, self._gained, self._rounds):
@@ -109,14 +108,15 @@ class Pace:
 
     def update(self, accepted: Sequence[int], took: float) -> None:
         """A round of len(accepted) rows that took so many times what a plain one would have taken."""
-        rows, gained = len(accepted), np.array(accepted) + 1.0
-        self.ahead[:rows] += gained - took
-        self._gained[:rows] = self._gained[:rows] * _DECAY[ROW_MEMORY] + gained
-        self._rounds[:rows] = self._rounds[:rows] * _DECAY[ROW_MEMORY] + 1
+        decay = _DECAY[ROW_MEMORY]
+        for row, kept in enumerate(accepted):
+            self.ahead[row] += kept + 1 - took
+            self._gained[row] = self._gained[row] * decay + kept + 1
+            self._rounds[row] = self._rounds[row] * decay + 1
 
-    def tokens(self, rows: int) -> Counts:
-        """[rows]: tokens a round, lately; 1 before anything is known."""
-        return (self._gained[:rows] + PACE_PRIOR) / (self._rounds[:rows] + PACE_PRIOR)
+    def tokens(self, row: int) -> float:
+        """Tokens a round of this row, lately; 1 before anything is known."""
+        return (self._gained[row] + PACE_PRIOR) / (self._rounds[row] + PACE_PRIOR)
 
 
 _DECAY = {memory: float(np.exp(-1 / memory)) for memory in (ROW_MEMORY, ALL_MEMORY)}

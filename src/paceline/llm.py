@@ -17,7 +17,8 @@ from paceline.errors import ParameterError
 from paceline.hardware import resolve_device, resolve_dtype
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
-from paceline.models.prepare import prepare
+from paceline.models.native import NativeModel
+from paceline.models.prepare import find_packed, prepare
 from paceline.outputs import RequestOutput
 from paceline.params import DEFAULT_MODEL, DtypeName, EngineConfig, EngineOptions, QuantizationName, SamplingParams
 from paceline.structured import Grammars
@@ -231,8 +232,16 @@ def _load(
     source: ModelSource, config: EngineConfig, dtype: DtypeName, quantization: QuantizationName | None
 ) -> AnyModel:
     device = resolve_device(config.device)
-    model = load_model(source, dtype=resolve_dtype(dtype, device), device=device)
-    return prepare(model, config.attention, quantization, config.deterministic)
+    loaded_in = resolve_dtype(dtype, device)
+    kept = find_packed(source, loaded_in, device, config.attention, quantization)
+    if kept is not None and (packed := kept.load()) is not None:
+        return packed
+    loaded = load_model(source, dtype=loaded_in, device=device)
+    model = prepare(loaded, config.attention, quantization, config.deterministic)
+    del loaded  # its memory is not needed to keep the packed weights
+    if kept is not None and isinstance(model, NativeModel):
+        kept.save(model)
+    return model
 
 
 def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:

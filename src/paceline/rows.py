@@ -161,3 +161,8 @@ class SamplingRows:
     def adjusts(self) -> bool:
         """Whether any live row changes its logits before the temperature."""
         return self.any_penalty or self.any_bias or self.any_minimum or self.any_constraint
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing but temperature and noise stands between any live row's logits and its draws."""
+        return not self.adjusts and (self.all_greedy or not self.any_cut)

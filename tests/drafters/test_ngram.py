@@ -48,7 +48,7 @@ def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k
         batch.set_row(place, RowStart(list(row), SamplingParams(), 0))
     batch.set_rows(len(rows))
     draft = NgramDrafter(documents).propose(batch, k)
-    on_device = DeviceLookup(documents, "cpu").find(batch.tokens[: len(rows), : batch.longest], batch.live_length, k)
+    on_device = DeviceLookup(documents, "cpu").find(batch.tokens, batch.live_length, batch.longest, k)
     assert on_device[1].tolist() == draft.counts.tolist()
     assert all(
         a[:n] == b[:n]

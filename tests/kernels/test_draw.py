@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels import native
-from paceline.kernels.drawing import draw_tokens, kernels_for
+from paceline.kernels.drawing import Noise, accept_guesses, draw_tokens, kernels_for
 from paceline.sampling import Purpose, _draw, noise_key
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
@@ -88,3 +88,50 @@ def test_torch_draws_where_the_kernels_cannot(monkeypatch):
     assert kernels_for(torch.zeros(1, device="meta")) is None
     monkeypatch.setenv(native.VARIABLE, "off")
     assert kernels_for(torch.zeros(1)) is None
+
+
+def guessed(logits, counts, temperature, seeds, positions, right):
+    """The twin's draws [B, k + 1], guesses of which those up to ``right`` of each row are its own, and what is kept."""
+    draws = both(native.available()[0], logits, temperature, seeds, positions)[1]
+    place = torch.arange(logits.shape[1] - 1)
+    guesses = torch.where(place < right[:, None], draws[:, :-1], (draws[:, :-1] + 1) % logits.shape[-1])
+    kept = (guesses == draws[:, :-1]) & (place < counts[:, None])
+    return draws, guesses, kept.cumprod(1).sum(1)
+
+
+@on_every_isa
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 6),
+    k=st.integers(0, 4),
+    vocab=st.integers(1, 500),
+    temperatures=st.lists(st.sampled_from([0.0, 1e-30, 0.8, 3.0]), min_size=6, max_size=6),
+    counts=st.lists(st.integers(0, 4), min_size=6, max_size=6),
+    right=st.lists(st.integers(0, 4), min_size=6, max_size=6),
+    packed=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_guesses_are_kept_as_the_twin_keeps_them(kernels, rows, k, vocab, temperatures, counts, right, packed, seed):
+    logits, seeds, positions = case(rows, k + 1, vocab, 4.0, seed)
+    temperature, counts = torch.tensor(temperatures[:rows]), torch.tensor(counts[:rows]).clamp(max=k)
+    draws, guesses, accepted = guessed(logits, counts, temperature, seeds, positions, torch.tensor(right[:rows]))
+    real = torch.arange(k + 1) < counts[:, None] + 1
+    noise = Noise(temperature, seeds, positions)
+    found = accept_guesses(kernels, logits[real] if packed else logits, guesses, counts, noise, Purpose.DRAW)
+    drawn = torch.arange(k + 1) <= accepted[:, None]
+    assert torch.equal(found[1], accepted)
+    assert torch.equal(found[0], draws * drawn)
+
+
+@on_every_isa
+@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("fill", [math.nan, -math.inf])
+def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, vocab, fill):
+    places = torch.tensor([0, vocab // 3, vocab // 2, vocab - 1])
+    logits = torch.full((4, 1, vocab), fill)
+    logits[torch.arange(4), 0, places] = 1.0
+    logits[:, 0, vocab - 1] = 1.0
+    zeros = torch.zeros(4, dtype=torch.int64)
+    assert draw_tokens(kernels, logits, zeros.float(), zeros, zeros, 0, Purpose.DRAW)[:, 0].tolist() == places.tolist()
+    nothing = torch.full((4, 1, vocab), fill)
+    assert not draw_tokens(kernels, nothing, zeros.float(), zeros, zeros, 0, Purpose.DRAW).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from bisect import bisect_left
 from collections.abc import Callable
 from statistics import mean
 
@@ -17,7 +18,7 @@ from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO
 from paceline.params import SamplingParams
-from paceline.reliability import CENTRES
+from paceline.reliability import CENTRES, EDGES
 from simulation import GuessSimulation, linear_costs
 from toy import FlatToy, make_engine
 
@@ -51,14 +52,15 @@ def select(batch: Batch, confidence: list[list[float]], counts: list[int], costs
     policy = BudgetLength(CostModel(costs, LONGEST_AUTO))
     policy.choose(batch)
     tokens = torch.zeros(len(counts), len(confidence[0]), dtype=torch.int64)
-    draft = policy.select(batch, Draft(tokens, torch.tensor(counts), confidence=np.array(confidence)))
+    draft = policy.select(batch, Draft(tokens, torch.tensor(counts), confidence=confidence))
     assert draft.k == max(draft.counts.tolist())
     return draft.counts.tolist()
 
 
 def best_by_trying(batch: Batch, confidence: list[list[float]], counts: list[int], costs: CostTable) -> list[int]:
-    survival = batch.reliability.acceptance(batch.reliability.bins(np.array(confidence))).cumprod(1)
-    rows = len(counts)
+    reliability, rows = batch.reliability, len(counts)
+    chances = [[reliability.chance(row, score) for score in line] for row, line in enumerate(confidence)]
+    survival = np.array(chances).cumprod(1)
 
     def rate(choice: tuple[int, ...]) -> float:
         tokens = rows + sum(float(survival[row, :n].sum()) for row, n in enumerate(choice))
@@ -92,7 +94,7 @@ def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
 def test_where_tokens_are_dear_nothing_is_verified_and_the_round_is_a_plain_one() -> None:
     policy, batch = BudgetLength(CostModel(linear_costs(verify=0.0, token=10.0), LONGEST_AUTO)), batch_of(2)
     policy.choose(batch)
-    confidence = np.full((2, 3), 0.9)
+    confidence = [[0.9] * 3] * 2
     draft = policy.select(
         batch, Draft(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), confidence=confidence)
     )
@@ -161,6 +163,15 @@ def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int)
     assert mean(hurried.ends.values()) < 0.9 * mean(plain.ends.values())
 
 
+@pytest.mark.parametrize(("count", "chosen"), [(4, True), (0, False)], ids=["has guesses", "has none"])
+def test_a_row_that_is_behind_is_waited_for_unless_its_own_guesses_help(count: int, chosen: bool) -> None:
+    """The other row's guesses rank first; they are verified only beside some that let the late row catch up."""
+    batch = batch_of(2)
+    batch.draining, batch.pace.ahead[1] = True, -SLACK - 0.1
+    counts = select(batch, [[0.99] * 4, [0.91] * 4], [4, count], linear_costs(verify=30.0, token=1.0))
+    assert [verified > 0 for verified in counts] == [chosen, chosen]
+
+
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guess pays, so none is verified; but what rows gain shows that the guesses were right."""
     monkeypatch.setattr("paceline.lengths.budget.PROBE_SHARE", 0.0)
@@ -168,7 +179,8 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
     simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4)
     simulation.play(budget(simulation, dear))
     assert not np.any([sum(counts) for counts in simulation.verified])
-    assert simulation.batch.reliability.acceptance(simulation.batch.reliability.bins(np.full((4, 1), 0.5))).min() > 0.85
+    reliability = simulation.batch.reliability
+    assert min(reliability.chance(row, 0.5) for row in range(4)) > 0.85
 
 
 def test_time_that_was_believed_too_long_is_found_out() -> None:
@@ -187,7 +199,7 @@ def test_a_requests_limit_is_kept() -> None:
     batch.most_guesses[0] = 1
     policy.choose(batch)
     batch.cap_guesses(8)
-    draft = Draft(torch.ones(2, 8, dtype=torch.int64), torch.tensor([8, 8]), confidence=np.full((2, 8), 0.99))
+    draft = Draft(torch.ones(2, 8, dtype=torch.int64), torch.tensor([8, 8]), confidence=[[0.99] * 8] * 2)
     assert policy.select(batch, draft.capped(batch.caps)).counts.tolist()[0] <= 1
 
 
@@ -200,5 +212,4 @@ def test_a_flat_model_with_free_guesses_has_a_budget() -> None:
 
 
 def test_the_centres_lie_between_the_edges() -> None:
-    batch = batch_of(1)
-    assert batch.reliability.bins(CENTRES[None])[0].tolist() == list(range(len(CENTRES)))
+    assert [bisect_left(EDGES, centre) for centre in CENTRES] == list(range(len(CENTRES)))

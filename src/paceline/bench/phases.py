@@ -50,7 +50,7 @@ PROMPT = tuple(range(1, 9)) * 4
 
 
 class SyntheticAcceptance:
-    """The real rule, and then a coin for every guess instead of its verdict. What comes after is the target's draw."""
+    """The real rule, and then a coin for every guess instead of its verdict. The text means nothing."""
 
     def __init__(self, rule: AcceptanceRule, seed: int = 0) -> None:
         self.rule, self.rate = rule, 1.0

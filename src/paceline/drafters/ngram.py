@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
-from paceline.drafters.lookup import LONGEST_SUFFIX, DeviceLookup, HostLookup, Tokens
+from paceline.drafters.lookup import LONGEST_SUFFIX, make_lookup
+from paceline.params import MAX_SPECULATION_LENGTH
 
 __all__ = ["LONGEST_SUFFIX", "NgramDrafter"]
+
+# Tokens of context that agree, n, growing by one with each right guess -> n^2 / (n^2 + 8): a score between 0 and 1.
+# What it is worth, the rounds tell (``reliability``).
+_CONFIDENCE = [
+    [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
+    for matched in range(LONGEST_SUFFIX + 1)
+]
 
 
 class NgramDrafter:
@@ -27,29 +33,13 @@ class NgramDrafter:
     decoders: Sequence[Decoder] = ()
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), device: torch.device | str = "cpu") -> None:
-        on_host = torch.device(device).type == "cpu"
-        self._lookup = HostLookup(documents) if on_host else DeviceLookup(documents, device)
+        self._lookup = make_lookup(documents, device)
 
     def propose(self, batch: Batch, k: int) -> Draft:
-        if isinstance(self._lookup, DeviceLookup):
-            there = self._lookup.find(batch.tokens[: batch.rows, : batch.longest], batch.live_length, k)
-            return Draft(there[0], there[1])
-        text = batch.tokens.numpy()[: batch.rows, : batch.longest]
-        found = self._lookup.find(text, batch.lengths[: batch.rows], k)
-        if found is None:
-            return Draft.empty(batch)
-        guesses, counts, matched = found
-        confidence = _confidence(matched, guesses.shape[1])
-        return Draft(torch.from_numpy(guesses), torch.from_numpy(counts), confidence=confidence)
+        guesses, counts, matched = self._lookup.find(batch.tokens, batch.live_length, batch.longest, k)
+        if guesses.device.type != "cpu":
+            return Draft(guesses, counts)
+        return Draft(guesses, counts, confidence=[_CONFIDENCE[size] for size in matched.tolist()])
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         pass
-
-
-def _confidence(matched: Tokens, k: int) -> NDArray[np.float64]:
-    """matched [B], tokens of context that agree -> [B, k]: n^2 / (n^2 + 8), n growing by one with each right guess.
-
-    A score between 0 and 1; what it is worth, the rounds tell (``reliability``).
-    """
-    context = matched[:, None] + np.arange(k)
-    return context**2 / (context**2 + 8.0)

@@ -1,8 +1,9 @@
-"""Tokens from logits, natively: what ``paceline.sampling`` does in torch, in two passes over each row."""
+"""Tokens from logits, natively: what ``paceline.sampling`` and ``acceptance`` do in torch, a pass or two a row."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,3 +50,38 @@ def draw_tokens(
     pool = native.widest_pool(kernels).handle
     kernels.library.pl_draw(kernels.handle, pool, ctypes.addressof(call), tokens.data_ptr())
     return tokens
+
+
+class Noise(NamedTuple):
+    """Of R >= B rows: temperature [R] float32 (0: none), seeds [R], positions [R] of the rows' next tokens, int64."""
+
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+def accept_guesses(
+    kernels: native.Kernels, logits: Tensor, guesses: Tensor, counts: Tensor, noise: Noise, purpose: int
+) -> tuple[Tensor, Tensor]:
+    """Draw each row's tokens up to the first that is not its guess -> tokens [B, k + 1], accepted [B], both int64.
+
+    guesses [B, k] int64, of which the first counts [B] of each row are real. logits float32: [B, k + 1, V], or [N, V]
+    of the unseen tokens and the real guesses alone, row after row. Tokens beyond those drawn are 0.
+    """
+    rows, most = guesses.shape
+    logits = logits.contiguous()
+    tokens, accepted = torch.zeros(rows, most + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    inputs = [tensor.contiguous() for tensor in (guesses, counts, *noise)]
+    call = native.CAccept(
+        logits.data_ptr(),
+        *(tensor.data_ptr() for tensor in inputs),
+        rows=rows,
+        most=most,
+        vocabulary=logits.shape[-1],
+        packed=logits.dim() == 2,
+        purpose=purpose,
+    )
+    pool = native.widest_pool(kernels).handle
+    place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
+    kernels.library.pl_accept(kernels.handle, pool, *place)
+    return tokens, accepted

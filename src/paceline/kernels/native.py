@@ -35,7 +35,7 @@ from paceline.errors import ParameterError
 from paceline.kernels import build
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 VARIABLE = "PACELINE_KERNELS"
 EMULATED = "amx-emulated"
 # What the user says: what the library may choose from, best first.
@@ -149,6 +149,23 @@ class CDraw(Structure):
     )
 
 
+class CDocuments(Structure):
+    """csrc: Documents."""
+
+    _fields_ = (("text", c_void_p), ("places", c_void_p), ("tokens", c_void_p), ("count", c_int64))
+
+
+class CAccept(Structure):
+    """csrc: AcceptCall."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "guesses", "counts", "temperature", "seeds", "first")),
+        *((name, c_int64) for name in ("rows", "most", "vocabulary")),
+        ("packed", c_int32),
+        ("purpose", c_uint32),
+    )
+
+
 class CRotary(Structure):
     """csrc: Rotary."""
 
@@ -198,7 +215,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_forward": (c_char_p, (*(c_void_p,) * 5, c_int, *(c_void_p,) * 3)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
     "pl_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "pl_lookup": (c_int64, (*(c_void_p,) * 2, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 3)),
     "pl_draw": (None, (c_void_p,) * 4),
+    "pl_accept": (None, (c_void_p,) * 5),
     "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
     "pl_quantise": (None, (c_void_p,) * 6),
     "pl_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p)),
@@ -403,8 +422,10 @@ class NativeDecoder:
 
 __all__ = [
     "Arena",
+    "CAccept",
     "CAttention",
     "CCache",
+    "CDocuments",
     "CDraw",
     "CLayer",
     "CLinear",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 Format = Literal["int8", "bf16", "int4"]
+Take: TypeAlias = Callable[[int], Tensor]
+"""Gives so many bytes of memory, uint8."""
 
+# Raise it whenever a checkpoint's packed bytes change, be it by rounding or by order: weights kept on disk go by it.
+LAYOUT_VERSION = 1
 PANEL = 32  # output columns packed together
 INPUT_MULTIPLE = 64
 INT4_GROUP = 32
@@ -139,28 +144,50 @@ def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP)
     return columns * inputs * (1 if to == "int8" else 2)
 
 
-def pack(weight: Weight, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
-    """Put a weight into the kernels' order; ``into``: uint8 memory of ``packed_bytes``."""
-    outputs, stored = weight.values.shape
-    inputs = round_up(stored, INPUT_MULTIPLE)
+def allocate(outputs: int, inputs: int, to: Format, bias: bool, take: Take, group: int = INT4_GROUP) -> Packed:
+    """A linear layer of this shape in memory from ``take``; its numbers are whatever lies there."""
     columns = round_up(outputs, PANEL)
-    values = pad(weight.values, (0, inputs - stored, 0, columns - outputs))
-    scales = None
-    group = 0
-    kind: Format
+
+    def floats() -> Tensor:
+        return take(4 * columns).view(torch.float32)
+
+    return Packed(
+        format=to,
+        weights=take(packed_bytes(outputs, inputs, to, group)),
+        scales=floats() if to == "int8" else None,
+        bias=floats() if bias else None,
+        inputs=round_up(inputs, INPUT_MULTIPLE),
+        outputs=outputs,
+        group=group if to == "int4" else 0,
+    )
+
+
+def fill(packed: Packed, weight: Weight, bias: Tensor | None = None) -> None:
+    """Put a weight (and its bias) into the kernels' order."""
+    outputs, stored = weight.values.shape
+    more = round_up(outputs, PANEL) - outputs
+    values = pad(weight.values, (0, packed.inputs - stored, 0, more))
     if isinstance(weight, Int8Weight):
-        kind, scales = "int8", pad(weight.scales.float(), (0, columns - outputs))
         data = _by_panels((values.to(torch.int16) + 128).to(torch.uint8).view(torch.int32))
     elif isinstance(weight, Bf16Weight):
-        kind, data = "bf16", _by_panels(values.contiguous().view(torch.int32))
+        data = _by_panels(values.contiguous().view(torch.int32))
     else:
-        kind, group = "int4", weight.group
-        data = _pack_int4(values, weight, columns, inputs)
-    flat = data.contiguous().view(torch.uint8).flatten()
-    if into is not None:
-        flat = into.copy_(flat)
-    padded_bias = None if bias is None else pad(bias.float(), (0, columns - outputs))
-    return Packed(kind, flat, scales, padded_bias, inputs, outputs, group)
+        data = _pack_int4(values, weight, outputs + more, packed.inputs)
+    packed.weights.copy_(data.contiguous().view(torch.uint8).flatten())
+    if packed.scales is not None and isinstance(weight, Int8Weight):
+        packed.scales.copy_(pad(weight.scales, (0, more)))
+    if packed.bias is not None and bias is not None:
+        packed.bias.copy_(pad(bias, (0, more)))
+
+
+def pack(weight: Weight, bias: Tensor | None = None) -> Packed:
+    """A weight (and its bias) in the kernels' order, in memory of its own."""
+    to: Format = "int8" if isinstance(weight, Int8Weight) else "bf16" if isinstance(weight, Bf16Weight) else "int4"
+    group = weight.group if isinstance(weight, Int4Weight) else INT4_GROUP
+    outputs, inputs = weight.values.shape
+    packed = allocate(outputs, inputs, to, bias is not None, lambda n: torch.empty(n, dtype=torch.uint8), group)
+    fill(packed, weight, bias)
+    return packed
 
 
 def _by_panels(words: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Protocol, cast, runtime_checkable
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
@@ -49,7 +50,13 @@ class Foreseeing(Protocol):
 
 def selected(policy: LengthPolicy, batch: Batch, draft: Draft) -> Draft:
     """What of a draft is verified under this policy."""
-    return policy.select(batch, draft) if isinstance(policy, Selective) and draft.k > 0 else draft
+    return cast(Selective, policy).select(batch, draft) if draft.k > 0 and _selective(type(policy)) else draft
+
+
+@cache
+def _selective(policy: type[LengthPolicy]) -> bool:
+    """Asked once a class: the answer takes longer than many a round's decision."""
+    return issubclass(policy, Selective)
 
 
 @dataclass(frozen=True)

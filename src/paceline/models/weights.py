@@ -219,6 +219,12 @@ def slots(config: ModelConfig) -> dict[str, Slot]:
     return found
 
 
+def shapes(config: ModelConfig) -> dict[str, Tensor]:
+    """What ``assemble`` makes for a model of this configuration, without the numbers (device "meta")."""
+    places = slots(config).values()
+    return {slot.target: torch.empty((slot.total, *slot.shape[1:]), device="meta") for slot in places}
+
+
 @dataclass(frozen=True)
 class Placement:
     """A stored tensor and where it goes."""

@@ -1,0 +1,74 @@
+"""The packed bytes themselves: weights kept on disk rely on them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels import native, pack
+from paceline.kernels.pack import Format
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.models.native import NativeModel
+
+# Whoever changes these bytes raises pack.LAYOUT_VERSION: else weights kept on disk before are taken for new ones.
+VERSION = 1
+MATRIX = {"int8": "1808ef7f74c25a91", "bf16": "6cea0e60810b8bc4", "int4": "fc91664da045bb74"}
+DECODER = {"int8": "fa637038b64f1571", None: "5d7d0bd639f5cbd8", "int4": "dcc8b35ab1c69134"}
+CHANGED = "packed bytes have changed: raise pack.LAYOUT_VERSION, then put the new ones here"
+EVERY = (*native.available(), *native.emulated())
+
+
+def some_weight(*shape: int) -> Tensor:
+    """Multiples of 1/64 with 16 values: every format rounds them far from a tie, or not at all."""
+    return ((torch.arange(torch.Size(shape).numel()) * 7919 % 16 - 6) / 64).view(shape)
+
+
+def digest(*tensors: Tensor | None) -> str:
+    there = (tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors if tensor is not None)
+    return hashlib.sha256(b"".join(there)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("to", MATRIX)
+def test_the_bytes_of_a_matrix_are_those_of_this_layout_version(to: Format) -> None:
+    packed = pack.pack(pack.quantise(some_weight(40, 130), to), some_weight(40))
+    found = digest(packed.weights, packed.scales, packed.bias)
+    assert (pack.LAYOUT_VERSION, found) == (VERSION, MATRIX[to]), CHANGED
+
+
+def some_decoder() -> NativeSpec:
+    def linear(outputs: int, inputs: int) -> LinearWeights:
+        return LinearWeights(some_weight(outputs, inputs), some_weight(outputs))
+
+    norm, head_norm = some_weight(24), some_weight(16)
+    layer = LayerWeights(
+        linear(64, 24), linear(24, 32), linear(40, 24), linear(24, 20), norm, norm, head_norm, head_norm
+    )
+    return NativeSpec(
+        width=24,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        ffn=20,
+        vocab_size=37,
+        max_positions=8,
+        inverse_frequencies=[1.0] * 8,
+        embedding=some_weight(37, 24),
+        final_norm=norm,
+        layers=[layer] * 2,
+        head=linear(37, 24),
+    )
+
+
+@pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("quantization", DECODER)
+def test_the_bytes_of_a_decoder_are_those_of_this_layout_version_on_every_instruction_set(
+    quantization: str | None, kernels: native.Kernels
+) -> None:
+    model = NativeModel(some_decoder(), "some", quantization=quantization, threads=1, kernels=kernels)
+    packed = model.packed()
+    assert packed is not None
+    assert packed.nbytes == model.weight_bytes()
+    assert (pack.LAYOUT_VERSION, digest(packed)) == (VERSION, DECODER[quantization]), CHANGED

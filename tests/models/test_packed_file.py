@@ -1,0 +1,389 @@
+"""Packed weights on disk: the second load reads what the first packed, and never anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import paceline.llm
+import real_models
+from model_support import NATIVE, VOCABULARY, tiny
+from paceline import LLM, SamplingParams
+from paceline.errors import ParameterError
+from paceline.kernels import native
+from paceline.models import packed_file as module
+from paceline.models.loading import load_model
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.packed_file import PackedFile, packed_file
+from paceline.models.prepare import find_packed, prepare
+from paceline.models.transformer import Transformer
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        native.select() is None, reason=f"weights are packed for the kernels alone: {native.why_none()}"
+    ),
+]
+CPU = torch.device("cpu")
+SHAPE = {"hidden_size": 40, "intermediate_size": 50, "head_dim": 16}
+FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3 with biases"]
+PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of packed weights: it is on, empty, and not the user's."""
+    monkeypatch.setenv(module.VARIABLE, "on")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+def write_checkpoint(path: Path, family: str = "llama", seed: int = 0) -> Path:
+    kind, fields = NATIVE[family]
+    tiny(kind, fields | SHAPE, seed=seed).save_pretrained(path)
+    numbers = Tokenizer(WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=numbers).save_pretrained(path)
+    return path
+
+
+def place(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
+    found = packed_file(source, torch.bfloat16, quantization)
+    assert found is not None
+    return found
+
+
+def packed_now(source: Path, quantization: Quantization | None = "int8") -> NativeModel:
+    loaded = load_model(source, dtype=torch.bfloat16)
+    assert isinstance(loaded, Transformer)
+    return NativeModel.from_transformer(loaded, quantization=quantization)
+
+
+def kept(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
+    """A checkpoint's packed weights, on disk."""
+    there = place(source, quantization)
+    there.save(packed_now(source, quantization))
+    return there
+
+
+def same(one: NativeModel, other: NativeModel) -> bool:
+    ours, theirs = one.packed(), other.packed()
+    assert ours is not None
+    assert theirs is not None
+    return torch.equal(ours, theirs)
+
+
+def make(source: Path, **options: Any) -> LLM:
+    common = {"quantization": "int8", "dtype": "bfloat16", "device": "cpu", "max_batch_size": 2, "max_model_len": 32}
+    return LLM(source, **{"num_speculative_tokens": 0} | common | options)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the checkpoint's weights are loaded")
+
+    monkeypatch.setattr(paceline.llm, "load_model", refuse)
+
+
+# The same weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_what_is_read_is_what_was_packed(family: str, quantization: Quantization | None, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", family)
+    there, packed = kept(source, quantization), packed_now(source, quantization)
+    read = there.load()
+    assert read is not None
+    assert same(read, packed)
+    assert (read.name, read.weight_bytes(), read.kernels) == (str(source), packed.weight_bytes(), packed.kernels)
+    hidden = torch.randn(3, 40)
+    assert torch.equal(read.logits(hidden), packed.logits(hidden))
+
+
+def test_embedding_and_head_that_differ_stay_apart_whatever_the_configuration_says(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    read = kept(checkpoint).load()
+    assert read is not None
+    assert not read.tied
+    assert same(read, packed_now(checkpoint))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_the_second_load_answers_alike_and_never_sees_the_checkpoints_weights(
+    quantization: Quantization | None, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "draft", seed=1)
+    options: dict[str, Any] = {"draft_model": draft, "quantization": quantization}
+    first = answers(make(target, **options))
+    assert len(list(folder.iterdir())) == 2
+    nothing_loads(monkeypatch)
+    assert answers(make(target, **options)) == first
+    assert answers(make(target, num_speculative_tokens=2, **options)) == first
+
+
+def test_a_real_model_from_a_gguf_file_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = real_models.find("smollm2-135m")
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+
+    def texts() -> list[str]:
+        llm = LLM(source, quantization="int8", max_model_len=128, max_batch_size=2)
+        outputs = llm.generate(["Once upon a time", "The capital of France is"], params, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    first = texts()
+    nothing_loads(monkeypatch)
+    assert texts() == first
+
+
+# Nothing else
+
+
+def weights_of(checkpoint: Path) -> Path:
+    return checkpoint / "model.safetensors"
+
+
+def test_a_changed_checkpoint_is_packed_anew_in_the_old_ones_place(checkpoint: Path, folder: Path) -> None:
+    there = kept(checkpoint)
+    shutil.rmtree(checkpoint)
+    write_checkpoint(checkpoint, seed=1)
+    assert place(checkpoint).path == there.path
+    assert place(checkpoint).load() is None
+    read = kept(checkpoint).load()
+    assert read is not None
+    assert same(read, packed_now(checkpoint))
+    assert list(folder.iterdir()) == [there.path]
+
+
+def test_neither_size_nor_time_need_change_for_a_change_to_be_seen(checkpoint: Path) -> None:
+    there, file = kept(checkpoint), weights_of(checkpoint)
+    before = file.stat()
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert place(checkpoint).path == there.path
+    assert place(checkpoint).load() is None
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_the_time_of_a_file_alone_tells_of_a_change(checkpoint: Path, file: str) -> None:
+    kept(checkpoint)
+    os.utime(checkpoint / file, ns=(0, 0))
+    assert place(checkpoint).load() is None
+
+
+def test_every_shard_of_a_checkpoint_counts(tmp_path: Path) -> None:
+    kind, fields = NATIVE["llama"]
+    tiny(kind, fields | SHAPE).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        assert kept(tmp_path / "model").load() is not None
+        os.utime(shard, ns=(0, 0))
+        assert place(tmp_path / "model").load() is None
+
+
+def test_precisions_do_not_share_a_file(checkpoint: Path) -> None:
+    places = [packed_file(checkpoint, dtype, q) for dtype, q in [(torch.bfloat16, "int8"), (torch.float32, "int8")]]
+    places += [packed_file(checkpoint, torch.bfloat16, q) for q in (None, "int4")]
+    assert len({there.path for there in places if there is not None}) == 4
+
+
+def test_a_link_to_a_checkpoint_finds_the_same_file(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(checkpoint)
+    assert place(tmp_path / "link").path == kept(checkpoint).path
+    assert place(tmp_path / "link").load() is not None
+
+
+@pytest.mark.parametrize("what", ["LAYOUT_VERSION", "__version__"])
+def test_another_version_packs_anew_and_says_so(
+    what: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = kept(checkpoint).path
+    monkeypatch.setattr(module, what, "another")
+    assert place(checkpoint).load() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(path) in caplog.text
+    assert kept(checkpoint).load() is not None
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at:][1:]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "no header": lambda content: content[:5],
+    "half": lambda content: content[: len(content) // 2],
+    "one byte less": lambda content: content[:-1],
+    "one byte more": lambda content: content + b"0",
+    "header broken": lambda content: b"?" * 16 + content[16:],
+    "a bit in the middle": lambda content: flipped(content, len(content) // 2),
+    "the last bit": lambda content: flipped(content, len(content) - 1),
+    "pieces swapped": lambda content: content[:-128] + content[-64:] + content[-128:-64],
+    "something else": lambda content: b"hello" * 1000,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_costs_a_warning_and_is_mended(
+    how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = kept(checkpoint).path
+    content = path.read_bytes()
+    path.write_bytes(DAMAGE[how](content))
+    assert path.read_bytes() != content
+    first = answers(make(checkpoint))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert str(path) in warnings[0]
+    read = place(checkpoint).load()
+    assert read is not None
+    assert same(read, packed_now(checkpoint))
+    assert answers(make(checkpoint)) == first
+
+
+def test_large_weights_are_read_and_checked_in_blocks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK", 4096)
+    monkeypatch.setattr(module, "_AT_ONCE", 1024)
+    there = kept(checkpoint)
+    read = there.load()
+    assert read is not None
+    assert same(read, packed_now(checkpoint))
+    content = bytearray(there.path.read_bytes())
+    content[-9000] ^= 128
+    there.path.write_bytes(content)
+    assert there.load() is None
+
+
+# Where it cannot be kept
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    first = answers(make(checkpoint))
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "not kept" in caplog.text
+    assert answers(make(checkpoint, attention="native")) == first
+
+
+@pytest.mark.parametrize("when", ["before", "while writing"])
+def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
+    when: str, checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object, path: Path, __: object) -> None:
+        path.write_bytes(b"a beginning")
+        raise OSError(28, "No space left on device", str(path))
+
+    if when == "before":
+        usage = shutil.disk_usage("/")._replace(free=10)
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)
+    else:
+        monkeypatch.setattr(module, "save_file", fail)
+    assert answers(make(checkpoint))
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "are not kept in" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
+def test_writers_and_readers_do_not_disturb_each_other(checkpoint: Path, folder: Path) -> None:
+    there, model = kept(checkpoint), packed_now(checkpoint)
+
+    def work(turn: int) -> bool:
+        if turn % 2:
+            there.save(model)
+            return True
+        read = there.load()
+        return read is not None and same(read, model)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))
+    assert list(folder.iterdir()) == [there.path]
+
+
+# What is kept at all
+
+
+def test_it_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.VARIABLE, "off")
+    assert answers(make(checkpoint))
+    assert not folder.exists()
+    monkeypatch.setenv(module.VARIABLE, "of")
+    with pytest.raises(ParameterError, match="PACELINE_PACKED_CACHE='of' is not allowed: 'on' or 'off'"):
+        make(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attention": "padded", "quantization": None}, {"dtype": "float32", "quantization": None}],
+    ids=["padded", "float32"],
+)
+def test_what_the_kernels_do_not_run_is_not_kept(options: dict[str, Any], checkpoint: Path, folder: Path) -> None:
+    assert answers(make(checkpoint, **options))
+    assert not folder.exists()
+
+
+def test_the_twin_and_the_gpu_keep_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_packed(checkpoint, torch.bfloat16, torch.device("cuda"), "auto", "int8") is None
+    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "fp8") is None
+    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
+    monkeypatch.setattr(native, "select", lambda: None)
+    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is None
+    twin = prepare(load_model(checkpoint, dtype=torch.bfloat16), "auto", "int8")
+    assert isinstance(twin, NativeModel)
+    there = place(checkpoint)
+    there.save(twin)
+    assert not there.path.exists()
+
+
+def test_a_loaded_model_has_no_file() -> None:
+    kind, fields = NATIVE["llama"]
+    assert packed_file(tiny(kind, fields), torch.bfloat16, "int8") is None
+
+
+def test_a_family_that_the_kernels_do_not_know_is_not_kept(tmp_path: Path, folder: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", "gpt2")
+    assert answers(make(source, quantization=None))
+    assert not folder.exists()
+
+
+def test_weights_go_when_their_checkpoint_has_gone(tmp_path: Path, folder: Path) -> None:
+    gone, stays = kept(write_checkpoint(tmp_path / "a")), kept(write_checkpoint(tmp_path / "b"))
+    (folder / "broken.safetensors").write_bytes(b"?")
+    shutil.rmtree(gone.source)
+    last = kept(write_checkpoint(tmp_path / "c"))
+    assert sorted(folder.iterdir()) == sorted([stays.path, last.path, folder / "broken.safetensors"])
+
+
+def test_the_file_says_in_plain_text_what_it_is(checkpoint: Path) -> None:
+    there = kept(checkpoint)
+    with safe_open(str(there.path), framework="pt") as file:
+        said = file.metadata()
+    assert said["source"] == str(checkpoint)
+    assert json.loads(said["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]
+    assert there.path.name.startswith("model-int8-")
