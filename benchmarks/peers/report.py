@@ -87,9 +87,9 @@ def _row(outcome: Outcome, plain: Outcome | None) -> dict[str, Any]:
 def _status(outcome: Outcome) -> str:
     if outcome.error is not None:
         return "failed"
-    if outcome.left_out is not None:
-        return "left out"
-    return "ok" if outcome.samples else "pending"
+    if outcome.samples:
+        return "ok"
+    return "left out" if outcome.left_out is not None else "pending"
 
 
 def _medians(samples: Sequence[Mapping[str, Any]], plain: Outcome | None) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import config, earlier, report
+from benchmarks.peers import config, contenders, report
 from benchmarks.peers.config import PAIRS, Pair, Peer
 from benchmarks.peers.environments import SetupError, ensure_environment, ensure_models
 from benchmarks.peers.pool import Pool, WorkerSpec
 from benchmarks.peers.prompts import token_ids
-from benchmarks.peers.schedule import Configuration, Measurement, Outcome
+from benchmarks.peers.schedule import Configuration, Measurement, Outcome, point
 
 ROOM_FOR_SPECULATION = 32  # tokens of a row beyond prompt and answer
 OVERHEAD_GIB = 1.5  # of a worker, besides its weights
@@ -99,7 +99,7 @@ class Plan:
         self._tokens_of_row = -(-longest // 64) * 64
         self.runnable: list[Configuration] = []
         self.not_run: list[Outcome] = []
-        self._left_out = earlier.left_out(options.contenders) if options.contenders else {}
+        self._left_out = contenders.left_out(options.contenders) if options.contenders else {}
         for peer in config.chosen_peers(options.peers, options.precision):
             self._add(peer)
 
@@ -112,7 +112,7 @@ class Plan:
             say(f"{peer.name}: set-up failed: {error}")
             models, failure = {}, f"set-up: {error}"
         for configuration in self._configurations(peer, models):
-            behind = self._left_out.get((peer.name, configuration.mode, configuration.batch))
+            behind = self._left_out.get(point(configuration))
             if failure is None and behind is None:
                 self.runnable.append(configuration)
             else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from benchmarks.peers.contenders import Point, far_behind, hopeless
 from benchmarks.peers.pool import WorkerError, WorkerLostError, WorkerSpec
 
 MAX_LOSSES = 2  # a worker that was lost so often is not started again
@@ -31,7 +32,7 @@ class Outcome:
     configuration: Configuration
     samples: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
-    left_out: str | None = None  # why it was not tried
+    left_out: str | None = None  # why it was not tried, or not again
     seconds: float = 0.0  # that its last repeat took, loading included
 
 
@@ -67,10 +68,15 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
 
     def run(self, configurations: Sequence[Configuration], repeats: int) -> list[Outcome]:
-        """All configurations, repeat by repeat. If time is short, whole repeats are dropped, and ``notes`` says so."""
+        """All configurations, repeat by repeat; after the first only those whose median matters (``contenders``).
+
+        If time is short, whole repeats are dropped, and ``notes`` says so.
+        """
         outcomes = [Outcome(configuration) for configuration in configurations]
         for repeat in range(repeats):
-            alive = [outcome for outcome in outcomes if outcome.error is None]
+            if repeat == 1:
+                _leave_out(outcomes)
+            alive = [outcome for outcome in outcomes if outcome.error is None and outcome.left_out is None]
             if repeat and not self._has_time_for(alive):
                 self._note(f"dropped repeats {repeat + 1} to {repeats}: no time left in the budget")
                 break
@@ -156,6 +162,19 @@ class Measurement:
         lengths = sorted({len(row) for row in sample["output_ids"]})
         if lengths != [self.max_tokens] or len(sample["output_ids"]) != configuration.batch:
             raise WorkerError(f"answered {lengths} tokens a row instead of {self.max_tokens}")
+
+
+def _leave_out(outcomes: Sequence[Outcome]) -> None:
+    """Marks what the first repeat has shown to need no median: far behind its peer's best, or behind all."""
+    measured = {point(outcome.configuration): outcome for outcome in outcomes if outcome.samples}
+    speeds = {at: outcome.samples[0]["tokens"] / outcome.samples[0]["total_s"] for at, outcome in measured.items()}
+    for at, words in (far_behind(speeds) | hopeless(speeds)).items():
+        measured[at].left_out = f"not repeated: {words}"
+
+
+def point(configuration: Configuration) -> Point:
+    """Where a configuration stands in the plot."""
+    return configuration.peer, configuration.mode, configuration.batch
 
 
 def back_and_forth(outcomes: Sequence[Outcome], repeat: int) -> Iterator[Outcome]:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers import config, earlier, environments, export, run  # noqa: E402
+from benchmarks.peers import config, contenders, environments, export, run, schedule  # noqa: E402
 from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec  # noqa: E402
 from benchmarks.peers.prompts import STUBS  # noqa: E402
 
@@ -222,12 +222,29 @@ def test_what_was_far_behind_its_peers_best_is_left_out_and_says_so(bench, calls
     results = [{"peer": p, "mode": m, "batch": 2, "tokens_per_s": speed} for (p, m), speed in speeds.items()]
     earlier_run = tmp_path / "first.json"
     earlier_run.write_text(json.dumps({"results": [*results, {"peer": "one", "mode": "draft", "batch": 1}]}))
-    assert earlier.left_out(earlier_run).keys() == {("one", "draft", 2)}
+    assert contenders.left_out(earlier_run).keys() == {("one", "draft", 2)}
     document = bench("one", arguments=f"--repeats 1 --contenders {earlier_run}")
     row = cells(document).pop(("one", "draft", 2))
-    assert (row["status"], row["left_out"]) == ("left out", "80.0 tokens/s in first.json, 80% of this peer's best")
+    assert (row["status"], row["left_out"]) == ("left out", "80.0 tokens/s, 80% of this peer's best in first.json")
     assert {row["status"] for row in document["results"]} == {"ok", "left out"}
     assert document["settings"]["contenders"] == "first.json"
     measured = [(call["mode"], call["batch"]) for call in calls() if call.get("tokens") == 8]
     assert ("draft", 1) in measured
     assert ("draft", 2) not in measured
+
+
+def test_what_is_far_behind_in_the_first_repeat_has_one_sample(bench, monkeypatch) -> None:
+    words = {("one", "draft", 2): "slow"}
+    monkeypatch.setattr(schedule, "far_behind", lambda speeds: words if ("one", "draft", 2) in speeds else {})
+    found = cells(bench("one", arguments="--repeats 3"))
+    assert found["one", "draft", 2]["left_out"] == "not repeated: slow"
+    assert {at: len(row["samples"]) for at, row in found.items() if len(row["samples"]) != 3} == {
+        ("one", "draft", 2): 1
+    }
+
+
+def test_far_behind_is_a_peers_own_best_at_each_batch_size() -> None:
+    speeds = {("a", "plain", 1): 100.0, ("a", "draft", 1): 84.0, ("a", "ngram", 1): 86.0, ("a", "draft", 2): 50.0}
+    speeds |= {("b", "plain", 1): 10.0, ("paceline-int8", "plain", 1): 1.0, ("paceline-int8", "draft", 1): 9.0}
+    assert contenders.far_behind(speeds) == {("a", "draft", 1): "84.0 tokens/s, 84% of this peer's best"}
+    assert contenders.hopeless(speeds) == {("b", "plain", 1): "10.0 tokens/s, 10% of the fastest"}
