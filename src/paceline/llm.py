@@ -18,7 +18,8 @@ from paceline.hardware import resolve_device, resolve_dtype
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.native import NativeModel
-from paceline.models.prepare import find_packed, prepare
+from paceline.models.packed_file import find_packed
+from paceline.models.prepare import prepare
 from paceline.outputs import RequestOutput
 from paceline.params import DEFAULT_MODEL, DtypeName, EngineConfig, EngineOptions, QuantizationName, SamplingParams
 from paceline.structured import Grammars

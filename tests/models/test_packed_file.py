@@ -27,8 +27,8 @@ from paceline.kernels import native
 from paceline.models import packed_file as module
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
-from paceline.models.packed_file import PackedFile, packed_file
-from paceline.models.prepare import find_packed, prepare
+from paceline.models.packed_file import PackedFile, find_packed, packed_file
+from paceline.models.prepare import prepare
 from paceline.models.transformer import Transformer
 
 pytestmark = [

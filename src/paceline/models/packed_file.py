@@ -29,10 +29,12 @@ from torch import Tensor
 
 from paceline import __version__
 from paceline.errors import ModelFormatError, ParameterError
+from paceline.kernels import native
 from paceline.kernels.pack import LAYOUT_VERSION
 from paceline.models import hub, loading
 from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.weights import shapes
+from paceline.params import AttentionName, QuantizationName
 
 log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_PACKED_CACHE"
@@ -40,6 +42,21 @@ _TENSOR = "weights"
 _BLOCK = 64 << 20  # bytes with a checksum of their own, for one thread
 _AT_ONCE = 1 << 20  # bytes read and summed together: they stay in the processor's cache
 _SAMPLES, _SAMPLE = 64, 4096  # places in a checkpoint's file, bytes at each
+
+
+def find_packed(
+    source: loading.Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: AttentionName,
+    quantization: QuantizationName | None,
+) -> PackedFile | None:
+    """The file for packed weights of a model that the native kernels would run; None if there is none to be."""
+    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
+        return None
+    if native.select() is None or (quantization is None and dtype != torch.bfloat16):
+        return None
+    return packed_file(source, dtype, quantization)
 
 
 def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quantization | None) -> PackedFile | None:

@@ -10,9 +10,7 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.gpu.launch import require_triton
 from paceline.kernels import native
 from paceline.models.base import AnyModel, Model
-from paceline.models.loading import Source
 from paceline.models.native import NativeModel
-from paceline.models.packed_file import PackedFile, packed_file
 from paceline.models.transformer import Transformer
 from paceline.params import AttentionName, QuantizationName
 
@@ -49,21 +47,6 @@ def prepare(
         field, value = ("quantization", quantization) if quantization is not None else ("attention", attention)
         raise ParameterError(field, value, f"not possible here: {obstacle}")
     return model
-
-
-def find_packed(
-    source: Source,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: AttentionName,
-    quantization: QuantizationName | None,
-) -> PackedFile | None:
-    """The file for packed weights of a model that ``prepare`` would pack; None if there is none to be."""
-    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
-        return None
-    if native.select() is None or (quantization is None and dtype != torch.bfloat16):
-        return None
-    return packed_file(source, dtype, quantization)
 
 
 def _with_triton(model: Model, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
