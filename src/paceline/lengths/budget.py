@@ -12,7 +12,7 @@ flight, however they are spread over the rows, and a drafter that takes next to 
 Tokens per millisecond are the goal while other requests wait or may come. A batch that only drains has ended when its
 slowest row has, which gains nothing when the others hurry on at its expense. There a token counts by how late its row
 will end (LATEST), and every row keeps an account of the rounds by which it is ahead of plain decoding; m is such that
-none is expected to fall SLACK rounds behind.
+none is expected to fall far behind (SLACK).
 
 Which chance a guess has, its score and the row's luck say (``reliability``). What is not verified teaches, too: the
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
@@ -41,7 +41,8 @@ FRUIT = 0.1  # guesses kept for each row and look: with less, and dear guesses, 
 FRUIT_MEMORY = 4  # looks
 REST = 7  # rounds without a look, for each that looks
 DEAR = 0.4  # of a plain token's time: where a guess takes less, every round looks
-SLACK = 1.5  # plain rounds by which a row of such a batch may fall behind
+SLACK = 0.3  # plain rounds by which a row of such a batch may fall behind where a guess takes as long as a plain token;
+# more where guesses are cheap, for what one row loses another gains: with the inverse square of their price
 
 
 class BudgetLength:
@@ -97,7 +98,7 @@ class BudgetLength:
         order: list[int] = []
         gains, rates = [sum(weights)], [sum(weights) / times.ms[0]]
         most = times.ms[0] * (1 + CAUTION * (1 + sum(batch.reliability.tried)))
-        standings = _Standings(batch, self._counts, times.ms[0])
+        standings = _Standings(batch, self._counts, times.ms[0], self._price)
         for value, survival, row in ranked(batch.reliability, self._confidence, self._counts, weights):
             ms, cheapest = times.ms[len(order) + 1], times.cheapest[len(order)]
             behind, for_good = standings.after(row, survival, ms)
@@ -166,10 +167,14 @@ def _lateness(batch: Batch) -> list[float]:
 
 
 class _Standings:
-    """Where the rows of a batch that drains are expected to stand, guess by guess. plain: ms of a plain round."""
+    """Where the rows of a batch that drains are expected to stand, guess by guess.
 
-    def __init__(self, batch: Batch, counts: list[int], plain: float) -> None:
+    plain: ms of a plain round. price: of a guess, in plain tokens.
+    """
+
+    def __init__(self, batch: Batch, counts: list[int], plain: float, price: float) -> None:
         self._draining, self._plain, self._left = batch.draining, plain, list(counts)
+        self._slack = SLACK / max(price, 1e-3) ** 2
         self._ahead = [ahead + 1 for ahead in batch.pace.ahead[: batch.rows]]
 
     def after(self, row: int, survival: float, ms: float) -> tuple[bool, bool]:
@@ -177,5 +182,5 @@ class _Standings:
         self._ahead[row] += survival
         self._left[row] -= 1
         least = min(self._ahead)
-        behind = self._draining and least - ms / self._plain < -SLACK
+        behind = self._draining and least - ms / self._plain < -self._slack
         return behind, behind and not self._left[self._ahead.index(least)]
