@@ -15,7 +15,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("n", v) for v in (0, -1, 1.0, True, "2", None)],
     *[("max_tokens", v) for v in (0, -3, 2.5, None)],
     *[("min_tokens", v) for v in (-1, 129, 0.5)],
-    *[("temperature", v) for v in (-0.1, math.nan, math.inf, "hot", None, True)],
+    *[("temperature", v) for v in (-0.1, 100.5, 3.5e38, math.nan, math.inf, "hot", None, True)],
     *[("top_p", v) for v in (0, -0.5, 1.01, math.nan)],
     *[("top_k", v) for v in (-1, 1.5, True)],
     *[("min_p", v) for v in (-0.01, 1.01, math.nan)],

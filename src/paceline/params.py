@@ -101,7 +101,7 @@ class SamplingParams:
 
     n: answers to the prompt; they share its prefill.
     max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: nucleus and relative cut.
+    temperature: 0 is greedy, 100 the most. top_k: 0 keeps all. top_p, min_p: nucleus and relative cut.
     presence_penalty, frequency_penalty: subtracted for tokens of the answer so far, [-2, 2].
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer, > 0.
     seed: the same seed gives the same text, whatever else is in the batch; None draws one for the request.
@@ -140,7 +140,7 @@ class SamplingParams:
         _check_int("n", self.n, 1)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_number("temperature", self.temperature, 0, math.inf)
+        _check_number("temperature", self.temperature, 0, 100)
         _check_number("top_p", self.top_p, 0, 1, open_low=True)
         _check_int("top_k", self.top_k, 0)
         _check_number("min_p", self.min_p, 0, 1)

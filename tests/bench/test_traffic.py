@@ -51,3 +51,14 @@ def test_every_policy_serves_every_request(tmp_path: Path) -> None:
     draw(results, tmp_path / "traffic.png", "a toy")
     assert (tmp_path / "traffic.png").stat().st_size > 1000
     json.dumps(as_json(results))
+
+
+def test_with_a_profile_its_policy_takes_part_and_plain_decoding_still_does(tmp_path: Path) -> None:
+    llm = toy_llm(drafter="ngram")
+    path = tmp_path / "profile.json"
+    measured, _ = profile.run_profile(llm, [[1, 2, 1, 2], [4, 5]], profile.Sweep.quick(), lambda steps, what: steps)
+    measured.save(path)
+    guided = llm.with_options(profile=str(path))
+    load = Load(requests=2, interval=0.002, cv=1.0, tokens=3, max_batch_size=2)
+    results = list(measure(guided, [[1, 2, 1]], ["steady"], load, 1, lambda steps: steps))
+    assert {r.policy for r in results} == set(traffic.POLICIES)

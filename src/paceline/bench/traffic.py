@@ -125,7 +125,7 @@ def run_policy(
     """One policy, one trace, an engine of its own that has seen one short batch."""
     length = POLICIES[policy]
     if length == 0:
-        engine = llm.with_options(drafter=None, max_batch_size=load.max_batch_size).engine
+        engine = llm.plain().with_options(max_batch_size=load.max_batch_size).engine
     else:
         engine = llm.with_options(num_speculative_tokens=length, max_batch_size=load.max_batch_size).engine
     play(engine, prompts, [0.0] * min(4, load.max_batch_size), warm_up)

@@ -18,8 +18,8 @@ Which chance a guess has, its score and the row's luck say (``reliability``). Wh
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
 need no probes to notice that guesses are good. What they do not show is the time of other rounds: while no guess pays
 by what is believed, PROBE_SHARE of the time goes into a purse, and the best guesses are verified when it holds what
-they lose. Where guesses are dear and few were kept lately, only every eighth round looks for any, for that takes
-time, too.
+they lose. Where guesses are dear and few were kept lately, or none was right for long, only every eighth round looks
+for any, for that takes time, too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch
 FRUIT = 0.1  # guesses kept for each row and look: with less, and dear guesses, most rounds do not even look for any
 FRUIT_MEMORY = 4  # looks
 REST = 7  # rounds without a look, for each that looks
+DRY = 16  # looks in a row of whose guesses none was right: then, too, however cheap they are
 DEAR = 0.4  # of a plain token's time: where a guess takes less, every round looks
 SLACK = 0.3  # plain rounds by which a row of such a batch may fall behind where a guess takes as long as a plain token;
 # more where guesses are cheap, for what one row loses another gains: with the inverse square of their price
@@ -63,6 +64,7 @@ class BudgetLength:
         self._confidence: Sequence[Sequence[float]] = []  # in them
         self._took = 1.0  # expected time of the round, over that of a plain one
         self._fruit = 1.0  # guesses kept for each row and look, lately
+        self._dry = 0  # looks since a guess was right, of those that had any
         self._rest = 0  # rounds before the next look
         self._price = 0.0  # of a guess, in plain tokens
 
@@ -131,12 +133,13 @@ class BudgetLength:
         batch.pace.update(verdict.host.accepted, self._took)
         ms = 1000 * (self.clock() - self._began)
         self._purse = min(self._purse + PROBE_SHARE * ms, ms)
-        if self._rest < 0:  # the others are all alike
-            self._fruit += (sum(verdict.host.accepted) / rows - self._fruit) / FRUIT_MEMORY
-            self._rest = REST if self._fruit < FRUIT and self._price > DEAR else 0
-            self.costs.observe(rows, guesses / rows, self._context, ms)
         if self._draft is not None:
             self._learn(batch, self._draft, verdict)
+        if self._rest < 0:  # the others are all alike
+            self._fruit += (sum(verdict.host.accepted) / rows - self._fruit) / FRUIT_MEMORY
+            fruitless = self._fruit < FRUIT and self._price > DEAR
+            self._rest = REST if fruitless or self._dry >= DRY else 0
+            self.costs.observe(rows, guesses / rows, self._context, ms)
 
     def _learn(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
@@ -146,6 +149,7 @@ class BudgetLength:
             another = accepted < count  # and the row's last token says whether it was right
             judged.append(accepted + another)
             right.append(accepted + (another and guesses[row][accepted] == host.tokens[row][accepted]))
+        self._dry = 0 if any(right) else self._dry + any(judged)
         batch.reliability.update(self._confidence, judged, right)
 
 
