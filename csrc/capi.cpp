@@ -1,4 +1,4 @@
-// The C interface: what src/paceline/kernels/native.py calls. Functions that can fail return null or a message.
+// The C interface: what src/paceline/kernels calls. Functions that can fail return null or a message.
 #include <sys/mman.h>
 
 #include "cpu.h"

@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-// These structures mirror src/paceline/kernels/native.py; kAbiVersion changes with them.
+// These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
 constexpr int kAbiVersion = 4;
 
 struct Layer {

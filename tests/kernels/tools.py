@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.cache import KVCache
-from paceline.kernels import native, pack
+from paceline.kernels import abi, native, pack
 from paceline.kernels.pack import Weight
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 
@@ -98,7 +98,7 @@ def run_linear(
 ) -> Tensor:
     """x [N, K] through one packed linear layer; the output's columns are those of the weight (half with SwiGLU)."""
     packed = pack.pack(weight, bias)
-    description = native.CLinear.of(packed)
+    description = abi.CLinear.of(packed)
     columns = packed.outputs // 2 if epilogue == SWIGLU else packed.outputs
     stride = pack.round_up(packed.outputs, 64)
     wide = torch.zeros(x.shape[0], stride) if out is None else pad(out, (0, stride - out.shape[1])).contiguous()
@@ -111,7 +111,7 @@ def run_linear(
 def quantise_row(kernels: native.Kernels, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
     """x [K] -> int8 values [K padded], scales of groups of 64, sums."""
     packed = pack.pack(weight)
-    description = native.CLinear.of(packed)
+    description = abi.CLinear.of(packed)
     padded = pad(x, (0, packed.inputs - x.shape[0])).contiguous()
     values = torch.zeros(packed.inputs, dtype=torch.int8)
     scales = torch.zeros(packed.inputs // 64)
@@ -135,9 +135,9 @@ def run_attention(
     kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
     qkv = qkv.clone()
     out = torch.zeros(qkv.shape[0], heads * dim)
-    where = native.CCache.of(cache)
+    where = abi.CCache.of(cache)
     cos, sin = (part.contiguous() for part in table)
-    attention = native.CAttention(
+    attention = abi.CAttention(
         qkv=qkv.data_ptr(),
         qkv_stride=qkv.shape[1],
         out=out.data_ptr(),
@@ -157,7 +157,7 @@ def run_attention(
         scale=dim**-0.5,
         epsilon=1e-6,
     )
-    rotary = native.CRotary(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.shape[0])
+    rotary = abi.CRotary(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.shape[0])
     place = ctypes.addressof(attention), ctypes.addressof(rotary)
     kernels.library.pl_attend(kernels.handle, *place, row, qkv.shape[0])
     return out
@@ -174,7 +174,7 @@ def rms_norm(kernels: native.Kernels, x: Tensor, weight: Tensor, epsilon: float)
 
 def embed(kernels: native.Kernels, weight: Weight, token: int) -> Tensor:
     packed = pack.pack(weight)
-    description = native.CLinear.of(packed)
+    description = abi.CLinear.of(packed)
     out = torch.zeros(packed.inputs)
     kernels.library.pl_embed(kernels.handle, ctypes.addressof(description), token, out.data_ptr())
     return out

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.cache import KVCache
-from paceline.kernels import native, pack
+from paceline.kernels import abi, native, pack
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import NativeModel, Quantization
@@ -105,7 +105,7 @@ def measure_machine(kernels: native.Kernels, threads: int, seconds: float) -> Ma
 def _rate(kernels: native.Kernels, pool: int, to: Format, threads: int, seconds: float) -> float:
     rows, inputs, outputs = 96, 512, 1024 * threads
     packed = pack.pack(pack.quantise(torch.randn(outputs, inputs), to))
-    layer = native.CLinear.of(packed)
+    layer = abi.CLinear.of(packed)
     x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
     place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs
     took = fastest(lambda: kernels.library.pl_linear(kernels.handle, *place), seconds)

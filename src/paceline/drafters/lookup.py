@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels import native
+from paceline.kernels import abi, native
 
 LONGEST_SUFFIX = 5
 _SEPARATOR = -1  # equals no token: a match never crosses from one document into the next
@@ -65,7 +65,7 @@ class NativeLookup:
     def __init__(self, documents: Sequence[Sequence[int]], kernels: native.Kernels) -> None:
         self._search, self._documents = kernels.library.pl_lookup, _Documents(documents)
         arrays = self._documents.text, self._documents.places, self._documents.tokens
-        self._handed_over = native.CDocuments(*(array.ctypes.data for array in arrays), len(self._documents.places))
+        self._handed_over = abi.CDocuments(*(array.ctypes.data for array in arrays), len(self._documents.places))
         self._address = ctypes.addressof(self._handed_over)
 
     def find(self, text: Tensor, length: Tensor, longest: int, k: int) -> tuple[Tensor, Tensor, Tensor]:

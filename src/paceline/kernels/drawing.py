@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels import native
+from paceline.kernels import abi, native
 
 
 def kernels_for(logits: Tensor) -> native.Kernels | None:
@@ -35,7 +35,7 @@ def draw_tokens(
         logits = logits.contiguous()
     temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
     tokens = torch.empty(rows, block, dtype=torch.int64)
-    call = native.CDraw(
+    call = abi.CDraw(
         logits=logits.data_ptr(),
         temperature=temperature.data_ptr(),
         seeds=seeds.data_ptr(),
@@ -72,7 +72,7 @@ def accept_guesses(
     logits = logits.contiguous()
     tokens, accepted = torch.zeros(rows, most + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     inputs = [tensor.contiguous() for tensor in (guesses, counts, *noise)]
-    call = native.CAccept(
+    call = abi.CAccept(
         logits.data_ptr(),
         *(tensor.data_ptr() for tensor in inputs),
         rows=rows,

@@ -10,19 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import (
-    POINTER,
-    Structure,
-    c_char_p,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,12 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.cache import KVCache
 from paceline.errors import ParameterError
 from paceline.kernels import build
-from paceline.kernels.pack import Packed
+from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CModel, address
 
-ABI_VERSION = 4
 VARIABLE = "PACELINE_KERNELS"
 EMULATED = "amx-emulated"
 # What the user says: what the library may choose from, best first.
@@ -48,183 +33,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "off": (),
 }
 PHASES = ("embed", "norm and quantise", "matrix products", "rotary and cache write", "attention")
-_FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
-
-
-# The structs mirror csrc/kernels.h and csrc/model.h.
-class CLinear(Structure):
-    """csrc: Linear."""
-
-    _fields_ = (
-        ("weights", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("inputs", c_int32),
-        ("outputs", c_int32),
-        ("format", c_int32),
-        ("group", c_int32),
-    )
-
-    @classmethod
-    def of(cls, packed: Packed) -> CLinear:
-        return cls(
-            packed.weights.data_ptr(),
-            address(packed.scales),
-            address(packed.bias),
-            packed.inputs,
-            packed.outputs,
-            _FORMATS[packed.format],
-            packed.group,
-        )
-
-
-class CLayer(Structure):
-    """csrc: Layer."""
-
-    _fields_ = (
-        ("qkv", CLinear),
-        ("attention_out", CLinear),
-        ("gate_up", CLinear),
-        ("down", CLinear),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("window", c_int64),
-    )
-
-
-class CModel(Structure):
-    """csrc: ModelSpec."""
-
-    _fields_ = (
-        ("layers", POINTER(CLayer)),
-        ("head", CLinear),
-        ("embedding", c_void_p),
-        ("final_norm", c_void_p),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
-        ("positions", c_int64),
-        ("layer_count", c_int32),
-        ("width", c_int32),
-        ("ffn", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("dim", c_int32),
-        ("rotary_half", c_int32),
-        ("epsilon", c_float),
-        ("attention_scale", c_float),
-    )
-
-
-class CCache(Structure):
-    """csrc: Cache."""
-
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("layer_stride", c_int64),
-        ("row_stride", c_int64),
-        ("head_stride", c_int64),
-        ("position_stride", c_int64),
-        ("rows", c_int64),
-        ("capacity", c_int64),
-        ("bf16", c_int32),
-    )
-
-    @classmethod
-    def of(cls, cache: KVCache) -> CCache:
-        strides = cache.keys.stride()[:4]
-        bf16 = cache.keys.dtype == torch.bfloat16
-        return cls(cache.keys.data_ptr(), cache.values.data_ptr(), *strides, cache.rows, cache.positions, int(bf16))
-
-
-class CDraw(Structure):
-    """csrc: DrawCall."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "temperature", "seeds", "first")),
-        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "offset")),
-        ("purpose", c_uint32),
-    )
-
-
-class CDocuments(Structure):
-    """csrc: Documents."""
-
-    _fields_ = (("text", c_void_p), ("places", c_void_p), ("tokens", c_void_p), ("count", c_int64))
-
-
-class CAccept(Structure):
-    """csrc: AcceptCall."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "guesses", "counts", "temperature", "seeds", "first")),
-        *((name, c_int64) for name in ("rows", "most", "vocabulary")),
-        ("packed", c_int32),
-        ("purpose", c_uint32),
-    )
-
-
-class CRotary(Structure):
-    """csrc: Rotary."""
-
-    _fields_ = (("cosine", c_void_p), ("sine", c_void_p), ("half", c_int), ("positions", c_int64))
-
-
-class CAttention(Structure):
-    """csrc: Attention."""
-
-    _fields_ = (
-        ("qkv", c_void_p),
-        ("qkv_stride", c_size_t),
-        ("out", c_void_p),
-        ("out_stride", c_size_t),
-        ("positions", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("row_stride", c_size_t),
-        ("head_stride", c_size_t),
-        ("position_stride", c_size_t),
-        ("bf16", ctypes.c_bool),
-        ("heads", c_int),
-        ("kv_heads", c_int),
-        ("dim", c_int),
-        ("capacity", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("epsilon", c_float),
-    )
-
-
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "pl_abi_version": (c_int, ()),
-    "pl_source_hash": (c_char_p, ()),
-    "pl_kernels": (c_void_p, (c_char_p,)),
-    "pl_amx_obstacle": (c_char_p, ()),
-    "pl_multiplies_correctly": (c_int, (c_void_p,)),
-    "pl_pool_new": (c_void_p, (c_int,)),
-    "pl_pool_free": (None, (c_void_p,)),
-    "pl_arena_new": (c_void_p, (c_size_t,)),
-    "pl_arena_free": (None, (c_void_p, c_size_t)),
-    "pl_use_huge_pages": (None, (c_void_p, c_size_t)),
-    "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
-    "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (c_char_p, (*(c_void_p,) * 5, c_int, *(c_void_p,) * 3)),
-    "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
-    "pl_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
-    "pl_lookup": (c_int64, (*(c_void_p,) * 2, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 3)),
-    "pl_draw": (None, (c_void_p,) * 4),
-    "pl_accept": (None, (c_void_p,) * 5),
-    "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
-    "pl_quantise": (None, (c_void_p,) * 6),
-    "pl_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p)),
-    "pl_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "pl_attend": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int)),
-    "pl_read": (c_uint64, (c_void_p, c_void_p, c_size_t)),
-}
 
 
 @dataclass(frozen=True)
@@ -251,7 +59,7 @@ def _load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"the C++ extension cannot be loaded: {error}"
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in SIGNATURES.items():
         try:
             function = getattr(library, name)
         except AttributeError:
@@ -321,11 +129,6 @@ def why_none() -> str:
 def _describe_available() -> str:
     names = ", ".join(kernels.name for kernels in available()) or f"nothing: {why_none()}"
     return f"{names} ({amx_obstacle()})" if amx_obstacle() else names
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers lie."""
-    return None if tensor is None else tensor.data_ptr()
 
 
 def use_huge_pages(kernels: Kernels, tensor: Tensor) -> None:
@@ -418,35 +221,3 @@ class NativeDecoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.pl_model_free(self._handle)
-
-
-__all__ = [
-    "Arena",
-    "CAccept",
-    "CAttention",
-    "CCache",
-    "CDocuments",
-    "CDraw",
-    "CLayer",
-    "CLinear",
-    "CModel",
-    "CRotary",
-    "Kernels",
-    "NativeDecoder",
-    "Pool",
-]
-__all__ += [
-    "EMULATED",
-    "PHASES",
-    "VARIABLE",
-    "address",
-    "amx_obstacle",
-    "available",
-    "emulated",
-    "library_path",
-    "pool",
-    "select",
-    "use_huge_pages",
-    "why_none",
-    "widest_pool",
-]

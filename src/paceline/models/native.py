@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.cache import KVCache
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.kernels import native, twin
+from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.config import ModelConfig
@@ -67,7 +67,7 @@ class NativeModel:
         assert contents is None or chosen is not None
         self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, contents)
-        self._caches: WeakKeyDictionary[KVCache, native.CCache] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes = packed_size(spec, *formats)
 
     @classmethod
@@ -135,14 +135,14 @@ class NativeModel:
         """All weights as the kernels read them, uint8; None on the twin. Not to be used after the model is gone."""
         return None if self._packed is None else self._packed.memory
 
-    def _describe(self, cache: KVCache) -> native.CCache:
+    def _describe(self, cache: KVCache) -> abi.CCache:
         """The cache's description, made once: caches never move."""
         known = self._caches.get(cache)
         if known is None:
             _check_cache(cache, self)
             if self._packed is not None:
                 self._packed.prepare_cache(cache)
-            known = self._caches[cache] = native.CCache.of(cache)
+            known = self._caches[cache] = abi.CCache.of(cache)
         return known
 
 

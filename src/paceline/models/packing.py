@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.cache import KVCache
-from paceline.kernels import native, pack, twin
+from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 
@@ -68,11 +68,11 @@ class _Places:
     def __init__(self, memory: Tensor, *, fill: bool) -> None:
         self._memory, self._fill, self.used = memory, fill, 0
 
-    def of_model(self, spec: NativeSpec, to: Format, head_to: Format) -> native.CModel:
+    def of_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
         """The whole decoder, but for its rotary tables."""
         layers = [self._layer(layer, to) for layer in spec.layers]
-        return native.CModel(
-            layers=(native.CLayer * len(layers))(*layers),
+        return abi.CModel(
+            layers=(abi.CLayer * len(layers))(*layers),
             head=self._linear(spec.head or LinearWeights(spec.embedding), head_to),
             embedding=None if spec.head is None else self._vector(self._padded(spec.embedding), torch.bfloat16),
             final_norm=self._vector(self._padded(spec.final_norm)),
@@ -88,8 +88,8 @@ class _Places:
             attention_scale=spec.scale,
         )
 
-    def _layer(self, layer: LayerWeights, to: Format) -> native.CLayer:
-        return native.CLayer(
+    def _layer(self, layer: LayerWeights, to: Format) -> abi.CLayer:
+        return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
             gate_up=self._linear(self._interleaved(layer.gate_up), to),
@@ -110,12 +110,12 @@ class _Places:
         """The tensor, or its mere shape where no numbers are needed."""
         return values if self._fill else values.to("meta")
 
-    def _linear(self, linear: LinearWeights, to: Format) -> native.CLinear:
+    def _linear(self, linear: LinearWeights, to: Format) -> abi.CLinear:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
         if self._fill:
             pack.fill(packed, pack.quantise(linear.weight, to), linear.bias)
-        return native.CLinear.of(packed)
+        return abi.CLinear.of(packed)
 
     def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
         place = self._take(values.numel() * dtype.itemsize).view(dtype)
