@@ -105,6 +105,16 @@ PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call,
   });
 }
 
+// Of `count` rows of logits, `stride` floats apart: the softmax at tokens[i].
+PL_EXPORT void pl_likelihood(const Kernels* kernels, Pool* pool, const float* logits, int64_t count, int64_t stride,
+                             int64_t vocabulary, const int64_t* tokens, float* chances) {
+  in_parallel(*pool, [&](int thread) {
+    for (int64_t i = thread; i < count; i += pool->threads()) {
+      chances[i] = kernels->likelihood({logits + i * stride, vocabulary, 0.0f, {0, 0}}, tokens[i]);
+    }
+  });
+}
+
 // Draws each row's tokens [most + 1] up to the first that is not the guess; accepted: how many of them are. The rest stays.
 PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const AcceptCall* call, int64_t* tokens, int64_t* accepted) {
   std::vector<int64_t> starts(static_cast<size_t>(call->rows));

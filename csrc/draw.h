@@ -123,5 +123,19 @@ inline int64_t draw(const Draw& draw) {
   return contest.winner();
 }
 
+inline float likelihood(const Draw& draw, int64_t token) {
+  const F16 top = set1(find_leader(draw).logit);
+  F16 sums[2] = {zero(), zero()};
+  int64_t at = 0;
+  for (; at + 2 * kStride <= draw.vocabulary; at += 2 * kStride) {
+    sums[0] = sums[0] + exponential(load(draw.logits + at) - top);
+    sums[1] = sums[1] + exponential(load(draw.logits + at + kStride) - top);
+  }
+  for (; at < draw.vocabulary; at += kStride) sums[0] = sums[0] + exponential(logits_at(draw, at) - top);
+  float own[kStride];
+  store(own, exponential(set1(draw.logits[token]) - top));
+  return own[0] / sum(sums[0] + sums[1]);
+}
+
 }  // namespace
 }  // namespace paceline

@@ -113,6 +113,8 @@ struct Kernels {
   void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
   void (*embed)(const Linear& table, int64_t token, float* out);
   int64_t (*draw)(const Draw& draw);
+  // The softmax of the logits (temperature 1) at one token.
+  float (*likelihood)(const Draw& draw, int64_t token);
 };
 
 static inline uint32_t mix(uint32_t x) {  // a 32-bit finaliser, Wellons' lowbias32: all noise comes from it

@@ -81,7 +81,7 @@ RIGHT, WRONG = 1, 2  # tokens: every row's true text is all RIGHT
 
 @dataclass
 class GuessSimulation:
-    """Rounds whose guesses have confidences, until every row has gained ``tokens``: for policies that select.
+    """Rounds whose guesses have confidences, until every row has gained ``tokens``: for policies that select or stop.
 
     guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
     noise: of the times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
@@ -128,11 +128,13 @@ class GuessSimulation:
         batch = self.batch
         k = min(policy.choose(batch), batch.room - 1)
         batch.cap_guesses(k)
-        draft = selected(policy, batch, self._draft(who[: batch.rows], k).capped(batch.caps))
+        whole = self._draft(who[: batch.rows], k)
+        self.drafted = whole.k
+        draft = selected(policy, batch, whole.capped(batch.caps))
         counts = draft.counts.tolist()
         right = (draft.tokens == RIGHT).tolist()
         accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
-        ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows)
+        ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows) + self.costs.draft_ms(batch.rows, self.drafted)
         self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
         verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
         batch.commit(verdict)
@@ -141,12 +143,21 @@ class GuessSimulation:
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
 
+    def _end(self, guesses: list[list[tuple[float, bool]]]) -> int:
+        """How many steps are drafted: until the policy has enough."""
+        widest, enough = max(map(len, guesses)), self.batch.enough
+        for step in range(1, widest if enough else 0):
+            if enough(self.batch, [[score for score, _ in line[:step]] for line in guesses]):
+                return step
+        return widest
+
     def _spike(self) -> bool:
         return self.noise > 0 and self.rng.random() < 1 / 30
 
     def _draft(self, who: list[int], k: int) -> Draft:
         guesses = [self.guess(row)[:k] for row in who]
-        widest = max(map(len, guesses))
+        widest = self._end(guesses)
+        guesses = [line[:widest] for line in guesses]
         filled = [line + [(0.0, False)] * (widest - len(line)) for line in guesses]
         tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
         confidence = [[score for score, _ in line] for line in filled]

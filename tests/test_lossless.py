@@ -23,7 +23,9 @@ from paceline.batch import Batch, Draft
 from paceline.engine import Engine, Request
 from paceline.lengths import LengthPolicy
 from paceline.lengths.budget import BudgetLength
+from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel
+from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
@@ -36,6 +38,7 @@ from toy import (
     RandomCaps,
     RandomLength,
     RandomSelection,
+    RandomStops,
     Scripted,
     ToyModel,
     always,
@@ -63,7 +66,7 @@ DRAFTS: dict[str, Callable[[], Model]] = {
     "llama": lambda: tiny_llama(1),
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short"]
-LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection"]
+LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
@@ -100,6 +103,12 @@ def cheap_budget() -> BudgetLength:
     return BudgetLength(CostModel(linear_costs(token=0.01), LONGEST_AUTO))
 
 
+def cheap_confident(engine: Engine) -> ConfidentLength:
+    """Drafts cost little, and guesses that are nearly sure to be wrong are not verified."""
+    costs = CostModel(linear_costs(token=0.3, draft_step=0.1), LONGEST_AUTO)
+    return ConfidentLength(costs, engine.parts.drafter.decoders)
+
+
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
     draft = {"model": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
@@ -109,7 +118,9 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
         "random": lambda: RandomLength(seed=len(drafter)),
         "caps": lambda: RandomCaps(seed=len(drafter)),
         "selection": lambda: RandomSelection(seed=len(drafter)),
+        "stops": lambda: RandomStops(seed=len(drafter)),
         "budget": cheap_budget,
+        "confident": lambda: cheap_confident(engine),
         "profiled": lambda: ProfiledLength({1: 5, 2: 0, 3: 3, 4: 1}),
     }
     k = 4 if length in policies else length
@@ -198,7 +209,7 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
     assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("toy", family)
 
 
-@pytest.mark.parametrize("length", ["random", "caps", "selection", "auto", "budget"])
+@pytest.mark.parametrize("length", ["random", "caps", "selection", "stops", "auto", "budget", "confident"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
     engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)
@@ -444,6 +455,26 @@ class GuessesByOwnLaw:
 def test_three_tokens_follow_the_exact_law(drafter: str, rule: str, k: int, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **LAW_PARAMS[knobs])
     assert p_value(law_engine(drafter, rule, k), params) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("policy", ["stops", "confident"])
+def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str) -> None:
+    """A stop that depends on the guesses drawn so far, their own likelihoods included."""
+    engine = law_engine("model", rule, 3)
+    engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
+    assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
+
+
+class StopWhenUnsure(FixedLength):
+    """Three guesses, or those up to the first that is less likely than most."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def choose(self, batch: Batch) -> int:
+        batch.enough = lambda _batch, scores: min(line[-1] for line in scores) < 0.3
+        return super().choose(batch)
 
 
 def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:

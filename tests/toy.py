@@ -377,5 +377,15 @@ class RandomSelection(RandomLength):
         return draft.first([self.rng.randint(0, count) for count in draft.counts.tolist()])
 
 
+class RandomStops(RandomLength):
+    """Another length every round, and drafts that end wherever a coin says."""
+
+    name = "stops"
+
+    def choose(self, batch: Batch) -> int:
+        batch.enough = lambda _batch, scores: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1
+        return super().choose(batch)
+
+
 def kinds(answer: CompletionOutput) -> dict[str, int]:
     return {kind: answer.token_kinds.count(kind) for kind in ("accepted", "recovered", "bonus", "plain")}  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -141,6 +141,10 @@ class RowStart:
     constraint: Constraint | None = None
 
 
+# Whether a draft should end, given the rows it is for and the confidence in each of their guesses so far.
+Enough = Callable[["Batch", Sequence[Sequence[float]]], bool]
+
+
 class Batch:
     """The rows' text and parameters, on the model's device.
 
@@ -149,6 +153,7 @@ class Batch:
     length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
     lengths: the same, known to the host.
     caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
+    enough: asked by a drafter that scores its guesses, after each of this round's, whether to stop there; None: never.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
     """
 
@@ -164,6 +169,7 @@ class Batch:
         self.rows = 0
         self.first = 0
         self.caps: list[int] | None = None
+        self.enough: Enough | None = None
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
@@ -286,4 +292,4 @@ class Batch:
             self.lengths[row] += accepted + 1
             if (constraint := self.sampling.constraints[row]) is not None:
                 constraint.advance(verdict.host.tokens[row])
-        self.caps = None
+        self.caps = self.enough = None

@@ -19,7 +19,8 @@ ROW_MEMORY = 24.0  # rounds after which a row's evidence weighs 1 / e
 ALL_MEMORY = 20.0  # likewise, of all rows together: more evidence a round, so it may be forgotten sooner
 STALE = 3.0  # evidence about positions that nobody tries fades down to so many trials, so that a few new ones decide
 PRIOR = 0.6  # acceptance of the first guess before anything is known
-PRIOR_TRIALS = 1.0  # what the prior, and each position's predecessor, weighs at first
+PRIOR_TRIALS = 1.0  # what the prior weighs at first
+PREDECESSOR_TRIALS = 2.0  # and what each position's predecessor does: one early miss does not make a position hopeless
 PRIOR_TRIALS_GONE = 4.0  # after so many trials it weighs half of that
 PACE_PRIOR = 2.0  # rounds of one token that a row's pace begins with
 ALL_TRIALS = 4.0  # what the batch's acceptance weighs in a row's
@@ -81,10 +82,10 @@ class AcceptanceHistory:
 
     def batch_acceptance(self, k: int) -> Counts:
         """[k]: of all rows together; each position's shrunk to the one before it, the first to the prior."""
-        chance, chances = PRIOR, []
+        chance, trials, chances = PRIOR, PRIOR_TRIALS, []
         for tried, kept in zip(self.all_tried[:k].tolist(), self.all_kept[:k].tolist(), strict=True):
-            weight = PRIOR_TRIALS / (1 + tried / PRIOR_TRIALS_GONE)
-            chance = (kept + weight * chance) / (tried + weight)
+            weight = trials / (1 + tried / PRIOR_TRIALS_GONE)
+            chance, trials = (kept + weight * chance) / (tried + weight), PREDECESSOR_TRIALS
             chances.append(chance)
         return np.array(chances)
 

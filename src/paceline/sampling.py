@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Batch
-from paceline.kernels.drawing import draw_tokens, kernels_for
+from paceline.kernels.drawing import draw_tokens, kernels_for, likelihood_of
 
 
 class Purpose(IntEnum):
@@ -192,6 +192,14 @@ def probabilities(logits: Tensor, batch: Batch) -> Tensor:
     greedy = (batch.sampling.temperature[: batch.rows] == 0)[:, None, None]
     leader = torch.zeros_like(warped).scatter_(-1, warped.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy, leader, warped.softmax(-1))
+
+
+def likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The softmax of logits [B, L, V] at tokens [B, L] -> [B, L]; whatever the rows' temperatures."""
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        return likelihood_of(kernels, logits, tokens)
+    return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
 
 
 # --- the draw ----------------------------------------------------------------

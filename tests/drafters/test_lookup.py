@@ -58,6 +58,7 @@ def test_a_length_beyond_the_text_is_refused(length: int) -> None:
 
 
 def test_the_machine_decides_who_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     assert isinstance(make_lookup([], "cpu"), NativeLookup if KERNELS else HostLookup)
     assert isinstance(make_lookup([], "meta"), DeviceLookup)
     monkeypatch.setenv(native.VARIABLE, "off")

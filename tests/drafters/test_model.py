@@ -70,6 +70,46 @@ def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: i
         drafter.observe(batch, verdict)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    drafter, batch = setup()
+    for _ in range(12):
+        k, stop, seen = rng.randint(1, 5), rng.randint(1, 6), []
+        batch.enough = lambda part, scores: seen.append([len(line) for line in scores]) or len(seen) == stop  # noqa: B023
+        draft = drafter.propose(batch, k)
+        drafted = min(k, stop)
+        assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
+        assert draft.tokens.tolist() == expected_guesses(batch, drafted)
+        assert draft.counts.tolist() == [drafted] * len(PROMPTS)
+        accepted = torch.tensor([rng.choice([rng.randint(0, drafted), drafted]) for _ in PROMPTS])
+        tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(drafted + 1)] for _ in PROMPTS])
+        for row in range(len(PROMPTS)):
+            tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
+        verdict = Verdict(tokens, accepted, draft.counts)
+        batch.commit(verdict)
+        assert batch.enough is None, "asked for one round"
+        drafter.observe(batch, verdict)
+
+
+def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
+    drafter, batch = setup()
+    batch.enough = lambda part, scores: False
+    draft = drafter.propose(batch, 3)
+    assert draft.confidence is not None
+    for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        for place, token in enumerate(draft.tokens[row].tolist()):
+            answer = draft.tokens[row, :place].tolist()
+            adjusted = slow_adjust(logits_after(ToyModel(), prompt + answer), params, prompt, answer, frozenset(STOPS))
+            law = slow_law(adjusted, SamplingParams(temperature=1.0))
+            assert draft.confidence[row][place] == pytest.approx(law[token], abs=1e-5)
+
+
+def test_nobody_asks_nobody_scores() -> None:
+    drafter, batch = setup()
+    assert drafter.propose(batch, 3).confidence is None
+
+
 def test_under_the_coupled_rule_no_law_is_reported() -> None:
     drafter, batch = setup()
     assert drafter.propose(batch, 3).probabilities is None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels import native
-from paceline.kernels.drawing import Noise, accept_guesses, draw_tokens, kernels_for
+from paceline.kernels.drawing import Noise, accept_guesses, draw_tokens, kernels_for, likelihood_of
 from paceline.sampling import Purpose, _draw, noise_key
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
@@ -135,3 +135,28 @@ def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, voca
     assert draw_tokens(kernels, logits, zeros.float(), zeros, zeros, 0, Purpose.DRAW)[:, 0].tolist() == places.tolist()
     nothing = torch.full((4, 1, vocab), fill)
     assert not draw_tokens(kernels, nothing, zeros.float(), zeros, zeros, 0, Purpose.DRAW).any()
+
+
+@on_every_isa
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    block=st.integers(1, 3),
+    vocab=st.integers(1, 700),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 8.0, 40.0, 1e4]),
+    seed=st.integers(0, 10**6),
+)
+def test_the_native_likelihood_is_the_twins(kernels, rows, block, vocab, spread, seed):
+    logits, _, _ = case(rows, block, vocab, spread, seed)
+    tokens = torch.randint(0, vocab, (rows, block), generator=torch.Generator().manual_seed(seed))
+    expected = logits.double().softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    assert torch.allclose(likelihood_of(kernels, logits, tokens).double(), expected, rtol=1e-4, atol=1e-30)
+
+
+@on_every_isa
+def test_a_token_that_is_ruled_out_has_no_likelihood(kernels):
+    logits = torch.full((1, 2, 37), -math.inf)
+    logits[0, :, 5] = 3.0
+    found = likelihood_of(kernels, logits, torch.tensor([[5, 6]]))[0].tolist()
+    assert found[0] == pytest.approx(1.0)
+    assert found[1] < 1e-30

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Enough, Verdict
 from paceline.decoder import Decoder
-from paceline.sampling import Purpose, adjust, draw, probabilities
+from paceline.sampling import Purpose, adjust, draw, likelihood, probabilities
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
 
@@ -18,6 +18,7 @@ class ModelDrafter:
     """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
 
     Under the rejection rule it draws with noise of its own and reports the law it drew from.
+    Where the round asks (``Batch.enough``), it scores every guess by its likelihood and stops when told.
     Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
     guesses are no special cases.
     """
@@ -35,9 +36,11 @@ class ModelDrafter:
 
     def propose(self, batch: Batch, k: int) -> Draft:
         first, stop = batch.guessing
-        self._drafted = k if stop - first == batch.rows else 0
-        if self._drafted:
-            return self._propose(batch, k)
+        if stop - first == batch.rows:
+            draft = self._propose(batch, k)
+            self._drafted = draft.k
+            return draft
+        self._drafted = 0
         if first == stop:
             return Draft.empty(batch)
         return self._propose(batch.part(first, stop), k).spread(first, batch.rows)
@@ -49,6 +52,7 @@ class ModelDrafter:
         hidden = decoder.next_hidden(batch, 1 if decoder.lag > USUAL_LAG else decoder.lag)
         guesses = batch.tokens.new_empty((batch.rows, 0))
         laws: list[Tensor] = []
+        scores: list[list[float]] = [[] for _ in range(batch.rows)]
         for step in range(k):
             if step:
                 start, longest = batch.live_length + step - 1, batch.longest + step
@@ -56,9 +60,18 @@ class ModelDrafter:
             logits = adjust(decoder.logits(hidden)[:, None], batch, guesses, step)
             guess = self._draw(logits, batch, step, laws)
             guesses = torch.cat([guesses, guess], dim=1)
-        decoder.seen_by(batch).add_(k - 1)
-        counts = guesses.new_full((batch.rows,), k)
-        return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None)
+            if batch.enough is not None and self._stops(batch.enough, batch, likelihood(logits, guess), scores):
+                break
+        drafted = guesses.shape[1]
+        decoder.seen_by(batch).add_(drafted - 1)
+        counts = guesses.new_full((batch.rows,), drafted)
+        return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None, scores if scores[0] else None)
+
+    def _stops(self, enough: Enough, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
+        """Whether the guesses just drawn, of these chances [B, 1], are the last; the chances join the rows' scores."""
+        for row, (chance,) in zip(scores, chances.tolist(), strict=True):
+            row.append(chance)
+        return enough(batch, scores)
 
     def _draw(self, logits: Tensor, batch: Batch, step: int, laws: list[Tensor]) -> Tensor:
         """One guess a row, [B, 1], from adjusted logits [B, 1, V]; its law joins ``laws`` if the rule wants it."""

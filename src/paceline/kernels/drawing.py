@@ -52,6 +52,18 @@ def draw_tokens(
     return tokens
 
 
+def likelihood_of(kernels: native.Kernels, logits: Tensor, tokens: Tensor) -> Tensor:
+    """The softmax of logits [B, L, V] float32 at tokens [B, L] int64 -> [B, L] float32."""
+    rows, block, vocabulary = logits.shape
+    if logits.stride(-1) != 1 or logits.stride(0) != block * logits.stride(1):
+        logits = logits.contiguous()
+    tokens, chances = tokens.contiguous(), torch.empty(rows, block)
+    sizes = rows * block, logits.stride(1), vocabulary
+    place = tokens.data_ptr(), chances.data_ptr()
+    kernels.library.pl_likelihood(kernels.handle, native.widest_pool(kernels).handle, logits.data_ptr(), *sizes, *place)
+    return chances
+
+
 class Noise(NamedTuple):
     """Of R >= B rows: temperature [R] float32 (0: none), seeds [R], positions [R] of the rows' next tokens, int64."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from paceline.lengths.base import LengthPolicy, Means
 from paceline.lengths.bass import BassLength
 from paceline.lengths.budget import BudgetLength
+from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength
@@ -16,7 +17,8 @@ from paceline.lengths.profiled import ProfiledLength
 def _auto(means: Means) -> LengthPolicy:
     if means.ragged and not means.decoders:  # guesses are free, and each costs its own verification
         return BudgetLength(CostModel(means.costs().without_drafting(), LONGEST_AUTO))
-    return GoodputLength(CostModel(means.costs(), LONGEST_AUTO), means.decoders)
+    policy = ConfidentLength if means.ragged and means.decoders else GoodputLength
+    return policy(CostModel(means.costs(), LONGEST_AUTO), means.decoders)
 
 
 POLICIES: dict[str, Callable[[Means], LengthPolicy]] = {

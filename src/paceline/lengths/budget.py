@@ -9,10 +9,8 @@ So rows speculate differently, and one with nothing to gain not at all. (TETRIS 
 rank guesses under a given budget; here the measured cost sets it.) Needs a target whose time depends on the tokens in
 flight, however they are spread over the rows, and a drafter that takes next to no time: n-gram.
 
-Tokens per millisecond are the goal while other requests wait or may come. A batch that only drains has ended when its
-slowest row has, which gains nothing when the others hurry on at its expense. There a token counts by how late its row
-will end (LATEST), and every row keeps an account of the rounds by which it is ahead of plain decoding; m is such that
-none is expected to fall far behind (SLACK).
+In a batch that drains a token counts by how late its row will end (``lateness``), and every row keeps an account of the
+rounds by which it is ahead of plain decoding; m is such that none is expected to fall far behind (SLACK).
 
 Which chance a guess has, its score and the row's luck say (``reliability``). What is not verified teaches, too: the
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
@@ -30,13 +28,14 @@ from collections.abc import Callable, Sequence
 from paceline.batch import Batch, Draft, Verdict
 from paceline.lengths.cost import CostModel, GuessTimes
 from paceline.lengths.goodput import LONGEST_AUTO, PROBE_SHARE
+from paceline.lengths.judgement import judge
+from paceline.lengths.lateness import worth_of_tokens
 from paceline.lengths.ranking import ranked
 
 WORTH = 1.03  # guesses must promise so much more than plain decoding
 HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
 CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
-LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch that drains; more is the maximum
 FRUIT = 0.1  # guesses kept for each row and look: with less, and dear guesses, most rounds do not even look for any
 FRUIT_MEMORY = 4  # looks
 REST = 7  # rounds without a look, for each that looks
@@ -81,7 +80,7 @@ class BudgetLength:
 
     def _spend(self, batch: Batch) -> list[int]:
         """Guesses to verify in each row."""
-        weights = _lateness(batch) if batch.draining else [1.0] * batch.rows
+        weights = worth_of_tokens(batch)
         times = self.costs.times_of_guesses(batch.rows, self._context)
         self._price = _price(times.ms, sum(self._counts), batch.rows) or self._price
         order, gains, rates = self._candidates(batch, weights, times)
@@ -143,12 +142,7 @@ class BudgetLength:
 
     def _learn(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
-        judged, right = [], []
-        host, guesses = verdict.host, draft.tokens.tolist()
-        for row, (accepted, count) in enumerate(zip(host.accepted, self._counts, strict=True)):
-            another = accepted < count  # and the row's last token says whether it was right
-            judged.append(accepted + another)
-            right.append(accepted + (another and guesses[row][accepted] == host.tokens[row][accepted]))
+        judged, right = judge(draft, verdict)
         self._dry = 0 if any(right) else self._dry + any(judged)
         batch.reliability.update(self._confidence, judged, right)
 
@@ -160,14 +154,6 @@ def _confidence(draft: Draft) -> Sequence[Sequence[float]]:
 def _price(ms: list[float], guesses: int, rows: int) -> float:
     """What a guess takes, of what a plain token takes; 0 if there is none."""
     return (ms[guesses] - ms[0]) / max(guesses, 1) * rows / ms[0]
-
-
-def _lateness(batch: Batch) -> list[float]:
-    """[B]: what a token of each row is worth towards an early end of all: (when it ends) ** LATEST / its pace."""
-    paces = [batch.pace.tokens(row) for row in range(batch.rows)]
-    ends = [(batch.limits[row] - batch.lengths[row]) / pace for row, pace in enumerate(paces)]
-    last = max(ends)
-    return [(end / last) ** LATEST / pace for end, pace in zip(ends, paces, strict=True)]
 
 
 class _Standings:

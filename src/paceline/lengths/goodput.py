@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from paceline.batch import Batch, Verdict
 from paceline.decoder import Decoder
 from paceline.lengths.cost import CostModel
+from paceline.lengths.lateness import worth_of_tokens
 
 LONGEST_AUTO = 16  # the longest draft that auto considers
 LONGER = 1.01  # a longer draft must promise so much more than the present one
@@ -50,7 +51,7 @@ REVIEW = 32  # plain rounds after which the decision is looked at again
 
 
 @dataclass
-class _Round:
+class Round:
     """The round being played."""
 
     rows: int
@@ -59,8 +60,16 @@ class _Round:
     began: float
     probe: bool = False
     asked: range | None = None  # the rows asked for guesses; None: all
+    evidence: tuple[list[int], list[int]] | None = None  # guesses judged and right of each row; None: asked for, kept
+    spared: float = 0.0  # ms that the round would have taken more had all rows had k guesses
     catch_up: float = 0.0  # ms that the draft model needs to catch up first
     believed: float = 1.0  # acceptance at the first position that only a probe asks for
+
+    @property
+    def asked_of_each(self) -> int | list[int]:
+        """Guesses asked of each row; a number if of all alike."""
+        asked = self.asked
+        return self.k if asked is None else [self.k if row in asked else 0 for row in range(self.rows)]
 
 
 class GoodputLength:
@@ -88,20 +97,24 @@ class GoodputLength:
         self._rows = -1
         self._off = False  # whether the last round was plain: switching on has a price
         self._turn = False  # probes take turns: further, plain
-        self._round = _Round(0, 0, 0, 0.0)
+        self._round = Round(0, 0, 0, 0.0)
 
     # --- before the round --------------------------------------------------------
 
     def choose(self, batch: Batch) -> int:
-        played = self._round = _Round(batch.rows, batch.longest, self.k, self.clock())
+        played = self._round = Round(batch.rows, batch.longest, self.k, self.clock())
         if self._needs_review(batch):
             self._decide(batch)
             played.k = self.k
             if probe := self._probe(batch):
                 self._start_probe(batch, *probe)
-        played.k = min(played.k, batch.room - 1)
+        played.k = min(self._longest_draft(played), batch.room - 1)
         if self._off and played.k > 0 and played.asked is None:
             played.catch_up = self.costs.feed_ms(sum(self._backlog(batch)))
+        return played.k
+
+    def _longest_draft(self, played: Round) -> int:
+        """Guesses that the round may ask of a row."""
         return played.k
 
     def _start_probe(self, batch: Batch, k: int, rows: range | None) -> None:
@@ -124,7 +137,8 @@ class GoodputLength:
     def _decide(self, batch: Batch) -> None:
         """Set ``k`` to what pays best."""
         self._rows, self._review = batch.rows, REVIEW
-        self._tokens = expected_tokens(batch.history.acceptance(batch.rows, self.costs.longest))
+        self._worth = worth_of_tokens(batch)
+        self._tokens = expected_tokens(batch.history.acceptance(batch.rows, self.costs.longest), self._worth)
         self._times = self.costs.times(batch.rows, batch.longest)
         charged = self._times
         if self._off and self.decoders:
@@ -165,12 +179,13 @@ class GoodputLength:
 
     def _probe(self, batch: Batch) -> tuple[int, range | None] | None:
         """The length to try and the rows to try it on (None: all), if there is something to try and it is paid for."""
-        if self.k > 0 and self._turn and self._plain_unclear():
+        further = self._further()
+        if self.k > 0 and (self._turn or further == self.k) and self._plain_unclear():
             k, rows, cost = 0, None, self._loss(0)
         elif self.k == 0 and self.decoders and batch.rows > 1:
             k, (rows, cost) = 1, self._one_row(batch)
         else:
-            k, rows = min(self.k + (FURTHER if self.k else 1), self.costs.longest), None
+            k, rows = further, None
             cost = self._loss(k)
             if self._off:
                 cost += self.costs.feed_ms(sum(self._backlog(batch)))
@@ -180,6 +195,10 @@ class GoodputLength:
         if k == self.k or not (self._purse >= self._price or (self._repeat and self._purse > -MAX_DEBT * self._price)):
             return None
         return k, rows
+
+    def _further(self) -> int:
+        """The length that a probe asks for of all rows."""
+        return min(self.k + (FURTHER if self.k else 1), self.costs.longest)
 
     def _plain_unclear(self) -> bool:
         return bool(self._tokens[self.k] / self._times[self.k] < PLAIN_MARGIN * self._tokens[0] / self._times[0])
@@ -202,23 +221,22 @@ class GoodputLength:
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         played, accepted = self._round, verdict.host.accepted
         if played.k > 0:
-            asked = played.asked
-            one_by_one = None if asked is None else [played.k if row in asked else 0 for row in range(played.rows)]
-            batch.history.update(played.k if one_by_one is None else one_by_one, accepted)
+            batch.history.update(*(played.evidence or (played.asked_of_each, accepted)))
         ms = 1000 * (self.clock() - played.began)
+        batch.pace.update(accepted, float(self._times[played.k] / self._times[0]))
         self.rounds += 1
         self.total_ms += ms
         if played.asked is None and played.catch_up < ms / 2:  # else the time says little about such rounds
-            self.costs.observe(played.rows, played.k, played.context, ms - played.catch_up)
+            self.costs.observe(played.rows, played.k, played.context, ms - played.catch_up + played.spared)
         if played.probe:
             self._pay(played, ms, accepted)
         else:
             self._purse = min(self._purse + PROBE_SHARE * ms, max(self._price, PROBE_SHARE * ms))
         self._off = played.k == 0
 
-    def _pay(self, played: _Round, ms: float, accepted: Sequence[int]) -> None:
+    def _pay(self, played: Round, ms: float, accepted: Sequence[int]) -> None:
         """Take what the probe cost out of the purse; if it showed more than was believed, play another at once."""
-        tokens = sum(accepted) + len(accepted)
+        tokens = sum(worth * (kept + 1) for worth, kept in zip(self._worth, accepted, strict=False))
         cost = ms - float(self._times[self.k]) * tokens / float(self._tokens[self.k])
         self._purse -= max(cost, self._price / 2)
         self.probes += 1
@@ -230,9 +248,13 @@ class GoodputLength:
         self._repeat = played.k > self.k and tried > 0 and kept / tried > played.believed + SURPRISE
 
 
-def expected_tokens(acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[rows, longest] acceptance by position -> [longest + 1]: tokens of a round with k = 0, 1, ... guesses a row."""
-    survival = acceptance.cumprod(axis=1).sum(axis=0)
-    tokens = np.full(len(survival) + 1, float(acceptance.shape[0]))
+def expected_tokens(acceptance: NDArray[np.float64], worth: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """[rows, longest] acceptance by position -> [longest + 1]: tokens of a round with k = 0, 1, ... guesses a row.
+
+    worth: [rows], what a token of each row counts; None: 1.
+    """
+    weights = np.ones(acceptance.shape[0]) if worth is None else np.array(worth)
+    survival = weights @ acceptance.cumprod(axis=1)
+    tokens = np.full(len(survival) + 1, weights.sum())
     tokens[1:] += survival.cumsum()
     return tokens
