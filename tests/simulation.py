@@ -128,13 +128,11 @@ class GuessSimulation:
         batch = self.batch
         k = min(policy.choose(batch), batch.room - 1)
         batch.cap_guesses(k)
-        whole = self._draft(who[: batch.rows], k)
-        self.drafted = whole.k
-        draft = selected(policy, batch, whole.capped(batch.caps))
+        draft = selected(policy, batch, self._draft(who[: batch.rows], k).capped(batch.caps))
         counts = draft.counts.tolist()
         right = (draft.tokens == RIGHT).tolist()
         accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
-        ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows) + self.costs.draft_ms(batch.rows, self.drafted)
+        ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows)
         self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
         verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
         batch.commit(verdict)
@@ -144,10 +142,13 @@ class GuessSimulation:
         self.verified.append(counts)
 
     def _end(self, guesses: list[list[tuple[float, bool]]]) -> int:
-        """How many steps are drafted: until the policy has enough."""
-        widest, enough = max(map(len, guesses)), self.batch.enough
-        for step in range(1, widest if enough else 0):
-            if enough(self.batch, [[score for score, _ in line[:step]] for line in guesses]):
+        """How many steps are drafted, which takes its time: until the policy has enough."""
+        batch, widest, before = self.batch, max(map(len, guesses)), 0.0
+        for step in range(1, widest + 1):
+            ms = self.costs.draft_ms(batch.rows, step)
+            self.now += (ms - before) / 1000
+            before = ms
+            if batch.enough and batch.enough(batch, [[score for score, _ in line[:step]] for line in guesses]):
                 return step
         return widest
 

@@ -46,6 +46,20 @@ def test_a_missing_library_is_explained(monkeypatch, tmp_path):
     assert done.stdout.startswith("() the C++ extension is not built")
 
 
+@needs_extension
+def test_a_library_of_no_use_is_warned_about_and_the_twin_runs(monkeypatch):
+    """A changed source without a new build would otherwise be noticed by its slowness alone."""
+    monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
+    script = (
+        "from paceline.kernels import abi; abi.ABI_VERSION = 0\n"
+        "from paceline.kernels import native; print(native.select('auto'), native.select('auto'))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "None None\n"
+    assert done.stderr.count("built from other sources") == 1
+    assert "twin" in done.stderr
+
+
 def test_without_a_compiler_the_build_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "compiler", lambda: None)
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.lengths.cost import CostModel, CostTable, interpolate
+from paceline.lengths.cost import CostModel, CostTable, interpolate, lower_hull
 from paceline.lengths.fit import PaperFit, fit_paper
 from simulation import SIZES, linear_costs
 
@@ -17,6 +20,23 @@ TABLE = CostTable((1, 4), (0, 1, 3), 100, ((10, 11, 13), (13, 17, 25)), (2, 2), 
 @pytest.mark.parametrize(("x", "y"), [(1, 10), (2, 15), (3, 20), (5, 40), (6, 50), (0, 5), (-9, 0)])
 def test_interpolation_goes_on_beyond_its_ends_and_never_below_zero(x: float, y: float) -> None:
     assert interpolate((1, 3, 5), (10, 20, 40), x) == y
+
+
+def test_beyond_the_last_point_the_line_begins_in_the_middle_for_the_last_step_may_be_noise() -> None:
+    assert interpolate((0, 1, 2, 3, 4), (10, 11, 12, 12, 16), 8) == 16 + 4 * 2
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
+def test_the_hull_is_the_largest_convex_function_below(ys: list[float]) -> None:
+    hull = lower_hull(ys)
+    assert all(low <= y + 1e-9 for low, y in zip(hull, ys, strict=True))
+    slopes = [right - left for left, right in pairwise(hull)]
+    assert all(left <= right + 1e-6 for left, right in pairwise(slopes))
+    chords = [
+        min(ys[i] + (ys[j] - ys[i]) * (x - i) / max(j - i, 1) for i in range(x + 1) for j in range(x, len(ys)))
+        for x in range(len(ys))
+    ]
+    assert hull == pytest.approx(chords, abs=1e-6)
 
 
 def test_one_point_is_a_constant() -> None:

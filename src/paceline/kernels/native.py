@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch import Tensor
 from paceline.errors import ParameterError
 from paceline.kernels import build
 from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CModel, address
+
+_log = logging.getLogger("paceline.kernels")
 
 VARIABLE = "PACELINE_KERNELS"
 EMULATED = "amx-emulated"
@@ -51,10 +54,18 @@ def library_path() -> Path:
 
 @cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or why there is none; one that is there and of no use is worth a warning."""
     path = library_path()
     if not path.exists():
         return "the C++ extension is not built (python -m paceline.kernels.build needs g++)"
+    loaded = _open(path)
+    if isinstance(loaded, str):
+        _log.warning("%s; models run on its torch twin, many times slower", loaded)
+    return loaded
+
+
+def _open(path: Path) -> ctypes.CDLL | str:
+    """The library, or what is wrong with it."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

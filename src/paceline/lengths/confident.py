@@ -1,17 +1,18 @@
 """``auto`` with a draft model that says how sure it is: every draft ends where the next guess would not pay.
 
 ``goodput`` decides whether to speculate at all, by the acceptance and the cost of rounds. How far, each draft decides
-for itself. After j guesses, row r survives with the chance S_r that all of them are right: the product of the draft
-model's likelihoods, corrected by what became of guesses with such likelihoods (``reliability``). One more guess for
-every row brings
+for itself. A guess of row r counts what its tokens are worth (1, or more in the late rows of a batch that drains) times
+the chance that it and all before it are right: the product of the draft model's likelihoods, corrected by what became
+of guesses with such likelihoods (``reliability``). Verifying the best n of them brings
 
-    sum over rows of max(0, S_r a - rate * verify)    and costs    rate * draft
+    value(guesses) = max over n   (sum of the best n) - rate * (time(rows, n) - time(rows, 0))
 
-tokens, where a is the chance of guesses at large, ``verify`` and ``draft`` the milliseconds of another token in flight
-and of another pass of the draft model, and ``rate`` the tokens that a millisecond gives otherwise. Of what was drafted,
-the target verifies the guesses with S_r >= rate * verify. (Stopping on the drafter's confidence: SpecDec++ 2405.19715,
-EAGLE-2 2406.16858. Here the threshold is what a guess costs at the present batch size.) A constant likelihood makes it
-the fixed length that ``goodput`` would choose. In a batch that drains S_r counts by how late row r will end.
+tokens, where ``rate`` is what a millisecond gave lately, or plain decoding gives. The draft goes on while one more
+guess a row, kept as often as guesses are at large, is expected to raise the value by more than rate * (a pass of the
+draft model); then the best n are verified. Drafting and verifying are timed apart, for a slow memory and busy cores
+change them differently. (Stopping on the drafter's confidence: SpecDec++ 2405.19715, EAGLE-2 2406.16858. Here the
+threshold is what a guess costs at the present batch size.) A constant likelihood makes it the fixed length that
+``goodput`` finds.
 
 Needs a target whose time depends on the tokens in flight, however they are spread over the rows. Under the rejection
 rule nothing that was drafted is left out: to drop a guess for what it is would bend the law. To stop after it does not.
@@ -20,17 +21,23 @@ rule nothing that was drafted is left out: to drop a guess for what it is would 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
-from paceline.lengths.cost import CostModel
+from paceline.lengths.cost import CostModel, CostTable, lower_hull
 from paceline.lengths.goodput import FIRST_REACH, GoodputLength, Round
 from paceline.lengths.judgement import judge
 
 CHANCE = 0.7  # of a guess at large, before any was judged
 CHANCE_TRIALS = 4.0  # what that weighs
 MEMORY = 0.98  # what the evidence about guesses at large is worth a round later
+RATE_MEMORY = 0.9  # the same of tokens a millisecond
+PASS_MEMORY = 0.9  # what the time of a pass of the draft model is worth a pass later
+MOST_SURPRISE = 2.0  # a pass counts as at most so many times what is believed: pauses of the machine are no news
 
 
 class ConfidentLength(GoodputLength):
@@ -44,19 +51,26 @@ class ConfidentLength(GoodputLength):
         decoders: Sequence[Decoder] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(costs, decoders, clock)
+        super().__init__(CostModel(costs.table.without_drafting(), costs.longest), decoders, clock)
+        self._drafting = _DraftTimes(costs.table)
+        self._drafted_ms = 0.0
+        self._in_flight = 0.0  # guesses a row that were verified
         self._judged = self._right = 0.0  # guesses at large, lately
-        self._draft_price = self._verify_price = 0.0  # of a pass of the draft model and of a token verified, in tokens
-        self._verify_ms = 0.0
+        self._rate = 0.0  # tokens a millisecond
+        self._by_rows: dict[int, _Rate] = {}
+        self._lately = _Rate()  # of as many rows
+        self._verify_ms: list[float] = []  # of rounds with 0, 1, ... guesses in flight
+        self._passes: list[float] = []  # ms of each pass of the draft model
+        self._passed = 0.0
         self._draft: Draft | None = None  # the whole of it, before anything was left out
 
     # --- before the round --------------------------------------------------------
 
     def choose(self, batch: Batch) -> int:
-        self._draft = None
+        self._draft, self._drafted_ms, self._in_flight = None, 0.0, 0.0
         k = super().choose(batch)
         if self._free(self._round):
-            self._price_guesses(batch)
+            self._set_prices(batch)
             batch.enough = self._enough
         return k
 
@@ -72,46 +86,62 @@ class ConfidentLength(GoodputLength):
     def _further(self) -> int:
         return self.k if self.k > 0 else 1  # drafts go as far as they pay without being probed
 
-    def _price_guesses(self, batch: Batch) -> None:
-        """Another guess takes what the corrected times say; the table says which part of that is the draft model's."""
-        rows, table = batch.rows, self.costs.table
-        far = min(2 * self.k + 1, self.costs.longest)
-        ms = float(self._times[far] - self._times[0]) / far
-        drafting = table.draft_ms(rows, far) / far
-        verifying = (table.verify_ms(rows, far) - table.verify_ms(rows, 0)) / far
-        share = drafting / max(drafting + verifying, 1e-9)
-        rate = float(self._tokens[self.k] / self._times[self.k])
-        self._verify_ms = (1 - share) * ms / rows
-        self._draft_price, self._verify_price = rate * share * ms, rate * self._verify_ms
+    def _round_times(self, rows: int, context: float) -> NDArray[np.float64]:
+        return self.costs.times(rows, context) + self._drafting.times(rows, self.costs.longest)
+
+    def _set_prices(self, batch: Batch) -> None:
+        rows = batch.rows
+        self._lately = self._by_rows.setdefault(rows, _Rate())
+        self._rate = max(self._lately.value, float(self._tokens[0] / self._times[0]))
+        self._verify_ms = lower_hull(self.costs.times_of_guesses(rows, batch.longest).ms)
+        self._passes, self._passed = [], self._round.began
 
     def _enough(self, batch: Batch, confidence: Sequence[Sequence[float]]) -> bool:
+        now = self.clock()
+        self._passes.append(1000 * (now - self._passed))
+        self._passed = now
+        ends = [0.0] * len(confidence)
+        values = []
+        for row, worth, survival in self._survivals(batch, confidence):
+            values += [worth * chance for chance in survival]
+            ends[row] = worth * survival[-1]
         chance = (self._right + CHANCE_TRIALS * CHANCE) / (self._judged + CHANCE_TRIALS)
-        first, worth = batch.first, self._worth
-        gains = (
-            worth[first + row] * self._survival(first + row, batch, scores)[-1] * chance
-            for row, scores in enumerate(confidence)
-        )
-        return sum(max(0.0, gain - self._verify_price) for gain in gains) <= self._draft_price
+        more = values + [chance * end for end in ends]
+        return self._value(more)[0] - self._value(values)[0] <= self._rate * self._drafting.step_ms(self._round.rows)
 
-    def _survival(self, row: int, batch: Batch, confidence: Sequence[float]) -> list[float]:
-        """The chance that each guess of a row, and all before it, are right."""
-        survival, chances = 1.0, []
-        for score in confidence:
-            survival *= batch.reliability.chance(row, score)
-            chances.append(survival)
-        return chances
+    def _survivals(
+        self, batch: Batch, confidence: Sequence[Sequence[float]]
+    ) -> Iterator[tuple[int, float, list[float]]]:
+        """Row by row: its number, what its tokens are worth, the chance that each guess and all before it are right."""
+        for row, scores in enumerate(confidence):
+            survival, chances = 1.0, []
+            for score in scores:
+                survival *= batch.reliability.chance(batch.first + row, score)
+                chances.append(survival)
+            yield row, self._worth[batch.first + row], chances
+
+    def _value(self, guesses: Sequence[float]) -> tuple[float, float]:
+        """What verifying the best of these guesses brings, and how much the least of them counts."""
+        total = best = 0.0
+        least, ms = float("inf"), self._verify_ms
+        for number, worth in enumerate(sorted(guesses, reverse=True), 1):
+            total += worth
+            value = total - self._rate * (ms[min(number, len(ms) - 1)] - ms[0])
+            if value > best:
+                best, least = value, worth
+        return best, least
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         """The guesses worth verifying."""
         played, counts = self._round, draft.counts.tolist()
+        self._drafted_ms = 1000 * (self.clock() - played.began)
         self._draft, played.k = draft, draft.k
         if draft.confidence is not None and draft.probabilities is None:
-            worthy = zip(counts, self._worth, draft.confidence, strict=True)
-            counts = [
-                min(count, sum(worth * chance >= self._verify_price for chance in self._survival(row, batch, scores)))
-                for row, (count, worth, scores) in enumerate(worthy)
-            ]
-        played.spared = (draft.k * batch.rows - sum(counts)) * self._verify_ms
+            known = [line[:count] for line, count in zip(draft.confidence, counts, strict=True)]
+            values = [[worth * chance for chance in chances] for _, worth, chances in self._survivals(batch, known)]
+            _, least = self._value([value for line in values for value in line])
+            counts = [sum(value >= least for value in line) for line in values]
+        self._in_flight = sum(counts) / batch.rows
         return draft.first(counts)
 
     # --- after the round ----------------------------------------------------------
@@ -123,4 +153,83 @@ class ConfidentLength(GoodputLength):
                 batch.reliability.update(self._draft.confidence, judged, right)
                 self._judged = self._judged * MEMORY + sum(judged)
                 self._right = self._right * MEMORY + sum(right)
+        if self._free(self._round):
+            tokens = sum(worth * (kept + 1) for worth, kept in zip(self._worth, verdict.host.accepted, strict=True))
+            self._lately.learn(tokens, 1000 * (self.clock() - self._round.began))
         super().observe(batch, verdict)
+
+    def _learn_costs(self, played: Round, ms: float) -> None:
+        drafting = max(0.0, self._drafted_ms - played.catch_up)
+        if self._passes:
+            self._passes[0] = max(0.0, self._passes[0] - played.catch_up)
+            self._drafting.observe(played.rows, self._passes)
+            self._passes = []
+        self.costs.observe(played.rows, self._in_flight, played.context, ms - drafting)
+
+
+class _DraftTimes:
+    """What drafts take, by rows: the table's times, corrected by those measured.
+
+    The first pass may feed more tokens than the others, and so is known apart.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+        self._first: dict[int, _Ratio] = {}
+        self._step: dict[int, _Ratio] = {}
+
+    def times(self, rows: int, longest: int) -> NDArray[np.float64]:
+        """[longest + 1]: of k = 0, 1, ... guesses."""
+        first, step = self._first_ms(rows), self.step_ms(rows)
+        return np.array([0.0, *(first + step * after for after in range(longest))])
+
+    def step_ms(self, rows: int) -> float:
+        """Of every pass but the first."""
+        first = self._first.get(rows, _Ratio()).value  # where no second pass was ever timed, as much off as the first
+        return self._step.get(rows, _Ratio(first)).value * self._believed_step(rows)
+
+    def observe(self, rows: int, passes: Sequence[float]) -> None:
+        """A draft whose passes took so many ms."""
+        self._first.setdefault(rows, _Ratio()).learn(passes[0], self._table.draft_ms(rows, 1))
+        for ms in passes[1:]:
+            self._step.setdefault(rows, _Ratio()).learn(ms, self._believed_step(rows))
+
+    def _first_ms(self, rows: int) -> float:
+        return self._first.get(rows, _Ratio()).value * self._table.draft_ms(rows, 1)
+
+    def _believed_step(self, rows: int) -> float:
+        return max(self._table.draft_ms(rows, 2) - self._table.draft_ms(rows, 1), 1e-6)
+
+
+class _Ratio:
+    """Measured over believed, lately."""
+
+    def __init__(self, prior: float = 1.0) -> None:
+        self._measured, self._weight = prior, 1.0
+
+    @property
+    def value(self) -> float:
+        return self._measured / self._weight
+
+    def learn(self, measured: float, believed: float) -> None:
+        ratio = min(measured / max(believed, 1e-6), MOST_SURPRISE * self.value)
+        self._measured = self._measured * PASS_MEMORY + ratio
+        self._weight = self._weight * PASS_MEMORY + 1
+
+
+class _Rate:
+    """Tokens a millisecond of the rounds that speculated lately: 0 before any did.
+
+    That the price of a guess follows what such prices have led to is Dinkelbach's way to the highest ratio (1967).
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._ms = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._ms if self._ms else 0.0
+
+    def learn(self, tokens: float, ms: float) -> None:
+        self._tokens = self._tokens * RATE_MEMORY + tokens
+        self._ms = self._ms * RATE_MEMORY + ms

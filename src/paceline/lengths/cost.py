@@ -21,12 +21,29 @@ Logs = NDArray[np.float64]
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The line through the two measured points around x; outside, the nearest two go on (never below 0)."""
+    """The line through the two measured points around x (never below 0).
+
+    Below the first, the first two go on; beyond the last, the line from the middle to the last, which is less noisy.
+    """
     if len(xs) == 1:
         return ys[0]
     right = min(max(bisect_left(xs, x), 1), len(xs) - 1)
-    x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
+    left = min(len(xs) // 2, right - 1) if x > xs[-1] else right - 1
+    x0, x1, y0, y1 = xs[left], xs[right], ys[left], ys[right]
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def lower_hull(ys: Sequence[float]) -> list[float]:
+    """The largest convex function below ys at 0, 1, 2, ...: what noise lifted is brought back to the line."""
+    corners: list[int] = []
+    for x, y in enumerate(ys):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (ys[b] - ys[a]) * (x - a) < (y - ys[a]) * (b - a):
+                break
+            corners.pop()
+        corners.append(x)
+    return [float(y) for y in np.interp(np.arange(len(ys)), corners, [ys[corner] for corner in corners])]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,6 @@ class Round:
     probe: bool = False
     asked: range | None = None  # the rows asked for guesses; None: all
     evidence: tuple[list[int], list[int]] | None = None  # guesses judged and right of each row; None: asked for, kept
-    spared: float = 0.0  # ms that the round would have taken more had all rows had k guesses
     catch_up: float = 0.0  # ms that the draft model needs to catch up first
     believed: float = 1.0  # acceptance at the first position that only a probe asks for
 
@@ -139,7 +138,7 @@ class GoodputLength:
         self._rows, self._review = batch.rows, REVIEW
         self._worth = worth_of_tokens(batch)
         self._tokens = expected_tokens(batch.history.acceptance(batch.rows, self.costs.longest), self._worth)
-        self._times = self.costs.times(batch.rows, batch.longest)
+        self._times = self._round_times(batch.rows, batch.longest)
         charged = self._times
         if self._off and self.decoders:
             charged = self._times.copy()
@@ -153,6 +152,10 @@ class GoodputLength:
             present *= self._benefit_of_doubt(batch)
         if rates[best] > present * (LONGER if best > self.k else SHORTER):
             self.k = best
+
+    def _round_times(self, rows: int, context: float) -> NDArray[np.float64]:
+        """[longest + 1]: milliseconds of a round with k = 0, 1, ... guesses a row."""
+        return self.costs.times(rows, context)
 
     def _benefit_of_doubt(self, batch: Batch) -> float:
         """How much more the present length would give were the first guess's acceptance DOUBT standard errors higher.
@@ -172,7 +175,7 @@ class GoodputLength:
     def hopeful(self, rows: int) -> bool:
         """Whether so many rows could gain by good guesses: else a draft model need not read their prompts yet."""
         tokens = expected_tokens(np.full((rows, self.costs.longest), HOPE))
-        rates = tokens / self.costs.times(rows, self.costs.table.context)
+        rates = tokens / self._round_times(rows, self.costs.table.context)
         return bool(rates[1:].max() > rates[0])
 
     # --- probes -----------------------------------------------------------------
@@ -227,18 +230,24 @@ class GoodputLength:
         self.rounds += 1
         self.total_ms += ms
         if played.asked is None and played.catch_up < ms / 2:  # else the time says little about such rounds
-            self.costs.observe(played.rows, played.k, played.context, ms - played.catch_up + played.spared)
+            self._learn_costs(played, ms - played.catch_up)
         if played.probe:
             self._pay(played, ms, accepted)
         else:
             self._purse = min(self._purse + PROBE_SHARE * ms, max(self._price, PROBE_SHARE * ms))
         self._off = played.k == 0
 
+    def _learn_costs(self, played: Round, ms: float) -> None:
+        """From a round that took ``ms``, catching up apart."""
+        self.costs.observe(played.rows, played.k, played.context, ms)
+
     def _pay(self, played: Round, ms: float, accepted: Sequence[int]) -> None:
         """Take what the probe cost out of the purse; if it showed more than was believed, play another at once."""
         tokens = sum(worth * (kept + 1) for worth, kept in zip(self._worth, accepted, strict=False))
         cost = ms - float(self._times[self.k]) * tokens / float(self._tokens[self.k])
         self._purse -= max(cost, self._price / 2)
+        if not self.probes:
+            self._purse = max(self._purse, 0.0)  # the first is free, whatever came of it
         self.probes += 1
         self.probe_ms += cost
         self._turn = not self._turn

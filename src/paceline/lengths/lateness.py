@@ -13,10 +13,12 @@ LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch
 
 
 def worth_of_tokens(batch: Batch) -> list[float]:
-    """[B]: 1, or what a token does for an early end of all: (when its row ends) ** LATEST / the row's pace."""
+    """[B], 1 on average: a token does (when its row ends) ** LATEST / the row's pace for an early end of all."""
     if not batch.draining:
         return [1.0] * batch.rows
     paces = [batch.pace.tokens(row) for row in range(batch.rows)]
     ends = [(batch.limits[row] - batch.lengths[row]) / pace for row, pace in enumerate(paces)]
     last = max(ends)
-    return [(end / last) ** LATEST / pace for end, pace in zip(ends, paces, strict=True)]
+    worth = [(end / last) ** LATEST / pace for end, pace in zip(ends, paces, strict=True)]
+    total = sum(worth)
+    return [batch.rows * each / total for each in worth]
