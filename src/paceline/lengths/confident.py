@@ -28,16 +28,14 @@ from numpy.typing import NDArray
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
-from paceline.lengths.cost import CostModel, CostTable, lower_hull
+from paceline.lengths.cost import CostModel, lower_hull
 from paceline.lengths.goodput import FIRST_REACH, GoodputLength, Round
 from paceline.lengths.judgement import judge
+from paceline.lengths.timing import DraftTimes, Rate
 
 CHANCE = 0.7  # of a guess at large, before any was judged
 CHANCE_TRIALS = 4.0  # what that weighs
 MEMORY = 0.98  # what the evidence about guesses at large is worth a round later
-RATE_MEMORY = 0.9  # the same of tokens a millisecond
-PASS_MEMORY = 0.9  # what the time of a pass of the draft model is worth a pass later
-MOST_SURPRISE = 2.0  # a pass counts as at most so many times what is believed: pauses of the machine are no news
 
 
 class ConfidentLength(GoodputLength):
@@ -52,13 +50,13 @@ class ConfidentLength(GoodputLength):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(CostModel(costs.table.without_drafting(), costs.longest), decoders, clock)
-        self._drafting = _DraftTimes(costs.table)
+        self._drafting = DraftTimes(costs.table)
         self._drafted_ms = 0.0
         self._in_flight = 0.0  # guesses a row that were verified
         self._judged = self._right = 0.0  # guesses at large, lately
         self._rate = 0.0  # tokens a millisecond
-        self._by_rows: dict[int, _Rate] = {}
-        self._lately = _Rate()  # of as many rows
+        self._by_rows: dict[int, Rate] = {}
+        self._lately = Rate()  # of as many rows
         self._verify_ms: list[float] = []  # of rounds with 0, 1, ... guesses in flight
         self._passes: list[float] = []  # ms of each pass of the draft model
         self._passed = 0.0
@@ -89,9 +87,12 @@ class ConfidentLength(GoodputLength):
     def _round_times(self, rows: int, context: float) -> NDArray[np.float64]:
         return self.costs.times(rows, context) + self._drafting.times(rows, self.costs.longest)
 
+    def _draft_ms(self, rows: int, k: int) -> float:
+        return float(self._drafting.times(rows, k)[k])
+
     def _set_prices(self, batch: Batch) -> None:
         rows = batch.rows
-        self._lately = self._by_rows.setdefault(rows, _Rate())
+        self._lately = self._by_rows.setdefault(rows, Rate())
         self._rate = max(self._lately.value, float(self._tokens[0] / self._times[0]))
         self._verify_ms = lower_hull(self.costs.times_of_guesses(rows, batch.longest).ms)
         self._passes, self._passed = [], self._round.began
@@ -165,71 +166,3 @@ class ConfidentLength(GoodputLength):
             self._drafting.observe(played.rows, self._passes)
             self._passes = []
         self.costs.observe(played.rows, self._in_flight, played.context, ms - drafting)
-
-
-class _DraftTimes:
-    """What drafts take, by rows: the table's times, corrected by those measured.
-
-    The first pass may feed more tokens than the others, and so is known apart.
-    """
-
-    def __init__(self, table: CostTable) -> None:
-        self._table = table
-        self._first: dict[int, _Ratio] = {}
-        self._step: dict[int, _Ratio] = {}
-
-    def times(self, rows: int, longest: int) -> NDArray[np.float64]:
-        """[longest + 1]: of k = 0, 1, ... guesses."""
-        first, step = self._first_ms(rows), self.step_ms(rows)
-        return np.array([0.0, *(first + step * after for after in range(longest))])
-
-    def step_ms(self, rows: int) -> float:
-        """Of every pass but the first."""
-        first = self._first.get(rows, _Ratio()).value  # where no second pass was ever timed, as much off as the first
-        return self._step.get(rows, _Ratio(first)).value * self._believed_step(rows)
-
-    def observe(self, rows: int, passes: Sequence[float]) -> None:
-        """A draft whose passes took so many ms."""
-        self._first.setdefault(rows, _Ratio()).learn(passes[0], self._table.draft_ms(rows, 1))
-        for ms in passes[1:]:
-            self._step.setdefault(rows, _Ratio()).learn(ms, self._believed_step(rows))
-
-    def _first_ms(self, rows: int) -> float:
-        return self._first.get(rows, _Ratio()).value * self._table.draft_ms(rows, 1)
-
-    def _believed_step(self, rows: int) -> float:
-        return max(self._table.draft_ms(rows, 2) - self._table.draft_ms(rows, 1), 1e-6)
-
-
-class _Ratio:
-    """Measured over believed, lately."""
-
-    def __init__(self, prior: float = 1.0) -> None:
-        self._measured, self._weight = prior, 1.0
-
-    @property
-    def value(self) -> float:
-        return self._measured / self._weight
-
-    def learn(self, measured: float, believed: float) -> None:
-        ratio = min(measured / max(believed, 1e-6), MOST_SURPRISE * self.value)
-        self._measured = self._measured * PASS_MEMORY + ratio
-        self._weight = self._weight * PASS_MEMORY + 1
-
-
-class _Rate:
-    """Tokens a millisecond of the rounds that speculated lately: 0 before any did.
-
-    That the price of a guess follows what such prices have led to is Dinkelbach's way to the highest ratio (1967).
-    """
-
-    def __init__(self) -> None:
-        self._tokens = self._ms = 0.0
-
-    @property
-    def value(self) -> float:
-        return self._tokens / self._ms if self._ms else 0.0
-
-    def learn(self, tokens: float, ms: float) -> None:
-        self._tokens = self._tokens * RATE_MEMORY + tokens
-        self._ms = self._ms * RATE_MEMORY + ms

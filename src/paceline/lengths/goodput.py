@@ -157,6 +157,10 @@ class GoodputLength:
         """[longest + 1]: milliseconds of a round with k = 0, 1, ... guesses a row."""
         return self.costs.times(rows, context)
 
+    def _draft_ms(self, rows: int, k: int) -> float:
+        """Milliseconds that a draft of k guesses for so many rows takes."""
+        return self.costs.table.draft_ms(rows, k)
+
     def _benefit_of_doubt(self, batch: Batch) -> float:
         """How much more the present length would give were the first guess's acceptance DOUBT standard errors higher.
 
@@ -216,7 +220,7 @@ class GoodputLength:
         backlog = self._backlog(batch)
         row = min(range(batch.rows), key=backlog.__getitem__)
         table = self.costs.table
-        drafting = table.draft_ms(1, 1) + table.verify_ms(batch.rows, 1) - table.verify_ms(batch.rows, 0)
+        drafting = self._draft_ms(1, 1) + table.verify_ms(batch.rows, 1) - table.verify_ms(batch.rows, 0)
         return range(row, row + 1), drafting + self.costs.feed_ms(backlog[row])
 
     # --- after the round ----------------------------------------------------------
