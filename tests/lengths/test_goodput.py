@@ -39,6 +39,8 @@ def auto(simulation: Simulation, costs: CostTable) -> GoodputLength:
 def test_expected_tokens_of_a_round() -> None:
     tokens = expected_tokens(np.array([[0.5, 0.5], [1.0, 0.0]]))
     assert tokens.tolist() == [2, 2 + 1.5, 2 + 1.5 + 0.25]
+    late = expected_tokens(np.array([[0.5, 0.5], [1.0, 0.0]]), [2.0, 1.0])
+    assert late.tolist() == [3, 3 + 2.0, 3 + 2.0 + 0.5], "a token counts what its row's tokens are worth"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

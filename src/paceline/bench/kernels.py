@@ -2,7 +2,9 @@
 
 First the machine: read bandwidth, and multiply-adds a second of the kernels on weights that lie in the cache. Then
 whole decode steps (forward and head) with random weights: the floor of a step is the larger of reading its weights,
-keys and values once, and of its arithmetic.
+keys and values once, and of its arithmetic. A shared machine's memory is faster in one minute than in the next, so
+every step takes turns with a read of plain memory; step and bandwidth are medians of these turns, the parts of a step
+its fastest times.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import NativeModel, Quantization
 
 _READ_BYTES = 1 << 29
+_LEAST_TURNS = 5
 _FORMATS: dict[str, Format] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
 _STEPS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 4), (16, 4))  # rows, tokens a row
 
@@ -48,6 +52,37 @@ SHAPES = {
 }
 
 
+class Reader:
+    """Reads plain memory with the kernels' own threads."""
+
+    def __init__(self, kernels: native.Kernels, threads: int) -> None:
+        self._library, self._arena = kernels.library, native.Arena(kernels.library, _READ_BYTES)
+        memory = self._arena.take(_READ_BYTES).fill_(1)
+        self._place = native.pool(kernels, threads).handle, memory.data_ptr(), _READ_BYTES // 8
+        time.sleep(0.2)  # torch's own threads spin for a while after filling the memory, in the place of ours
+
+    def seconds(self) -> float:
+        """Of one read of everything."""
+        start = time.perf_counter()
+        self._library.pl_read(*self._place)
+        return time.perf_counter() - start
+
+
+def in_turn(step: Callable[[], object], reader: Reader, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of steps and of the reads between them."""
+    step()
+    reader.seconds()
+    steps: list[float] = []
+    reads: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(steps) < _LEAST_TURNS or time.perf_counter() < end:
+        reads.append(reader.seconds())
+        start = time.perf_counter()
+        step()
+        steps.append(time.perf_counter() - start)
+    return steps, reads
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the kernels may hope for."""
@@ -60,7 +95,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """One measured step beside its floor, in milliseconds; phases is the forward pass by parts, on the first thread."""
+    """One measured step beside its floor, in milliseconds; phases is the forward pass by parts, on the first thread.
+
+    read_gb_s: of plain memory, in turn with the steps. of_memory_floor: the median of the turns' own ratios.
+    """
 
     shape: str
     format: str
@@ -70,6 +108,8 @@ class Step:
     forward_ms: float
     head_ms: float
     total_ms: float
+    read_gb_s: float
+    of_memory_floor: float
     memory_floor_ms: float
     compute_floor_ms: float
     phases_ms: dict[str, float]
@@ -90,14 +130,10 @@ def fastest(function: Callable[[], object], seconds: float) -> float:
     return best
 
 
-def measure_machine(kernels: native.Kernels, threads: int, seconds: float) -> Machine:
+def measure_machine(kernels: native.Kernels, reader: Reader, threads: int, seconds: float) -> Machine:
     """Bandwidth of all threads, and the kernels' rate on weights in the cache."""
     pool = native.pool(kernels, threads).handle
-    arena = native.Arena(kernels.library, _READ_BYTES)
-    memory = arena.take(_READ_BYTES).fill_(1)
-    place = pool, memory.data_ptr(), _READ_BYTES // 8
-    time.sleep(0.2)  # torch's own threads spin for a while after filling the memory, in the place of ours
-    read = _READ_BYTES / fastest(lambda: kernels.library.pl_read(*place), max(seconds, 0.5)) / 1e9
+    read = _READ_BYTES / fastest(reader.seconds, max(seconds, 0.5)) / 1e9
     rates = {name: _rate(kernels, pool, to, threads, seconds) for name, to in _FORMATS.items()}
     return Machine(kernels.name, threads, round(read, 1), rates)
 
@@ -144,7 +180,14 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
 
 
 def measure_step(
-    model: NativeModel, shape: str, machine: Machine, rows: int, tokens: int, context: int, seconds: float
+    model: NativeModel,
+    shape: str,
+    machine: Machine,
+    reader: Reader,
+    rows: int,
+    tokens: int,
+    context: int,
+    seconds: float,
 ) -> Step:
     """One step of ``tokens`` a row over a cache of ``context`` positions."""
     cache = KVCache(model.layers, rows, model.kv_heads, context + tokens, model.head_dim, dtype=model.dtype)
@@ -155,11 +198,12 @@ def measure_step(
 
     forward = fastest(lambda: model.forward_flat(flat, place, positions, cache), seconds)
     head = fastest(lambda: model.logits(hidden), seconds)
-    total = fastest(lambda: model.logits(model.forward_flat(flat, place, positions, cache)), seconds)
+    steps, reads = in_turn(lambda: model.logits(model.forward_flat(flat, place, positions, cache)), reader, seconds)
     name = model.quantization or "bf16"
     width = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 3 / pack.INT4_GROUP}[name]
     macs = rows * tokens * model.weight_bytes() / width
     moved = model.weight_bytes() + 2 * cache.keys[:, :, :, : context + tokens].nbytes
+    floors = [moved * read / _READ_BYTES for read in reads]
     return Step(
         shape=shape,
         format=name,
@@ -168,8 +212,10 @@ def measure_step(
         context=context,
         forward_ms=round(1e3 * forward, 3),
         head_ms=round(1e3 * head, 3),
-        total_ms=round(1e3 * total, 3),
-        memory_floor_ms=round(moved / machine.read_gb_s / 1e6, 3),
+        total_ms=round(1e3 * statistics.median(steps), 3),
+        read_gb_s=round(_READ_BYTES / statistics.median(reads) / 1e9, 1),
+        of_memory_floor=round(statistics.median(floor / step for floor, step in zip(floors, steps, strict=True)), 3),
+        memory_floor_ms=round(1e3 * statistics.median(floors), 3),
         compute_floor_ms=round(macs / machine.gmac_s[name] / 1e6, 3),
         phases_ms=_phases(lambda: model.forward_flat(flat, place, positions, cache), model, seconds),
     )
@@ -193,7 +239,9 @@ def _line(step: Step) -> str:
     floor = f"floor {step.memory_floor_ms:7.2f} memory {step.compute_floor_ms:7.2f} compute"
     parts = ", ".join(f"{name} {ms:.2f}" for name, ms in step.phases_ms.items())
     who = f"{step.shape} {step.format:5} {step.rows:2} x {step.tokens}"
-    return f"{who}: {step.total_ms:8.2f} ms, {floor}, {step.of_floor:4.0%} of floor | head {step.head_ms:.2f}, {parts}"
+    shares = f"{step.of_memory_floor:4.0%} of memory's, {step.of_floor:4.0%} of the floor"
+    head = f"{who}: {step.total_ms:8.2f} ms, {step.read_gb_s:.0f} GB/s, {floor}, {shares}"
+    return f"{head} | head {step.head_ms:.2f}, {parts}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -208,7 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kernels = native.select()
     if kernels is None:
         sys.exit(f"no kernels to measure: {native.why_none() or native.VARIABLE + '=off'}")
-    machine = measure_machine(kernels, options.threads, options.seconds)
+    reader = Reader(kernels, options.threads)
+    machine = measure_machine(kernels, reader, options.threads, options.seconds)
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gmac_s.items())
     _say(f"{machine.kernels}, {machine.threads} threads: read {machine.read_gb_s} GB/s; GMAC/s in cache: {rates}")
     steps = []
@@ -218,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             quantization: Quantization | None = None if name == "bf16" else name
             model = NativeModel(spec, shape, quantization=quantization, threads=options.threads, kernels=kernels)
             for rows, tokens in _STEPS:
-                steps.append(measure_step(model, shape, machine, rows, tokens, options.context, options.seconds))
+                size = rows, tokens, options.context
+                steps.append(measure_step(model, shape, machine, reader, *size, options.seconds))
                 _say(_line(steps[-1]))
     _say(json.dumps({"machine": asdict(machine), "steps": [asdict(step) for step in steps]}))
 
