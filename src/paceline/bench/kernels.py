@@ -28,6 +28,7 @@ from paceline.models.native import NativeModel, Quantization
 
 _READ_BYTES = 1 << 29
 _LEAST_TURNS = 5
+_TURN_SECONDS = 0.05
 _FORMATS: dict[str, Format] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
 _STEPS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 4), (16, 4))  # rows, tokens a row
 
@@ -69,17 +70,17 @@ class Reader:
 
 
 def in_turn(step: Callable[[], object], reader: Reader, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of steps and of the reads between them."""
-    step()
-    reader.seconds()
+    """Seconds of a step and of a read, turn by turn; short steps come several a turn, for a read empties the caches."""
+    several = max(1, round(_TURN_SECONDS / fastest(step, 0)))
     steps: list[float] = []
     reads: list[float] = []
     end = time.perf_counter() + seconds
     while len(steps) < _LEAST_TURNS or time.perf_counter() < end:
         reads.append(reader.seconds())
         start = time.perf_counter()
-        step()
-        steps.append(time.perf_counter() - start)
+        for _ in range(several):
+            step()
+        steps.append((time.perf_counter() - start) / several)
     return steps, reads
 
 
@@ -120,14 +121,15 @@ class Step:
 
 
 def fastest(function: Callable[[], object], seconds: float) -> float:
-    """The least time of a call, over as many calls as fit."""
+    """The least time of a call, over as many calls as fit, one at least."""
     function()
     best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while True:
         start = time.perf_counter()
         function()
         best = min(best, time.perf_counter() - start)
-    return best
+        if time.perf_counter() >= end:
+            return best
 
 
 def measure_machine(kernels: native.Kernels, reader: Reader, threads: int, seconds: float) -> Machine:
