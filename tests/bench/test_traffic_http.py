@@ -91,7 +91,8 @@ def test_every_policy_asks_every_request_with_its_own_limit(fake: Fake, tmp_path
     assert all(body["model"] == "tiny" and body["max_tokens"] == 6 and body["stream"] for body in fake.bodies)
     assert set(fake.keys) == {"Bearer secret"}
     for result in results:
-        assert result.mean_ttft < PAUSE < result.mean < 10 * PAUSE
+        assert result.mean_ttft > 0
+        assert result.mean > result.mean_ttft + PAUSE, "the pauses come after the first chunk, however slow the machine"
         assert result.p50 <= result.p99
         assert result.tokens_per_second == pytest.approx(4 * 6 / result.seconds)
     draw(results, tmp_path / "http.png", "a fake")
