@@ -79,12 +79,23 @@ class Simulation:
 RIGHT, WRONG = 1, 2  # tokens: every row's true text is all RIGHT
 
 
+class Reader:
+    """A drafter's cache as a length policy sees it: how much of each row it has read."""
+
+    def __init__(self, rows: int) -> None:
+        self.seen = [0] * rows
+
+    def lags(self, batch: Batch) -> list[int]:
+        return [batch.lengths[row] - self.seen[row] for row in range(batch.rows)]
+
+
 @dataclass
 class GuessSimulation:
     """Rounds whose guesses have confidences, until every row has gained ``tokens``: for policies that select or stop.
 
     guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
-    noise: of the times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
+    copies(row): likewise, guesses for nothing, which ``batch.instead`` may take in place of the others; None: there are
+    none. noise: of the times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
     """
 
     costs: CostTable
@@ -96,11 +107,14 @@ class GuessSimulation:
     now: float = 0.0  # seconds
     rounds: int = 0
     gained: int = 0
+    copies: Callable[[int], list[tuple[float, bool]]] | None = None
+    asked: list[int] = field(default_factory=list)  # guesses of a row that are no copies, round by round
     verified: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.batch = Batch(self.rows, 8 + self.tokens, 4)
+        self.reader = Reader(self.rows)
 
     def clock(self) -> float:
         return self.now
@@ -110,6 +124,7 @@ class GuessSimulation:
         batch, began = self.batch, self.now
         for row in range(self.rows):
             batch.set_row(row, RowStart([RIGHT] * 8, SamplingParams(temperature=0, max_tokens=self.tokens), row))
+            self.reader.seen[row] = 7
         batch.set_rows(self.rows)
         who = list(range(self.rows))
         self.ends: dict[int, float] = {}
@@ -120,6 +135,7 @@ class GuessSimulation:
                 if batch.lengths[row] >= batch.limits[row]:
                     self.ends[who[row]] = self.now - began
                     batch.copy_row(batch.rows - 1, row)
+                    self.reader.seen[row] = self.reader.seen[batch.rows - 1]
                     who[row] = who[batch.rows - 1]
                     batch.set_rows(batch.rows - 1)
         return self.now - began
@@ -128,7 +144,8 @@ class GuessSimulation:
         batch = self.batch
         k = min(policy.choose(batch), batch.room - 1)
         batch.cap_guesses(k)
-        draft = selected(policy, batch, self._draft(who[: batch.rows], k).capped(batch.caps))
+        self._who, self._read = who[: batch.rows], (0, 0)
+        draft = selected(policy, batch, self._propose(self._who, k).capped(batch.caps))
         counts = draft.counts.tolist()
         right = (draft.tokens == RIGHT).tolist()
         accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
@@ -136,16 +153,36 @@ class GuessSimulation:
         self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
         verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
         batch.commit(verdict)
+        for row in range(*self._read):
+            self.reader.seen[row] = batch.lengths[row] - 1
         policy.observe(batch, verdict)
         self.rounds += 1
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
 
+    def _propose(self, who: list[int], k: int) -> Draft:
+        """Of both kinds of guesses those that ``batch.instead`` wants."""
+        copied = None
+        if self.copies is not None and k > 0:
+            copied = _as_draft([self.copies(row)[:k] for row in who])
+            k = k if self.batch.instead is None else self.batch.instead(self.batch, copied)
+        self.asked.append(k)
+        if k == 0:
+            return self._draft(who, 0) if copied is None else copied
+        first, stop = self._read = self.batch.guessing
+        self.now += self.costs.feed_ms(sum(self.reader.lags(self.batch)[first:stop]) - (stop - first)) / 1000
+        return self._draft(who, k)
+
+    def place(self, row: int) -> int:
+        """Tokens that a row has gained so far."""
+        return self.batch.lengths[self._who.index(row)] - 8
+
     def _end(self, guesses: list[list[tuple[float, bool]]]) -> int:
         """How many steps are drafted, which takes its time: until the policy has enough."""
         batch, widest, before = self.batch, max(map(len, guesses)), 0.0
+        first, stop = batch.guessing
         for step in range(1, widest + 1):
-            ms = self.costs.draft_ms(batch.rows, step)
+            ms = self.costs.draft_ms(stop - first, step)
             self.now += (ms - before) / 1000
             before = ms
             if batch.enough and batch.enough(batch, [[score for score, _ in line[:step]] for line in guesses]):
@@ -159,9 +196,14 @@ class GuessSimulation:
         guesses = [self.guess(row)[:k] for row in who]
         widest = self._end(guesses)
         guesses = [line[:widest] for line in guesses]
-        filled = [line + [(0.0, False)] * (widest - len(line)) for line in guesses]
-        tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
-        confidence = [[score for score, _ in line] for line in filled]
-        counts = torch.tensor([len(line) for line in guesses])
-        shape = torch.tensor(tokens, dtype=torch.int64).view(len(who), widest)
-        return Draft(shape, counts, confidence=confidence)
+        return _as_draft(guesses)
+
+
+def _as_draft(guesses: list[list[tuple[float, bool]]]) -> Draft:
+    widest = max(map(len, guesses))
+    filled = [line + [(0.0, False)] * (widest - len(line)) for line in guesses]
+    tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
+    confidence = [[score for score, _ in line] for line in filled]
+    counts = torch.tensor([len(line) for line in guesses])
+    shape = torch.tensor(tokens, dtype=torch.int64).view(len(guesses), widest)
+    return Draft(shape, counts, confidence=confidence)

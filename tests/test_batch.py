@@ -26,6 +26,30 @@ def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
     assert batch.pending().tolist() == [[7], [9], [8]]
 
 
+def test_a_commit_on_the_host_is_the_devices() -> None:
+    """On the CPU rows gain their tokens without tensor operators, on a device with them."""
+    rng = torch.Generator().manual_seed(3)
+    host, device = make_batch(), make_batch()
+    device._view = None
+    for width in (1, 3, 1, 2):
+        tokens = torch.randint(1, 9, (3, width), generator=rng)
+        verdict = Verdict(tokens, torch.randint(0, width, (3,), generator=rng), torch.full((3,), width - 1))
+        for batch in (host, device):
+            batch.commit(verdict)
+            assert batch.pending_on_host() == batch.pending()[:, 0].tolist()
+        assert host.lengths == device.lengths
+        assert host.length.tolist() == device.length.tolist()
+        for row, length in enumerate(host.lengths):
+            assert host.tokens[row, :length].tolist() == device.tokens[row, :length].tolist()
+
+
+def test_rows_of_a_part_and_of_an_unrolled_draft_have_pending_tokens_of_their_own() -> None:
+    batch = make_batch()
+    assert batch.part(1, 3).pending_on_host() == [4, 6]
+    lines = batch.unrolled(Draft(torch.zeros(3, 1, dtype=torch.int64), torch.tensor([0, 1, 0])))
+    assert lines._view is None
+
+
 def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_the_table() -> None:
     batch = Batch(1, 20, 10)
     batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))

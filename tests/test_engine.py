@@ -166,9 +166,10 @@ def test_a_longer_sequence_than_the_models_own_limit_is_refused() -> None:
         make_engine(ToyModel(), max_model_len=POSITIONS + 1)
 
 
-def test_a_model_drafter_without_a_draft_model_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"drafter='model'.*draft_model"):
-        make_engine(ToyModel(), drafter="model")
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
+def test_a_model_drafter_without_a_draft_model_is_refused(drafter: str) -> None:
+    with pytest.raises(ParameterError, match=f"drafter='{drafter}'.*draft_model"):
+        make_engine(ToyModel(), drafter=drafter)
 
 
 def test_documents_with_tokens_outside_the_vocabulary_are_refused() -> None:
@@ -403,11 +404,12 @@ def test_the_logits_after_a_text_are_the_targets_own() -> None:
     assert engine.next_logits([4, 5, 6]).tolist() == logits_after(ToyModel(), [4, 5, 6])
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
+@pytest.mark.parametrize("drafter", [None, "ngram", "model", "hybrid"])
 def test_the_engine_says_what_it_runs(drafter: str | None) -> None:
     line = make_engine(ToyModel(), ToyModel(blur=0.5), drafter=drafter, attention="split").describe()
     assert "toy(blur=0.0)" in line
     assert "split" in line
     assert "float32" in line
-    assert {None: "no speculation", "ngram": "drafter ngram", "model": "toy(blur=0.5)"}[drafter] in line
+    who = {"ngram": "drafter ngram", "model": "drafter toy(blur=0.5)", "hybrid": "drafter ngram or toy(blur=0.5)"}
+    assert (who[drafter] if drafter else "no speculation") in line
     assert engine_module.__doc__

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline import acceptance
 from paceline.batch import Batch, Draft
+from paceline.drafters import NgramDrafter
 from paceline.engine import Engine, Request
 from paceline.lengths import LengthPolicy
 from paceline.lengths.budget import BudgetLength
@@ -27,6 +28,7 @@ from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO
+from paceline.lengths.hybrid import HybridLength
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
 from paceline.params import SamplingParams, StructuredOutputs
@@ -65,7 +67,7 @@ DRAFTS: dict[str, Callable[[], Model]] = {
     "flat": lambda: FlatToy(blur=0.3),
     "llama": lambda: tiny_llama(1),
 }
-DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short"]
+DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 
 _rng = random.Random(5)
@@ -109,11 +111,26 @@ def cheap_confident(engine: Engine) -> ConfidentLength:
     return ConfidentLength(costs, engine.parts.drafter.decoders)
 
 
+def cheap_hybrid(engine: Engine) -> HybridLength:
+    """Likewise; and some rounds copy, others ask the draft model."""
+    costs = CostModel(linear_costs(token=0.3, draft_step=0.1), LONGEST_AUTO)
+    return HybridLength(costs, engine.parts.drafter.decoders)
+
+
+def nearly_the_answers(model: str, family: str) -> list[list[int]]:
+    """Documents to copy from: in most places all rows match one, and what follows there is mostly right."""
+    texts = [[*prompt, *one] for prompt, each in zip(PROMPTS, plain(model, family), strict=True) for one in each]
+    return [[(token + 1) % VOCAB if place % 17 == 16 else token for place, token in enumerate(text)] for text in texts]
+
+
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
-    draft = {"model": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
-    named = {"model": "model", "self": "model", "ngram": "ngram", "documents": "ngram"}.get(drafter)
-    documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else ()
+    draft = {"model": DRAFTS[model], "hybrid": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
+    same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid"}
+    named = (same | {"self": "model", "documents": "ngram"}).get(drafter)
+    documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
+    if drafter == "hybrid":
+        documents = nearly_the_answers(model, family)
     policies: dict[str, Callable[[], LengthPolicy]] = {
         "random": lambda: RandomLength(seed=len(drafter)),
         "caps": lambda: RandomCaps(seed=len(drafter)),
@@ -121,6 +138,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
         "stops": lambda: RandomStops(seed=len(drafter)),
         "budget": cheap_budget,
         "confident": lambda: cheap_confident(engine),
+        "hybrid": lambda: cheap_hybrid(engine),
         "profiled": lambda: ProfiledLength({1: 5, 2: 0, 3: 3, 4: 1}),
     }
     k = 4 if length in policies else length
@@ -213,6 +231,15 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
     engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("model", ["toy", "flat"])
+@pytest.mark.parametrize("drafter", ["hybrid", "model", "ngram", "ragged"])
+def test_who_weighs_copies_against_a_draft_model_changes_nothing_whatever_the_drafter_has(
+    drafter: str, model: str
+) -> None:
+    engine = speculative_engine(model, drafter, "hybrid", "mixed", prefill_chunk=7)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
 
 
@@ -356,6 +383,7 @@ def test_a_draft_models_acceptance_is_that_of_a_fresh_cache_after_rounds_without
 
 SMALL = 4
 LAW_PROMPT = [1, 3, 0, 2, 2]
+LAW_DOCUMENT = [*LAW_PROMPT, 1, 2, 0, 3]
 LAW_TARGET = functools.partial(ToyModel, SMALL, scale=0.9)
 LAW_DRAFT = functools.partial(ToyModel, SMALL, scale=0.9, blur=0.5)
 LAW_PARAMS = {
@@ -404,11 +432,12 @@ def p_value(engine: Engine, params: SamplingParams) -> float:
 
 
 def law_engine(drafter: str, rule: str, k: int) -> Engine:
-    draft = LAW_DRAFT() if drafter == "model" else None
-    named = drafter if drafter in ("model", "ngram") else None
+    draft = LAW_DRAFT() if drafter in ("model", "hybrid") else None
+    named = drafter if drafter in ("model", "ngram", "hybrid") else None
     engine = make_engine(
         LAW_TARGET(),
         draft,
+        documents=[LAW_DOCUMENT] if drafter == "hybrid" else (),  # what every row copies at first
         drafter=named,
         acceptance=rule,
         num_speculative_tokens=k,
@@ -449,6 +478,8 @@ class GuessesByOwnLaw:
         ("model", "rejection", 2),
         ("model", "rejection", 3),
         ("ngram", "rejection", 2),
+        ("hybrid", "coupled", 2),
+        ("hybrid", "rejection", 2),
         ("random guesses", "rejection", 2),
     ],
 )
@@ -464,6 +495,36 @@ def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str
     engine = law_engine("model", rule, 3)
     engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("policy", ["hybrid", "by the guesses"])
+def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: str, rule: str) -> None:
+    engine = law_engine("hybrid", rule, 3)
+    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByGuesses()
+    drafter, copied = engine.parts.drafter, []
+    propose = drafter.propose
+
+    def recorded(batch: Batch, k: int) -> Draft:
+        draft = propose(batch, k)
+        copied.append(draft.tokens.tolist() == copies.propose(batch, k).tokens.tolist())
+        return draft
+
+    copies = NgramDrafter([LAW_DOCUMENT])
+    drafter.propose = recorded  # type: ignore[method-assign]
+    assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
+    assert 0.1 < sum(copied) / len(copied) < 0.9
+
+
+class CopyByGuesses(FixedLength):
+    """Copies if those of the first row begin with a small token, else asks the draft model."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def choose(self, batch: Batch) -> int:
+        batch.instead = lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
+        return super().choose(batch)
 
 
 class StopWhenUnsure(FixedLength):

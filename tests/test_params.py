@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from paceline.errors import PacelineError, ParameterError
-from paceline.params import MAX_SPECULATION_LENGTH, EngineConfig, EngineOptions, SamplingParams
+from paceline.params import MAX_SPECULATION_LENGTH, DrafterName, EngineConfig, EngineOptions, SamplingParams
 
 BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("n", v) for v in (0, -1, 1.0, True, "2", None)],
@@ -84,6 +84,11 @@ def test_a_bad_engine_option_is_refused_by_name(field: str, value: Any) -> None:
 )
 def test_the_ends_of_every_range_are_allowed(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(("drafter", "asks"), [(None, False), ("ngram", False), ("model", True), ("hybrid", True)])
+def test_drafters_with_a_draft_model_are_known(drafter: DrafterName | None, asks: bool) -> None:
+    assert EngineConfig(drafter=drafter).asks_draft_model == asks
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

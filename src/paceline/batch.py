@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Draft:
     @staticmethod
     def empty(batch: Batch) -> Draft:
         """No guess for any row: the round is plain decoding."""
-        return Draft(batch.length.new_empty((batch.rows, 0)), batch.length.new_zeros(batch.rows))
+        return _no_guesses(batch.rows, batch.device)
 
     def capped(self, caps: Sequence[int] | None) -> Draft:
         """At most caps[i] guesses for row i; None caps nothing."""
@@ -79,6 +79,12 @@ class Draft:
 
         laws = None if self.probabilities is None else widen(self.probabilities)
         return Draft(widen(self.tokens), widen(self.counts), laws)
+
+
+@cache
+def _no_guesses(rows: int, device: torch.device) -> Draft:
+    counts = torch.zeros(rows, dtype=torch.int64, device=device)
+    return Draft(counts.new_empty((rows, 0)), counts)
 
 
 @dataclass
@@ -118,7 +124,11 @@ class Verdict:
 
     @cached_property
     def host(self) -> HostVerdict:
-        """The one read of a round."""
+        """The one read of a round, on a device; on the CPU a cat would take longer than three reads."""
+        if self.tokens.device.type == "cpu":
+            accepted = self.accepted.tolist()
+            lines = zip(self.tokens.tolist(), accepted, strict=True)
+            return HostVerdict([line[: kept + 1] for line, kept in lines], accepted, self.drafted.tolist())
         table = torch.cat([self.tokens, self.accepted[:, None], self.drafted[:, None]], dim=1).tolist()
         return HostVerdict(
             tokens=[line[: line[-2] + 1] for line in table],
@@ -144,6 +154,33 @@ class RowStart:
 # Whether a draft should end, given the rows it is for and the confidence in each of their guesses so far.
 Enough = Callable[["Batch", Sequence[Sequence[float]]], bool]
 
+# How many guesses to ask of a draft model in place of these, which were free; 0: these will do.
+Instead = Callable[["Batch", Draft], int]
+
+
+class _HostView:
+    """The tokens [R, P] and length [R] of a batch on the CPU, as Python's own numbers.
+
+    Between two forward passes, which empty the processor's caches, a tensor operator takes 20 to 50 microseconds.
+    """
+
+    def __init__(self, tokens: Tensor, length: Tensor) -> None:
+        self._tokens, self._length, self._width = _numbers(tokens), _numbers(length), tokens.shape[1]
+
+    def last(self, row: int) -> int:
+        return self._tokens[row * self._width + self._length[row] - 1]
+
+    def append(self, row: int, gained: Sequence[int]) -> None:
+        end = row * self._width + self._length[row]
+        for place, token in enumerate(gained, end):
+            self._tokens[place] = token
+        self._length[row] += len(gained)
+
+
+def _numbers(tensor: Tensor) -> memoryview:
+    """A contiguous int64 tensor, written and read in place."""
+    return tensor.numpy().reshape(-1).data
+
 
 class Batch:
     """The rows' text and parameters, on the model's device.
@@ -154,6 +191,8 @@ class Batch:
     lengths: the same, known to the host.
     caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
     enough: asked by a drafter that scores its guesses, after each of this round's, whether to stop there; None: never.
+    instead: asked by a drafter that has two kinds of guesses; None: it decides by itself.
+    reliability, copy_reliability: of a draft model's confidence, and of copied guesses'.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
     """
 
@@ -170,11 +209,13 @@ class Batch:
         self.first = 0
         self.caps: list[int] | None = None
         self.enough: Enough | None = None
+        self.instead: Instead | None = None
+        self._view = _HostView(self.tokens, self.length) if self.tokens.device.type == "cpu" else None
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
         self.history = AcceptanceHistory(capacity)
-        self.reliability = Reliability(capacity)
+        self.reliability, self.copy_reliability = Reliability(capacity), Reliability(capacity)
         self.pace = Pace(capacity)
         self.draining = False  # these are the last rows: nobody waits, and nobody will come
 
@@ -216,6 +257,7 @@ class Batch:
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.history.reset(row, self.most_guesses[row])
         self.reliability.reset(row)
+        self.copy_reliability.reset(row)
         self.pace.reset(row)
 
     def copy_row(self, source: int, destination: int) -> None:
@@ -228,6 +270,7 @@ class Batch:
         self.sampling.copy_row(source, destination)
         self.history.copy_row(source, destination)
         self.reliability.copy_row(source, destination)
+        self.copy_reliability.copy_row(source, destination)
         self.pace.copy_row(source, destination)
 
     def set_rows(self, rows: int) -> None:
@@ -238,7 +281,7 @@ class Batch:
     def part(self, first: int, stop: int) -> Batch:
         """Decoding rows first .. stop - 1 as a batch of their own, for drafting: views of the same tensors."""
         part = copy.copy(self)
-        part.first, part.rows, part.caps = self.first + first, stop - first, None
+        part.first, part.rows, part.caps, part._view = self.first + first, stop - first, None, None
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.most_guesses = self.most_guesses[first:stop]
@@ -252,7 +295,7 @@ class Batch:
         """
         row, guesses = draft.real.nonzero(as_tuple=True)
         lines = copy.copy(self)
-        lines.rows, lines.length = len(row), self.live_length[row] + guesses
+        lines.rows, lines.length, lines._view = len(row), self.live_length[row] + guesses, None
         lines.sampling = self.sampling.select(row)
         lines.tokens = self.tokens[: self.rows]
         if lines.sampling.any_penalty:
@@ -278,18 +321,33 @@ class Batch:
         rows = [row for row, cap in enumerate(self.caps) if cap > 0]
         return (rows[0], rows[-1] + 1) if rows else (0, 0)
 
+    def pending_on_host(self) -> list[int]:
+        """Each row's one token that the target has not seen; on the CPU without a tensor operator."""
+        view = self._view
+        return self.pending()[:, 0].tolist() if view is None else [view.last(row) for row in range(self.rows)]
+
     def pending(self) -> Tensor:
         """[B, 1]: each row's one token that the target has not seen."""
         return self.tokens[: self.rows].gather(1, self.live_length[:, None] - 1)
 
     def commit(self, verdict: Verdict) -> None:
-        """Append each row's accepted + 1 tokens. What is written beyond them is invisible and overwritten later."""
-        width = verdict.tokens.shape[1]
-        place = self.live_length[:, None] + torch.arange(width, device=self.device)
+        """Append each row's accepted + 1 tokens."""
+        if self._view is None:
+            self._append(verdict)
+        for row, gained in enumerate(verdict.host.tokens):
+            self.lengths[row] += len(gained)
+            if self._view is not None:
+                self._view.append(row, gained)
+            if (constraint := self.sampling.constraints[row]) is not None:
+                constraint.advance(gained)
+        self.forget_wishes()
+
+    def _append(self, verdict: Verdict) -> None:
+        """On the device. What is written beyond accepted + 1 tokens is invisible and overwritten later."""
+        place = self.live_length[:, None] + torch.arange(verdict.tokens.shape[1], device=self.device)
         self.tokens[: self.rows].scatter_(1, place, verdict.tokens)
         self.length[: self.rows] += verdict.accepted + 1
-        for row, accepted in enumerate(verdict.host.accepted):
-            self.lengths[row] += accepted + 1
-            if (constraint := self.sampling.constraints[row]) is not None:
-                constraint.advance(verdict.host.tokens[row])
-        self.caps = self.enough = None
+
+    def forget_wishes(self) -> None:
+        """What the length policy wanted of one round's draft."""
+        self.caps = self.enough = self.instead = None

@@ -89,12 +89,12 @@ class Decoder:
 
     def _verify_flat(self, model: FlatModel, batch: Batch, draft: Draft) -> Tensor:
         """The real tokens alone, listed by the host: it knows all lengths, and tensor operators would take longer."""
-        pending, guesses, counts = batch.pending().tolist(), draft.tokens.tolist(), draft.counts.tolist()
+        pending, guesses, counts = batch.pending_on_host(), draft.tokens.tolist(), draft.counts.tolist()
         tokens: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
         for row, count in enumerate(counts):
-            tokens += pending[row] + guesses[row][:count]
+            tokens += [pending[row], *guesses[row][:count]]
             rows += [batch.first + row] * (count + 1)
             positions += range(batch.lengths[row] - 1, batch.lengths[row] + count)
         fed, of_row, at = torch.tensor([tokens, rows, positions])

@@ -20,7 +20,7 @@ from paceline.attention import AttentionBackend, make_backend
 from paceline.batch import Batch, Verdict
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
-from paceline.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.hardware import torch_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
@@ -126,22 +126,29 @@ class Engine:
         return Decoder(model, backend, self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size)
 
     def _drafter(self) -> Drafter:
-        if self.config.drafter is None or self.config.num_speculative_tokens == 0:
+        config = self.config
+        if config.drafter is None or config.num_speculative_tokens == 0:
             return NoDrafter()
-        if self.config.drafter == "ngram":
-            for document in self.models.documents:
-                _check_tokens("reference_documents", document, self.models.target.vocab_size)
-            return NgramDrafter(self.models.documents, self.models.target.device)
+        if config.drafter == "ngram":
+            return self._ngram_drafter()
         if self.models.draft is None:
-            raise ParameterError("drafter", "model", "needs a draft_model; or choose 'ngram' or None")
-        return ModelDrafter(self._decoder(self.models.draft), self.config.acceptance)
+            raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
+        model = ModelDrafter(self._decoder(self.models.draft), config.acceptance)
+        return model if config.drafter == "model" else HybridDrafter(self._ngram_drafter(scored=True), model)
+
+    def _ngram_drafter(self, scored: bool | None = None) -> NgramDrafter:
+        models = self.models
+        for document in models.documents:
+            _check_tokens("reference_documents", document, models.target.vocab_size)
+        return NgramDrafter(models.documents, models.target.device, scored)
 
     def _policy(self) -> LengthPolicy:
         drafter = self.parts.drafter
         if isinstance(drafter, NoDrafter):
             return FixedLength(0)
         ragged = isinstance(self.models.target, FlatModel)
-        means = Means(self._costs, self._need_profile, drafter.decoders, ragged)
+        copies = isinstance(drafter, HybridDrafter)
+        means = Means(self._costs, self._need_profile, drafter.decoders, ragged, copies)
         return make_policy(self.config.num_speculative_tokens, means)
 
     def _load_profile(self) -> Profile | None:
@@ -182,13 +189,13 @@ class Engine:
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
-        target, draft = self.models.target, self.models.draft if self.config.drafter == "model" else None
+        target, draft = self.models.target, self.models.draft if self.config.asks_draft_model else None
         return Identity(
             machine=machine_name(target.device),
             device=target.device.type,
             threads=torch.get_num_threads(),
             target=model_hash(target),
-            drafter=str(self.config.drafter) if draft is None else model_hash(draft),
+            drafter=_drafter_identity(self.config, draft),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
             attention="native" if isinstance(target, FlatModel) else self._backend().name,
             acceptance=self.config.acceptance,
@@ -201,6 +208,7 @@ class Engine:
         if not isinstance(drafter, NoDrafter):
             draft = self.models.draft if drafter.decoders else None
             who = drafter.name if draft is None else _describe_model(draft)
+            who = f"ngram or {who}" if isinstance(drafter, HybridDrafter) else who
             guesses = f"drafter {who}, length {self.parts.policy.name}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
                 guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
@@ -397,7 +405,7 @@ def _check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:
 
 def _max_model_len(models: Models, config: EngineConfig) -> int:
     running = [models.target]
-    if models.draft is not None and config.drafter == "model":
+    if models.draft is not None and config.asks_draft_model:
         running.append(models.draft)
     shortest = min(running, key=lambda model: model.max_positions)
     if config.max_model_len is None:
@@ -406,6 +414,12 @@ def _max_model_len(models: Models, config: EngineConfig) -> int:
         allowed = f"at most {shortest.max_positions}, the limit of {shortest.name}"
         raise ParameterError("max_model_len", config.max_model_len, allowed)
     return config.max_model_len
+
+
+def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:
+    if draft is None:
+        return str(config.drafter)
+    return model_hash(draft) if config.drafter == "model" else f"{config.drafter} {model_hash(draft)}"
 
 
 def _describe_model(model: AnyModel) -> str:

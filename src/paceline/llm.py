@@ -57,8 +57,8 @@ class LLM:
         if draft_model is not None:
             options.setdefault("drafter", "model")
         config = EngineConfig(**options)
-        if config.drafter == "model" and draft_model is None:
-            raise ParameterError("drafter", "model", "needs a draft_model; or choose 'ngram' or None")
+        if config.asks_draft_model and draft_model is None:
+            raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
         _set_threads(config)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         draft = None

@@ -38,7 +38,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """What ``rows`` rows of ``positions`` tokens take."""
     models = [target] if draft is None else [target, draft]
-    cached = models if config.drafter == "model" else [target]
+    cached = models if config.asks_draft_model else [target]
     caches = sum(KVCache.bytes_for(m.layers, rows, m.kv_heads, positions, m.head_dim, m.dtype) for m in cached)
     k = config.num_speculative_tokens
     longest = k if isinstance(k, int) else LONGEST_AUTO if k == "auto" else MAX_SPECULATION_LENGTH

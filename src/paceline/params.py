@@ -14,7 +14,7 @@ AcceptanceName = Literal["coupled", "rejection"]
 AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
-DrafterName = Literal["model", "ngram"]
+DrafterName = Literal["model", "ngram", "hybrid"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LengthName = Literal["auto", "bass", "profiled"]
 LogFormat = Literal["text", "json"]
@@ -182,7 +182,8 @@ class SamplingParams:
 class EngineConfig:
     """How the engine runs.
 
-    drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), None (plain decoding).
+    drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), "hybrid" (prompt lookup where it will do,
+        else the draft model), None (plain decoding).
     num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
@@ -231,7 +232,7 @@ class EngineConfig:
     DEFAULT_MAX_MODEL_LEN = 4096
 
     def __post_init__(self) -> None:
-        _check_choice("drafter", self.drafter, (None, "model", "ngram"))
+        _check_choice("drafter", self.drafter, (None, *get_args(DrafterName)))
         if self.num_speculative_tokens not in get_args(LengthName):
             _check(
                 _is_int(self.num_speculative_tokens) and 0 <= self.num_speculative_tokens <= MAX_SPECULATION_LENGTH,  # type: ignore[operator]
@@ -262,6 +263,11 @@ class EngineConfig:
         _check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
         allowed = "'coupled' or 'rejection'; for benchmarks, whose texts nobody wants, with benchmark=True"
         _check(self.benchmark, "acceptance", given, allowed)
+
+    @property
+    def asks_draft_model(self) -> bool:
+        """Whether the drafter runs one."""
+        return self.drafter in ("model", "hybrid")
 
     @property
     def synthetic_acceptance(self) -> float | None:

@@ -99,7 +99,7 @@ class Pipeline:
         batch.cap_guesses(k)
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         player.set_rows(self._controls())
-        batch.caps = None
+        batch.forget_wishes()
         self._mind_the_lag(k, longest)
         self._flights.append(_Flight(player.play(batch.rows, k, longest), list(self.scheduler.running), k))
         self._count_in_flight()

@@ -44,7 +44,9 @@ def test_the_start_line_says_what_runs_and_quiet_silences_it(paceline: Any, tiny
     assert paceline("generate", tiny, "--prompt", "hello", "--quiet", *GREEDY).stderr == ""
 
 
-@pytest.mark.parametrize("how", [["--drafter", "ngram"], ["-k", "bass"], ["--acceptance", "rejection"]])
+@pytest.mark.parametrize(
+    "how", [["--drafter", "ngram"], ["--drafter", "hybrid"], ["-k", "bass"], ["--acceptance", "rejection"]]
+)
 def test_speculation_changes_no_text(paceline: Any, tiny: str, tiny_draft: str, how: list[str]) -> None:
     prompts = ["--prompt", "abcabcabc", "--prompt", "x"]
     plain = texts(paceline("generate", tiny, *prompts, *GREEDY, "--json"))
@@ -141,6 +143,7 @@ def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path, l
         (["-p", "x", "--num-speculative-tokens", "many"], "num_speculative_tokens='many' is not allowed"),
         (["-p", "x", "--max-batch-size", "0"], "max_batch_size=0 is not allowed"),
         (["-p", "x", "--drafter", "model"], "needs a draft_model"),
+        (["-p", "x", "--drafter", "hybrid"], "needs a draft_model"),
         (["-p", "x", "--reference-document", "absent.txt"], "absent.txt"),
         (["--prompts-file", "absent.jsonl"], "absent.jsonl"),
         (["-p", "", "--quiet"], "no tokens"),

@@ -44,7 +44,7 @@ def batch_of(rows: int) -> Batch:
     for row in range(rows):
         batch.set_row(row, RowStart([1], SamplingParams(temperature=0, max_tokens=100), row))
     batch.set_rows(rows)
-    batch.reliability.tried[0] = 1000  # says nothing about the other bins, but makes bold
+    batch.copy_reliability.tried[0] = 1000  # says nothing about the other bins, but makes bold
     return batch
 
 
@@ -58,7 +58,7 @@ def select(batch: Batch, confidence: list[list[float]], counts: list[int], costs
 
 
 def best_by_trying(batch: Batch, confidence: list[list[float]], counts: list[int], costs: CostTable) -> list[int]:
-    reliability, rows = batch.reliability, len(counts)
+    reliability, rows = batch.copy_reliability, len(counts)
     chances = [[reliability.chance(row, score) for score in line] for row, line in enumerate(confidence)]
     survival = np.array(chances).cumprod(1)
 
@@ -179,7 +179,7 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
     simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4)
     simulation.play(budget(simulation, dear))
     assert not np.any([sum(counts) for counts in simulation.verified])
-    reliability = simulation.batch.reliability
+    reliability = simulation.batch.copy_reliability
     assert min(reliability.chance(row, 0.5) for row in range(4)) > 0.85
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.engine import Engine
 from paceline.errors import ParameterError, ProfileError
 from paceline.lengths.profile import Identity, Profile, SweepPoint, model_hash
 from paceline.lengths.profiled import ProfiledLength
@@ -83,6 +84,20 @@ def test_an_engine_checks_its_profile(tmp_path: Path) -> None:
         make_engine(ToyModel(), drafter="ngram", num_speculative_tokens="profiled", profile=path)
     with pytest.raises(ParameterError, match="profile"):
         make_engine(ToyModel(), drafter="ngram", num_speculative_tokens="profiled")
+
+
+def test_a_profile_of_a_draft_model_alone_is_refused_for_one_beside_copies(tmp_path: Path) -> None:
+    def engine(drafter: str, k: int | str, profile: str | None = None) -> Engine:
+        return make_engine(ToyModel(), ToyModel(blur=0.3), drafter=drafter, num_speculative_tokens=k, profile=profile)
+
+    paths = {}
+    for drafter in ("model", "hybrid"):
+        identity = vars(engine(drafter, 1).identity())
+        paths[drafter] = str(written(tmp_path / drafter, identity=identity))
+        engine(drafter, "profiled", paths[drafter])
+    for drafter, other in (("model", "hybrid"), ("hybrid", "model")):
+        with pytest.raises(ProfileError, match="drafter is"):
+            engine(drafter, "profiled", paths[other])
 
 
 def test_an_engine_follows_its_profile(tmp_path: Path) -> None:

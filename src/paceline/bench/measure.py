@@ -48,6 +48,12 @@ class BatchRun:
         return statistics.fmean(m.ms_per_token for m in self.metrics if m.ms_per_token is not None)
 
     @property
+    def seconds_to_last_first_token(self) -> float:
+        """Until every answer had begun: prefill and, about, one round."""
+        begun = [m.first_token for m in self.metrics if m.first_token is not None]
+        return max(begun) - min(m.arrival_time for m in self.metrics)
+
+    @property
     def rounds(self) -> int:
         """Rounds of the slowest sequence."""
         return max(m.rounds for m in self.metrics)

@@ -1,9 +1,11 @@
 """Offline throughput: one batch at a time, speculation against plain decoding and, if wanted, against transformers.
 
-Prefill and decoding are timed apart by two runs of the same batch: one of a single token, which takes P + r seconds
-(prefill and one round), and one of N tokens, which takes P + R x r seconds in R rounds. So r = (long - short) / (R - 1)
-and P = short - r; decoding took R x r. Every answer has exactly N tokens (no end-of-text token ends it), so all sides
-do the same work. Sides take turns within one process, after a warm-up of each; the median of the repeats counts.
+Prefill and decoding are told apart: until every answer has its first token it takes P + r seconds (prefill and one
+round), until all have N tokens P + R x r seconds in R rounds. So r = (long - short) / (R - 1) and P = short - r;
+decoding took R x r. (Of a side that does not tell when its first tokens came, a run of one token is timed before.)
+Every answer has exactly N tokens (no end-of-text token ends it), so all sides do the same work. Sides take turns within
+one process, after a warm-up of each, and each repeat begins with another one. The median of the repeats counts, and the
+speed-up is the median of each repeat's own: what slows a machine down for a while slows both of its sides.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline import __version__
 from paceline.batch import Batch, Draft, Verdict
-from paceline.bench.measure import BatchRun, run_batch
+from paceline.bench.measure import run_batch
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter
@@ -52,6 +54,7 @@ class Result:
     """One side at one batch size: the repeat with the median decoding time, and the decoding times of all repeats.
 
     ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
+    speed_up: over the first side, plain decoding.
     """
 
     side: str
@@ -60,6 +63,7 @@ class Result:
     output_tokens: int
     median: Timing
     decode_seconds_of_all: list[float]
+    speed_up: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,7 +90,7 @@ class Side(Protocol):
 
 
 def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
-    """Prefill and decoding seconds from the seconds of a one-token run and of one with ``rounds`` rounds."""
+    """Prefill and decoding seconds from the seconds until the first tokens, and until the end of ``rounds`` rounds."""
     a_round = max(0.0, long - short) / max(1, rounds - 1)
     prefill = max(0.0, short - a_round)
     return prefill, max(long - prefill, 1e-9)
@@ -100,12 +104,9 @@ class Paceline:
     llm: LLM
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
-        short, long = self._run(prompts, 1), self._run(prompts, tokens)
-        prefill, decode = split_times(short.seconds, long.seconds, long.rounds)
-        return Timing(prefill, decode, long.rounds, long.acceptance_rate, long.mean_acceptance_length)
-
-    def _run(self, prompts: Sequence[Ids], tokens: int) -> BatchRun:
-        return run_batch(self.llm, prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        run = run_batch(self.llm, prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        prefill, decode = split_times(run.seconds_to_last_first_token, run.seconds, run.rounds)
+        return Timing(prefill, decode, run.rounds, run.acceptance_rate, run.mean_acceptance_length)
 
 
 class Transformers:
@@ -195,18 +196,21 @@ def prompts_for(llm: LLM, kind: str, batch_size: int) -> list[Ids]:
 
 
 def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int) -> Iterator[Result]:
-    """Time all sides on one batch: warm-up first, then turn by turn."""
+    """Time all sides on one batch: warm-up first, then turn by turn; the first side is what the others speed up."""
     for side in sides:
         side.time(prompts, WARM_UP_TOKENS)
     timings: dict[str, list[Timing]] = {side.name: [] for side in sides}
-    for _ in range(repeats):
-        for side in sides:
+    for turn in range(repeats):
+        first = turn % len(sides)
+        for side in (*sides[first:], *sides[:first]):
             timings[side.name].append(side.time(prompts, tokens))
     prompt_tokens = round(statistics.fmean(map(len, prompts)))
+    base = [timing.decode_seconds for timing in timings[sides[0].name]]
     for name, repeated in timings.items():
         ordered = sorted(repeated, key=lambda timing: timing.decode_seconds)
         every = [timing.decode_seconds for timing in repeated]
-        yield Result(name, len(prompts), prompt_tokens, tokens, ordered[(len(ordered) - 1) // 2], every)
+        speed_up = statistics.median(theirs / own for theirs, own in zip(base, every, strict=True))
+        yield Result(name, len(prompts), prompt_tokens, tokens, ordered[(len(ordered) - 1) // 2], every, speed_up)
 
 
 def machine() -> dict[str, Any]:

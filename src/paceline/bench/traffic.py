@@ -165,10 +165,14 @@ def measure(
     repeats: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[Result]:
-    """Every policy under every trace, turn by turn; of the repeats, the one with the median mean latency."""
+    """Every policy under every trace; of the repeats, the one with the median mean latency.
+
+    They take turns, and each repeat begins with another policy.
+    """
     policies = [name for name in POLICIES if name != "profiled" or llm.config.profile is not None]
     runs: dict[tuple[str, str], list[Result]] = {}
-    for _, trace, policy in progress([(r, t, p) for t in traces for r in range(repeats) for p in policies]):
+    turns = [(*policies[turn:], *policies[:turn]) for turn in (r % len(policies) for r in range(repeats))]
+    for trace, policy in progress([(trace, policy) for trace in traces for turn in turns for policy in turn]):
         runs.setdefault((trace, policy), []).append(run_policy(llm, prompts, trace, policy, load))
     for repeated in runs.values():
         ordered = sorted(repeated, key=lambda result: result.mean)

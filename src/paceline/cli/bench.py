@@ -82,7 +82,6 @@ app.command()(attention)
 
 def _table(results: list[Result], tokens: int, prompts: str) -> object:
     columns = ["", "batch", "prefill s", "decode s", "tokens/s", "ms/token\na sequence", "accepted", "speed-up"]
-    plain = {result.batch_size: result.median.decode_seconds for result in results if result.side == "plain"}
     rows = []
     for result in results:
         timing = result.median
@@ -95,7 +94,7 @@ def _table(results: list[Result], tokens: int, prompts: str) -> object:
                 f"{result.tokens_per_second:.1f}",
                 f"{result.ms_per_token:.1f}",
                 "" if timing.acceptance_rate is None else f"{timing.acceptance_rate:.0%}",
-                f"{plain[result.batch_size] / timing.decode_seconds:.2f}x",
+                f"{result.speed_up:.2f}x",
             ]
         )
     return table(f"{tokens} tokens an answer, {prompts} prompts, greedy, median", columns, rows)

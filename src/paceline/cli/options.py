@@ -57,7 +57,10 @@ class EngineFlags:
     ] = None
     drafter: Annotated[
         DrafterName | None,
-        engine_option("--drafter", text="Who guesses. Default: model if there is a draft model, else nobody."),
+        engine_option(
+            "--drafter",
+            text="Who guesses; hybrid: ngram where it will do, else model. Default: model, if there is one.",
+        ),
     ] = EngineConfig.drafter
     num_speculative_tokens: Annotated[
         str, engine_option("--num-speculative-tokens", "-k", text="Guesses a round: a number, or auto, bass, profiled.")

@@ -80,6 +80,10 @@ class ModelDrafter:
         laws.append(probabilities(logits, batch))
         return draw(logits, batch, step, Purpose.GUESS)
 
+    def sit_out(self) -> None:
+        """This round's guesses are another's, whatever was drafted before."""
+        self._drafted = 0
+
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.decoder.rewind(batch)
         most = max(verdict.host.accepted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,19 @@ from paceline.kernels import abi, native
 def kernels_for(logits: Tensor) -> native.Kernels | None:
     """What can draw from these logits; None: torch does."""
     on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
-    return native.select() if on_cpu else None
+    return _chosen() if on_cpu else None
+
+
+@cache
+def _chosen() -> native.Kernels | None:
+    """Asked once: to look into the environment takes a round of a small model 50 microseconds."""
+    return native.select()
+
+
+def _evenly_spaced(logits: Tensor) -> Tensor:
+    """[B, L, V] with one stride from place to place, from row to row as well; a head may be wider than V."""
+    even = logits.stride(-1) == 1 and logits.stride(0) == logits.shape[1] * logits.stride(1)
+    return logits if even else logits.contiguous()
 
 
 def draw_tokens(
@@ -31,8 +44,7 @@ def draw_tokens(
     temperature [B] float32; seeds [B] int64; positions [B] int64: place j is drawn for position + offset + j.
     """
     rows, block, vocabulary = logits.shape
-    if logits.stride(-1) != 1 or logits.stride(0) != block * logits.stride(1):
-        logits = logits.contiguous()
+    logits = _evenly_spaced(logits)
     temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
     tokens = torch.empty(rows, block, dtype=torch.int64)
     call = abi.CDraw(
@@ -55,8 +67,7 @@ def draw_tokens(
 def likelihood_of(kernels: native.Kernels, logits: Tensor, tokens: Tensor) -> Tensor:
     """The softmax of logits [B, L, V] float32 at tokens [B, L] int64 -> [B, L] float32."""
     rows, block, vocabulary = logits.shape
-    if logits.stride(-1) != 1 or logits.stride(0) != block * logits.stride(1):
-        logits = logits.contiguous()
+    logits = _evenly_spaced(logits)
     tokens, chances = tokens.contiguous(), torch.empty(rows, block)
     sizes = rows * block, logits.stride(1), vocabulary
     place = tokens.data_ptr(), chances.data_ptr()

@@ -11,13 +11,14 @@ from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel
 from paceline.lengths.fixed import FixedLength
 from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength
+from paceline.lengths.hybrid import HybridLength
 from paceline.lengths.profiled import ProfiledLength
 
 
 def _auto(means: Means) -> LengthPolicy:
     if means.ragged and not means.decoders:  # guesses are free, and each costs its own verification
         return BudgetLength(CostModel(means.costs().without_drafting(), LONGEST_AUTO))
-    policy = ConfidentLength if means.ragged and means.decoders else GoodputLength
+    policy = GoodputLength if not means.ragged else HybridLength if means.copies else ConfidentLength
     return policy(CostModel(means.costs(), LONGEST_AUTO), means.decoders)
 
 

@@ -65,10 +65,11 @@ class Means:
 
     costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
     decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
-    over the rows.
+    over the rows. copies: whether the drafter has guesses for nothing, besides its decoders'.
     """
 
     costs: Callable[[], CostTable]
     profile: Callable[[], Profile]
     decoders: Sequence[Decoder] = ()
     ragged: bool = False
+    copies: bool = False

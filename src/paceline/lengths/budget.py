@@ -98,9 +98,9 @@ class BudgetLength:
         """
         order: list[int] = []
         gains, rates = [sum(weights)], [sum(weights) / times.ms[0]]
-        most = times.ms[0] * (1 + CAUTION * (1 + sum(batch.reliability.tried)))
+        most = times.ms[0] * (1 + CAUTION * (1 + sum(batch.copy_reliability.tried)))
         standings = _Standings(batch, self._counts, times.ms[0], self._price)
-        for value, survival, row in ranked(batch.reliability, self._confidence, self._counts, weights):
+        for value, survival, row in ranked(batch.copy_reliability, self._confidence, self._counts, weights):
             ms, cheapest = times.ms[len(order) + 1], times.cheapest[len(order)]
             behind, for_good = standings.after(row, survival, ms)
             if for_good or ms > most or value <= max(0.0, HOPE * rates[0] * cheapest):
@@ -144,7 +144,7 @@ class BudgetLength:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
         judged, right = judge(draft, verdict)
         self._dry = 0 if any(right) else self._dry + any(judged)
-        batch.reliability.update(self._confidence, judged, right)
+        batch.copy_reliability.update(self._confidence, judged, right)
 
 
 def _confidence(draft: Draft) -> Sequence[Sequence[float]]:

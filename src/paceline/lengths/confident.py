@@ -32,6 +32,7 @@ from paceline.lengths.cost import CostModel, lower_hull
 from paceline.lengths.goodput import FIRST_REACH, GoodputLength, Round
 from paceline.lengths.judgement import judge
 from paceline.lengths.timing import DraftTimes, Rate
+from paceline.reliability import Reliability
 
 CHANCE = 0.7  # of a guess at large, before any was judged
 CHANCE_TRIALS = 4.0  # what that weighs
@@ -114,12 +115,23 @@ class ConfidentLength(GoodputLength):
         self, batch: Batch, confidence: Sequence[Sequence[float]]
     ) -> Iterator[tuple[int, float, list[float]]]:
         """Row by row: its number, what its tokens are worth, the chance that each guess and all before it are right."""
+        record = self._record(batch)
         for row, scores in enumerate(confidence):
             survival, chances = 1.0, []
             for score in scores:
-                survival *= batch.reliability.chance(batch.first + row, score)
+                survival *= record.chance(batch.first + row, score)
                 chances.append(survival)
             yield row, self._worth[batch.first + row], chances
+
+    def _record(self, batch: Batch) -> Reliability:
+        """Of the guesses that this round verifies."""
+        return batch.reliability
+
+    def _values(self, batch: Batch, draft: Draft) -> list[list[float]]:
+        """What each guess is expected to bring, row by row."""
+        scores = zip(draft.confidence or (), draft.counts.tolist(), strict=True)
+        known = [line[:count] for line, count in scores]
+        return [[worth * chance for chance in chances] for _, worth, chances in self._survivals(batch, known)]
 
     def _value(self, guesses: Sequence[float]) -> tuple[float, float]:
         """What verifying the best of these guesses brings, and how much the least of them counts."""
@@ -138,8 +150,7 @@ class ConfidentLength(GoodputLength):
         self._drafted_ms = 1000 * (self.clock() - played.began)
         self._draft, played.k = draft, draft.k
         if draft.confidence is not None and draft.probabilities is None:
-            known = [line[:count] for line, count in zip(draft.confidence, counts, strict=True)]
-            values = [[worth * chance for chance in chances] for _, worth, chances in self._survivals(batch, known)]
+            values = self._values(batch, draft)
             _, least = self._value([value for line in values for value in line])
             counts = [sum(value >= least for value in line) for line in values]
         self._in_flight = sum(counts) / batch.rows
@@ -149,15 +160,21 @@ class ConfidentLength(GoodputLength):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         if self._draft is not None:
-            judged, right = self._round.evidence = judge(self._draft, verdict)
-            if self._draft.confidence is not None:
-                batch.reliability.update(self._draft.confidence, judged, right)
-                self._judged = self._judged * MEMORY + sum(judged)
-                self._right = self._right * MEMORY + sum(right)
+            self._learn_chances(batch, self._draft, verdict)
         if self._free(self._round):
-            tokens = sum(worth * (kept + 1) for worth, kept in zip(self._worth, verdict.host.accepted, strict=True))
-            self._lately.learn(tokens, 1000 * (self.clock() - self._round.began))
+            self._learn_rate(verdict, 1000 * (self.clock() - self._round.began))
         super().observe(batch, verdict)
+
+    def _learn_rate(self, verdict: Verdict, ms: float) -> None:
+        tokens = sum(worth * (kept + 1) for worth, kept in zip(self._worth, verdict.host.accepted, strict=True))
+        self._lately.learn(tokens, ms)
+
+    def _learn_chances(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+        judged, right = self._round.evidence = judge(draft, verdict)
+        if draft.confidence is not None:
+            batch.reliability.update(draft.confidence, judged, right)
+            self._judged = self._judged * MEMORY + sum(judged)
+            self._right = self._right * MEMORY + sum(right)
 
     def _learn_costs(self, played: Round, ms: float) -> None:
         drafting = max(0.0, self._drafted_ms - played.catch_up)

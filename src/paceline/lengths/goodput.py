@@ -62,6 +62,7 @@ class Round:
     asked: range | None = None  # the rows asked for guesses; None: all
     evidence: tuple[list[int], list[int]] | None = None  # guesses judged and right of each row; None: asked for, kept
     catch_up: float = 0.0  # ms that the draft model needs to catch up first
+    took: float | None = None  # expected time over that of a plain round; None: as believed of k guesses a row
     believed: float = 1.0  # acceptance at the first position that only a probe asks for
 
     @property
@@ -230,7 +231,8 @@ class GoodputLength:
         if played.k > 0:
             batch.history.update(*(played.evidence or (played.asked_of_each, accepted)))
         ms = 1000 * (self.clock() - played.began)
-        batch.pace.update(accepted, float(self._times[played.k] / self._times[0]))
+        took = self._times[played.k] / self._times[0] if played.took is None else played.took
+        batch.pace.update(accepted, float(took))
         self.rounds += 1
         self.total_ms += ms
         if played.asked is None and played.catch_up < ms / 2:  # else the time says little about such rounds
@@ -238,8 +240,12 @@ class GoodputLength:
         if played.probe:
             self._pay(played, ms, accepted)
         else:
-            self._purse = min(self._purse + PROBE_SHARE * ms, max(self._price, PROBE_SHARE * ms))
+            self._save(ms)
         self._off = played.k == 0
+
+    def _save(self, ms: float) -> None:
+        """For probes, of the time of a round that was none."""
+        self._purse = min(self._purse + PROBE_SHARE * ms, max(self._price, PROBE_SHARE * ms))
 
     def _learn_costs(self, played: Round, ms: float) -> None:
         """From a round that took ``ms``, catching up apart."""

@@ -8,12 +8,13 @@ from paceline.batch import Draft, Verdict
 def judge(draft: Draft, verdict: Verdict) -> tuple[list[int], list[int]]:
     """Of each row's guesses, how many can be judged by what the row gained, and how many of those are right.
 
-    Those up to the first that was wrong or was not verified: the row's last token says whether it was right.
+    Those up to the first that is wrong, or that lies beyond what was gained. So a draft can be judged of which only a
+    part was verified, or nothing.
     """
     judged, right = [], []
-    host, guesses = verdict.host, draft.tokens.tolist()
-    for row, (accepted, count) in enumerate(zip(host.accepted, draft.counts.tolist(), strict=True)):
-        another = accepted < count
-        judged.append(accepted + another)
-        right.append(accepted + (another and guesses[row][accepted] == host.tokens[row][accepted]))
+    for guesses, count, gained in zip(draft.tokens.tolist(), draft.counts.tolist(), verdict.host.tokens, strict=True):
+        known = min(count, len(gained))
+        good = next((place for place in range(known) if guesses[place] != gained[place]), known)
+        judged.append(min(good + 1, known))
+        right.append(good)
     return judged, right

@@ -64,6 +64,21 @@ class _Ratio:
         self._weight = self._weight * PASS_MEMORY + 1
 
 
+class Mean:
+    """What rounds of a kind brought lately; the first value is believed, and weighs as much as a round."""
+
+    def __init__(self, believed: float) -> None:
+        self._sum, self._weight = believed, 1.0
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight
+
+    def learn(self, value: float) -> None:
+        self._sum = self._sum * RATE_MEMORY + value
+        self._weight = self._weight * RATE_MEMORY + 1
+
+
 class Rate:
     """Tokens a millisecond of the rounds that speculated lately: 0 before any did.
 

@@ -1,0 +1,152 @@
+"""Copies where they will do, else the draft model's guesses, whose cache falls behind meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from paceline.attention import BACKENDS
+from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.decoder import Decoder
+from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
+from paceline.drafters.ngram import STRONG
+from paceline.params import SamplingParams
+from toy import VOCAB, FlatToy, ToyModel, answers, logits_after, make_engine, run, slow_adjust, slow_draw
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TWICE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]  # a match of the longest kind, followed by 6
+SHORT = [1, 2, 3, 4, 7, 2, 3, 4]  # a match of three tokens
+NEW = [1, 2, 3]
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.2),
+    SamplingParams(temperature=0.8, top_k=6, top_p=0.9, frequency_penalty=0.4, logit_bias={4: 1.0}),
+]
+
+
+def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
+    decoder = Decoder(ToyModel(), BACKENDS["padded"](), len(prompts), 120)
+    batch = Batch(len(prompts), 120, VOCAB)
+    for row, prompt in enumerate(prompts):
+        batch.set_row(row, RowStart(prompt, PARAMS[row % 3], 100 + row))
+    batch.set_rows(len(prompts))
+    decoder.prefill(batch, 0, [0] * len(prompts), [len(prompt) - 1 for prompt in prompts])
+    return HybridDrafter(NgramDrafter(scored=True), ModelDrafter(decoder, "coupled")), batch
+
+
+def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]]:
+    """What the draft model itself would say, token by token from the whole text."""
+    guesses = []
+    for row, prompt in enumerate(prompts):
+        text = batch.tokens[row, : batch.lengths[row]].tolist()
+        for _ in range(k):
+            logits = logits_after(ToyModel(), text)
+            adjusted = slow_adjust(logits, PARAMS[row % 3], prompt, text[len(prompt) :], frozenset())
+            text.append(slow_draw(adjusted, PARAMS[row % 3], 100 + row, len(text)))
+        guesses.append(text[batch.lengths[row] :])
+    return guesses
+
+
+@pytest.mark.parametrize(
+    ("prompts", "copies"),
+    [([TWICE], True), ([TWICE, TWICE], True), ([SHORT], False), ([NEW], False), ([TWICE, SHORT, TWICE], False)],
+    ids=["long match", "all long", "short match", "no match", "one of three short"],
+)
+def test_left_to_itself_it_copies_only_where_every_match_is_of_the_longest_kind(
+    prompts: list[list[int]], copies: bool
+) -> None:
+    drafter, batch = setup(*prompts)
+    draft = drafter.propose(batch, 3)
+    own = models_own(batch, prompts, 3)
+    assert own != [[6, 1, 2]] * len(prompts)
+    assert draft.tokens.tolist() == ([[6, 1, 2]] * len(prompts) if copies else own)
+    assert draft.counts.tolist() == [3] * len(prompts)
+
+
+@pytest.mark.parametrize("prompts", [[TWICE], [SHORT, TWICE], [NEW, NEW]])
+@pytest.mark.parametrize("asked", [0, 1, 4])
+def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]]) -> None:
+    drafter, batch = setup(*prompts)
+    shown: list[Draft] = []
+    batch.instead = lambda _batch, copies: shown.append(copies) or asked  # type: ignore[func-returns-value]
+    draft = drafter.propose(batch, 4)
+    expected = NgramDrafter().propose(batch, 4)
+    assert [copies.tokens.tolist() for copies in shown] == [expected.tokens.tolist()]
+    assert shown[0].confidence == expected.confidence
+    if asked:
+        assert draft.tokens.tolist() == models_own(batch, prompts, asked)
+    else:
+        assert draft is shown[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text(seed: int) -> None:
+    """Rounds of copies, of the draft model, plain ones, and drafts that were timed only leave nothing stale behind."""
+    rng, prompts = random.Random(seed), [[1], [2, 3, 4, 2, 3], [8, 9, 1]]
+    drafter, batch = setup(*prompts)
+    for _ in range(14):
+        kind = rng.choice(["copies", "copies", "model", "plain", "timed"])
+        k = 0 if kind == "plain" else rng.choice([1, 2, 4])
+        draft = Draft.empty(batch)
+        if kind == "timed":
+            batch.instead = lambda _batch, _copies: 2
+            drafter.propose(batch, 2)
+            drafter.decoders[0].rewind(batch)  # as the calibration leaves it: its rows begin anew
+            k = 4
+        if k:
+            asked = k if kind == "model" else 0
+            batch.instead = lambda _batch, _copies: asked  # noqa: B023
+            draft = drafter.propose(batch, k)
+        if kind == "model":
+            assert draft.tokens.tolist() == models_own(batch, prompts, k)
+        accepted = torch.tensor([rng.choice([rng.randint(0, n), n]) for n in draft.counts.tolist()])
+        tokens = torch.randint(0, VOCAB, (3, draft.k + 1), generator=torch.Generator().manual_seed(rng.randrange(99)))
+        for row in range(3):
+            tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
+        verdict = Verdict(tokens, accepted, draft.counts)
+        batch.commit(verdict)
+        assert batch.instead is None, "asked for one round"
+        drafter.observe(batch, verdict)
+
+
+def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() -> None:
+    """The calibration drafts without ending the round; copies then come first, and the draft model after them."""
+    engine = make_engine(
+        FlatToy(), FlatToy(), drafter="hybrid", num_speculative_tokens="auto", attention="auto", max_batch_size=1
+    )
+
+    class CopiesFirst:
+        name, round = "copies first", 0
+
+        def choose(self, batch: Batch) -> int:
+            self.round += 1
+            asked = 0 if self.round <= 2 else 3
+            batch.instead = lambda _batch, _copies: asked
+            return 3
+
+        def observe(self, batch: Batch, verdict: Verdict) -> None:
+            pass
+
+    engine.parts.policy = CopiesFirst()
+    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
+    [output] = run(engine, [TWICE], params)
+    assert answers([output]) == answers(run(make_engine(ToyModel()), [TWICE], params))
+    assert output.outputs[0].metrics.rounds <= 2 + 18 / 3, "the target is its own draft model"
+
+
+@pytest.mark.parametrize("scored", [True, False, None])
+def test_copies_are_scored_where_that_is_wanted(scored: bool | None) -> None:
+    _, batch = setup(TWICE, SHORT, NEW)
+    draft = NgramDrafter(scored=scored).propose(batch, 2)
+    plain = NgramDrafter().propose(batch, 2)
+    assert draft.tokens.tolist() == plain.tokens.tolist()
+    if scored is False:
+        assert draft.confidence is None
+        return
+    assert draft.confidence is not None
+    first = [scores[0] for scores in draft.confidence]
+    assert first[0] == STRONG > first[1] > first[2] == 0
+    assert draft.confidence[0][1] > STRONG, "it grows with each right guess"

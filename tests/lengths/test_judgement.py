@@ -1,0 +1,65 @@
+"""What became of guesses: by what a row gained, whether they were verified or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.batch import Draft, Verdict
+from paceline.lengths.judgement import judge
+
+
+def judged(guesses: list[int], gained: list[int], accepted: int, verified: int) -> tuple[int, int]:
+    """Of one row's guesses, how many can be judged and how many of those are right."""
+    draft = Draft(torch.tensor([guesses], dtype=torch.int64), torch.tensor([len(guesses)]))
+    width = max(len(gained), 1)
+    tokens = torch.full((1, width), 99)  # beyond what was gained lies anything
+    tokens[0, : len(gained)] = torch.tensor(gained)
+    verdict = Verdict(tokens, torch.tensor([accepted]), torch.tensor([verified]))
+    counts, right = judge(draft, verdict)
+    return counts[0], right[0]
+
+
+@pytest.mark.parametrize(
+    ("guesses", "gained", "accepted", "verified", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3, 4], 3, 3, (3, 3)),
+        ([1, 2, 3], [1, 5], 1, 3, (2, 1)),
+        ([1, 2, 3], [5], 0, 3, (1, 0)),
+        ([1, 2, 3], [1, 2], 1, 1, (2, 2)),
+        ([1, 2, 3], [1, 5], 1, 1, (2, 1)),
+        ([1, 2, 3], [1], 0, 0, (1, 1)),
+        ([1, 2, 3], [5], 0, 0, (1, 0)),
+        ([], [1], 0, 0, (0, 0)),
+    ],
+    ids=[
+        "all kept",
+        "the second wrong",
+        "the first wrong",
+        "the next one right, unverified",
+        "the next one wrong, unverified",
+        "none verified, right",
+        "none verified, wrong",
+        "none",
+    ],
+)
+def test_guesses_up_to_the_first_that_is_wrong_or_unknown_are_judged(
+    guesses: list[int], gained: list[int], accepted: int, verified: int, expected: tuple[int, int]
+) -> None:
+    assert judged(guesses, gained, accepted, verified) == expected
+
+
+@pytest.mark.parametrize(
+    ("guesses", "expected"),
+    [([1, 2, 3, 4], (4, 4)), ([1, 2, 3, 4, 5, 6], (4, 4)), ([1, 9, 3, 4], (2, 1)), ([9, 2], (1, 0)), ([1, 2], (2, 2))],
+    ids=["as long", "longer", "the second wrong", "the first wrong", "shorter"],
+)
+def test_guesses_are_judged_by_what_others_guesses_brought(guesses: list[int], expected: tuple[int, int]) -> None:
+    """Three guesses of another drafter were kept, and a token came after them."""
+    assert judged(guesses, [1, 2, 3, 4], accepted=3, verified=5) == expected
+
+
+def test_padding_is_no_guess_and_rows_are_judged_apart() -> None:
+    draft = Draft(torch.tensor([[1, 1], [1, 2], [7, 7]]), torch.tensor([1, 2, 0]))
+    verdict = Verdict(torch.tensor([[1, 1, 1], [1, 3, 0], [7, 7, 7]]), torch.tensor([2, 1, 2]), torch.tensor([2, 2, 2]))
+    assert judge(draft, verdict) == ([1, 2, 0], [1, 1, 0])
