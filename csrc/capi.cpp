@@ -74,10 +74,6 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
 
 PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out) { model->logits(*pool, hidden, rows, out); }
 
-PL_EXPORT void pl_argmax(Model* model, Pool* pool, const float* hidden, int rows, int64_t* tokens, float* values) {
-  model->argmax(*pool, hidden, rows, tokens, values);
-}
-
 namespace paceline {
 namespace {
 

@@ -222,14 +222,11 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, float*
   }
 }
 
-// Hidden states to logits, or to the largest logit alone: then the vocabulary never leaves the cache.
+// Hidden states to logits.
 class HeadPass {
  public:
-  HeadPass(Model& model, Pool& pool, const float* hidden, int rows) : m_(model), pool_(pool), hidden_(hidden), rows_(rows) {}
-
-  float* logits = nullptr;
-  std::vector<int64_t> best_token;  // [thread][row]
-  std::vector<float> best_value;
+  HeadPass(Model& model, Pool& pool, const float* hidden, int rows, float* logits)
+      : m_(model), pool_(pool), hidden_(hidden), rows_(rows), logits_(logits) {}
 
   static void job(void* self, int thread) { static_cast<HeadPass*>(self)->run(thread); }
 
@@ -245,48 +242,15 @@ class HeadPass {
     m_.kernels.quantise(m_.padded_hidden_.as<float>(), nullptr, head, m_.shared_.view, rows);
     pool_.meet();
     const Share share(panels(head.outputs), thread, pool_.threads());
-    if (logits) {
-      const LinearCall call = {&head, m_.shared_.view, rows_, Epilogue::kStore, logits, static_cast<size_t>(head.outputs)};
-      m_.kernels.linear(call, share.first, share.last);
-    } else {
-      find_best(share, thread);
-    }
-  }
-
-  void find_best(const Share& share, int thread) {
-    std::vector<float> out(static_cast<size_t>(rows_) * kPanel);
-    int64_t* token = best_token.data() + static_cast<size_t>(thread) * static_cast<size_t>(rows_);
-    float* value = best_value.data() + static_cast<size_t>(thread) * static_cast<size_t>(rows_);
-    for (int panel = share.first; panel < share.last; ++panel) {
-      // The kernel adds panel * 32 to the output pointer: start that much earlier, in arithmetic that stays in bounds.
-      Linear one = panel_of(m_.spec.head, panel);
-      m_.kernels.linear(LinearCall{&one, m_.shared_.view, rows_, Epilogue::kStore, out.data(), kPanel}, 0, 1);
-      for (int row = 0; row < rows_; ++row) {
-        for (int column = 0; column < one.outputs; ++column) {
-          const float x = out[static_cast<size_t>(row) * kPanel + static_cast<size_t>(column)];
-          if (!(x > value[row])) continue;
-          value[row] = x;
-          token[row] = static_cast<int64_t>(panel) * kPanel + column;
-        }
-      }
-    }
-  }
-
-  // The linear layer that has this one panel.
-  static Linear panel_of(const Linear& head, int panel) {
-    Linear one = head;
-    const size_t first = static_cast<size_t>(panel) * kPanel;
-    one.weights += panel_bytes(head) * static_cast<size_t>(panel);
-    if (one.scales) one.scales += first;
-    if (one.bias) one.bias += first;
-    one.outputs = std::min(kPanel, head.outputs - panel * kPanel);
-    return one;
+    const LinearCall call = {&head, m_.shared_.view, rows_, Epilogue::kStore, logits_, static_cast<size_t>(head.outputs)};
+    m_.kernels.linear(call, share.first, share.last);
   }
 
   Model& m_;
   Pool& pool_;
   const float* hidden_;
   int rows_;
+  float* logits_;
 };
 
 void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
@@ -294,30 +258,9 @@ void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
   for (int start = 0; start < rows; start += kChunk) {
     const int count = std::min(kChunk, rows - start);
     grow(pool.threads(), count);
-    HeadPass pass(*this, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count);
-    pass.logits = out + static_cast<size_t>(start) * static_cast<size_t>(vocabulary());
+    HeadPass pass(*this, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count,
+                  out + static_cast<size_t>(start) * static_cast<size_t>(vocabulary()));
     pool.run(HeadPass::job, &pass);
-  }
-}
-
-void Model::argmax(Pool& pool, const float* hidden, int rows, int64_t* tokens, float* values) {
-  std::lock_guard<std::mutex> lock(one_call_at_a_time_);
-  for (int start = 0; start < rows; start += kChunk) {
-    const int count = std::min(kChunk, rows - start);
-    grow(pool.threads(), count);
-    HeadPass pass(*this, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count);
-    const size_t cells = static_cast<size_t>(count) * static_cast<size_t>(pool.threads());
-    pass.best_token.assign(cells, 0);
-    pass.best_value.assign(cells, -__builtin_inff());
-    pool.run(HeadPass::job, &pass);
-    for (int row = 0; row < count; ++row) {
-      size_t best = static_cast<size_t>(row);  // threads hold ascending columns: the first of equals wins, as in torch
-      for (size_t at = best; at < cells; at += static_cast<size_t>(count)) {
-        if (pass.best_value[at] > pass.best_value[best]) best = at;
-      }
-      tokens[start + row] = pass.best_token[best];
-      values[start + row] = pass.best_value[best];
-    }
   }
 }
 

@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 5;
+constexpr int kAbiVersion = 6;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -108,7 +108,6 @@ class Model {
 
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
-  void argmax(Pool& pool, const float* hidden, int rows, int64_t* tokens, float* values);
   int64_t vocabulary() const { return spec.head.outputs; }
 
   const ModelSpec spec;

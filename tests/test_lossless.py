@@ -69,6 +69,10 @@ DRAFTS: dict[str, Callable[[], Model]] = {
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
+BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
+    *(("padded", length) for length in LENGTHS),
+    *(pytest.param("split", k, marks=() if k in (4, "random") else pytest.mark.slow) for k in LENGTHS),
+]
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
@@ -164,8 +168,7 @@ def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_py
         assert alone == slow
 
 
-@pytest.mark.parametrize("backend", ["padded", "split"])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("backend", "length"), BACKENDS_AND_LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_coupled_and_greedy_rows_equal_plain_decoding(drafter: str, length: int | str, backend: str) -> None:
     engine = speculative_engine("toy", drafter, length, "mixed", attention=backend, prefill_chunk=7)

@@ -156,19 +156,6 @@ def test_rejected_tokens_leave_no_trace(kernels):
 
 
 @on_every_isa
-@quantised_every_way
-def test_argmax_is_that_of_the_logits_and_the_first_of_equals(kernels, quantization):
-    spec = random_spec(vocab_size=331)
-    spec.embedding[200] = spec.embedding[100]
-    spec.embedding[330] = spec.embedding[5]
-    model, hidden = model_of(spec, kernels, quantization), torch.randn(40, spec.width)
-    hidden[0], hidden[1] = spec.embedding[100].float(), spec.embedding[5].float()
-    assert torch.equal(model.argmax(hidden), model.logits(hidden).argmax(dim=1))
-    assert model.argmax(hidden)[:2].tolist() == [100, 5]
-    assert model.argmax(hidden.view(5, 8, -1)).shape == (5, 8)
-
-
-@on_every_isa
 def test_no_tokens_are_no_work(kernels):
     spec = random_spec()
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)

@@ -224,11 +224,6 @@ class NativeDecoder:
         """Hidden [M, width] -> out [M, vocab]."""
         self._library.pl_logits(self._handle, self._pool, hidden.data_ptr(), hidden.shape[0], out.data_ptr())
 
-    def argmax(self, hidden: Tensor, tokens: Tensor, values: Tensor) -> None:
-        """Hidden [M, width] -> the largest logit's token and value, [M] each."""
-        place = hidden.data_ptr(), hidden.shape[0], tokens.data_ptr(), values.data_ptr()
-        self._library.pl_argmax(self._handle, self._pool, *place)
-
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.pl_model_free(self._handle)

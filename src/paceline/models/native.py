@@ -117,16 +117,6 @@ class NativeModel:
         self._packed.decoder.logits(flat, out)
         return out.view(*hidden.shape[:-1], self.vocab_size)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., width] -> the most likely tokens [...], without writing the logits."""
-        flat = hidden.reshape(-1, self.width).float().contiguous()
-        if self._twin is not None:
-            return self._twin.logits(flat).argmax(dim=1).view(hidden.shape[:-1])
-        assert self._packed is not None
-        tokens = torch.empty(flat.shape[0], dtype=torch.int64)
-        self._packed.decoder.argmax(flat, tokens, torch.empty(flat.shape[0]))
-        return tokens.view(hidden.shape[:-1])
-
     def weight_bytes(self) -> int:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
         return self._weight_bytes
