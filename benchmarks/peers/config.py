@@ -14,6 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "img" / "peers.png"
 
 MODES = ("plain", "draft", "ngram")
+OWN_MODES = (*MODES, "hybrid")  # paceline's
 
 
 def models_directory() -> Path:
@@ -35,7 +36,7 @@ class Pair:
     bf16_gib: dict[str, float]  # of each model's weights, to plan the memory
 
     def modes(self) -> tuple[str, ...]:
-        return MODES if self.draft is not None else ("plain", "ngram")
+        return OWN_MODES if self.draft is not None else ("plain", "ngram")
 
 
 PAIRS = {
@@ -94,4 +95,6 @@ def chosen_peers(names: list[str], precisions: list[str]) -> list[Peer]:
 
 def _paceline(precision: str) -> Peer:
     path = {"PYTHONPATH": str(ROOT / "src")}
-    return Peer(f"paceline-{precision}", None, "paceline_worker.py", "gguf", precision, environment=path)
+    return Peer(
+        f"paceline-{precision}", None, "paceline_worker.py", "gguf", precision, modes=OWN_MODES, environment=path
+    )

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from benchmarks.peers.config import MODES, ROOT
+from benchmarks.peers.config import OWN_MODES, ROOT
 from benchmarks.peers.schedule import Configuration, Outcome, label
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "avx_vnni")
-TITLES = {"plain": "plain decoding", "draft": "draft model", "ngram": "n-gram (prompt lookup)"}
+TITLES = {
+    "plain": "plain decoding",
+    "draft": "draft model",
+    "ngram": "n-gram (prompt lookup)",
+    "hybrid": "n-gram or draft model",
+}
 REASONS = {"failed": "", "left out": "far behind its best mode, not repeated"}
 UNITS = {
     "tokens_per_s": "new tokens of all rows / total_s, prefill included",
@@ -144,7 +149,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     entries = document["results"]
-    panels = [(TITLES[mode], [e for e in entries if e["mode"] == mode]) for mode in MODES]
+    panels = [(TITLES[mode], [e for e in entries if e["mode"] == mode]) for mode in OWN_MODES]
     panels = [(title, found) for title, found in panels if found] + [("each one's best mode", _best(entries))]
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), squeeze=False, sharey=True)
     colours = _colours(entries, plt.get_cmap("tab10"))

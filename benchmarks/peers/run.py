@@ -38,7 +38,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_words, default=names, help="comma-separated (default: %(default)s)")
     precisions = ",".join(config.PACELINE_PRECISIONS)
     parser.add_argument("--precision", type=_words, default=precisions, help="paceline's (default: %(default)s)")
-    parser.add_argument("--modes", type=_words, default=",".join(config.MODES), help="(default: %(default)s)")
+    parser.add_argument("--modes", type=_words, default=",".join(config.OWN_MODES), help="(default: %(default)s)")
     parser.add_argument("--batches", type=_numbers, default="1,2,4,8,16", help="at most 16 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens a row (default: %(default)s)")
@@ -67,7 +67,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for given, known in ((options.peers, ("paceline", *config.PEERS)), (options.modes, config.MODES)):
+    for given, known in ((options.peers, ("paceline", *config.PEERS)), (options.modes, config.OWN_MODES)):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
     if not options.batches or not 1 <= options.batches[0] <= options.batches[-1] <= 16:
@@ -132,7 +132,7 @@ class Plan:
         return int(own) if own.isdigit() else str(own)
 
     def _spec(self, peer: Peer, modes: Sequence[str], models: dict[str, Path]) -> WorkerSpec:
-        draft = self._pair.draft if "draft" in modes else None
+        draft = self._pair.draft if {"draft", "hybrid"} & set(modes) else None
         setup = {
             "target": str(models.get(self._pair.target, "")),
             "draft": str(models.get(draft, "")) if draft else None,

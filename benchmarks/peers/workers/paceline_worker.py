@@ -9,7 +9,7 @@ from common import Run, Setup, serve, versions
 
 from paceline import LLM, SamplingParams
 
-DRAFTERS: Mapping[str, str | None] = {"plain": None, "draft": "model", "ngram": "ngram"}
+DRAFTERS: Mapping[str, str | None] = {"plain": None, "draft": "model", "ngram": "ngram", "hybrid": "hybrid"}
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
