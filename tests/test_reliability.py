@@ -43,18 +43,6 @@ def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its
     assert chance(reliability, 0.7) < 0.1
 
 
-def test_a_change_is_told_from_bad_luck() -> None:
-    """What was learned from hundreds of guesses is forgotten in one round that it cannot explain, and in no other."""
-    reliability = Reliability(17)
-    learn(reliability, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
-    learn(reliability, [0.6] * 16, [True] * 10 + [False] * 6)
-    assert chance(reliability, 0.6, row=16) > 0.75
-    learn(reliability, [0.6] * 16, [True] * 2 + [False] * 14)
-    assert chance(reliability, 0.6, row=16) < 0.55
-    learn(reliability, [0.6] * 16, [True] * 2 + [False] * 14)
-    assert chance(reliability, 0.6, row=16) < 0.4
-
-
 def test_rows_differ_with_the_same_confidence() -> None:
     reliability = Reliability(3)
     learn(reliability, [0.7, 0.7], [True, False], times=30)

@@ -15,7 +15,6 @@ CENTRES = (0.1, 0.33, 0.53, 0.66, 0.76, 0.84, 0.91, 0.96, 0.99)  # what a confid
 BIN_MEMORY = 100.0  # guesses of a bin after which one weighs 1 / e
 ALL_MEMORY = 100.0  # guesses of any kind, likewise
 ROW_MEMORY = 24.0  # rounds of a row, likewise
-CHANGE = 4.0  # standard errors by which a round's guesses of a bin are off that are no bad luck: what was known is old
 PRIOR_TRIALS = 4.0  # what a confidence itself weighs in its bin
 PRIOR_MISSES = 2.0  # what it weighs against misses, of all rows and of one
 
@@ -65,11 +64,6 @@ class Reliability:
             self.expected[row] = self.expected[row] * _ROW_FADE + expected
         self._learn_bins(tried, kept)
 
-    def _surprising(self, bin_: int, tried: int, kept: int) -> bool:
-        """Whether so many of so many guesses of a bin can hardly be right by what is believed of it."""
-        miss = self._misses[bin_]
-        return abs(tried - kept - tried * miss) > CHANGE * math.sqrt(tried * miss * (1 - miss) + 1)
-
     def _learn_bins(self, tried: list[int], kept: list[int]) -> None:
         """So many guesses of each bin were judged, and so many of them right."""
         forget = math.exp(-sum(tried) / ALL_MEMORY)
@@ -80,8 +74,6 @@ class Reliability:
         for bin_, (centre, new, good) in enumerate(zip(CENTRES, tried, kept, strict=True)):
             if new:
                 fade = math.exp(-new / BIN_MEMORY)
-                if self._surprising(bin_, new, good):
-                    fade = min(fade, new / max(self.tried[bin_], 1.0))  # the past weighs no more than this round
                 self.tried[bin_] = self.tried[bin_] * fade + new
                 self.kept[bin_] = self.kept[bin_] * fade + good
             prior = PRIOR_TRIALS * min((1 - centre) * of_all, 1.0)
