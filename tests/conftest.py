@@ -14,9 +14,19 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 
 os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user's own cache
 
+from paceline.kernels import drawing
+
 # A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_chosen_anew() -> Iterator[None]:
+    """A process asks its environment once which kernels draw; a test that changes the environment means it."""
+    drawing.chosen.cache_clear()
+    yield
+    drawing.chosen.cache_clear()
 
 
 @pytest.fixture

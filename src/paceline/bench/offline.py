@@ -3,6 +3,7 @@
 Prefill and decoding are told apart: until every answer has its first token it takes P + r seconds (prefill and one
 round), until all have N tokens P + R x r seconds in R rounds. So r = (long - short) / (R - 1) and P = short - r;
 decoding took R x r. (Of a side that does not tell when its first tokens came, a run of one token is timed before.)
+Prompts that need several prefill chunks blur this: what the first rows gain meanwhile counts as prefill, on all sides.
 Every answer has exactly N tokens (no end-of-text token ends it), so all sides do the same work. Sides take turns within
 one process, after a warm-up of each, and each repeat begins with another one. The median of the repeats counts, and the
 speed-up is the median of each repeat's own: what slows a machine down for a while slows both of its sides.

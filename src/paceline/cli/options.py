@@ -59,7 +59,7 @@ class EngineFlags:
         DrafterName | None,
         engine_option(
             "--drafter",
-            text="Who guesses; hybrid: ngram where it will do, else model. Default: model, if there is one.",
+            text="Who guesses (hybrid: ngram, else model). Default: model if there is a draft model, else nobody.",
         ),
     ] = EngineConfig.drafter
     num_speculative_tokens: Annotated[

@@ -23,7 +23,7 @@ for any, for that takes time, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.lengths.cost import CostModel, GuessTimes
@@ -31,6 +31,7 @@ from paceline.lengths.goodput import LONGEST_AUTO, PROBE_SHARE
 from paceline.lengths.judgement import judge
 from paceline.lengths.lateness import worth_of_tokens
 from paceline.lengths.ranking import ranked
+from paceline.lengths.timing import Clock
 
 WORTH = 1.03  # guesses must promise so much more than plain decoding
 HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
@@ -53,7 +54,7 @@ class BudgetLength:
 
     name = "auto (a budget for all rows)"
 
-    def __init__(self, costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, costs: CostModel, clock: Clock = time.perf_counter) -> None:
         self.costs, self.clock = costs, clock
         self._began = 0.0
         self._context = 0

@@ -21,7 +21,7 @@ rule nothing that was drafted is left out: to drop a guess for what it is would 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from paceline.decoder import Decoder
 from paceline.lengths.cost import CostModel, lower_hull
 from paceline.lengths.goodput import FIRST_REACH, GoodputLength, Round
 from paceline.lengths.judgement import judge
-from paceline.lengths.timing import DraftTimes, Rate
+from paceline.lengths.timing import Clock, DraftTimes, Rate
 from paceline.reliability import Reliability
 
 CHANCE = 0.7  # of a guess at large, before any was judged
@@ -44,12 +44,7 @@ class ConfidentLength(GoodputLength):
 
     name = "auto (the draft model's confidence ends a draft)"
 
-    def __init__(
-        self,
-        costs: CostModel,
-        decoders: Sequence[Decoder] = (),
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, costs: CostModel, decoders: Sequence[Decoder] = (), clock: Clock = time.perf_counter) -> None:
         super().__init__(CostModel(costs.table.without_drafting(), costs.longest), decoders, clock)
         self._drafting = DraftTimes(costs.table)
         self._drafted_ms = 0.0

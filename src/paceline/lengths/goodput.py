@@ -22,7 +22,7 @@ nearly always right would not pay (``hopeful``), it does not read the prompts ei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from paceline.batch import Batch, Verdict
 from paceline.decoder import Decoder
 from paceline.lengths.cost import CostModel
 from paceline.lengths.lateness import worth_of_tokens
+from paceline.lengths.timing import Clock
 
 LONGEST_AUTO = 16  # the longest draft that auto considers
 LONGER = 1.01  # a longer draft must promise so much more than the present one
@@ -80,12 +81,7 @@ class GoodputLength:
 
     name = "auto"
 
-    def __init__(
-        self,
-        costs: CostModel,
-        decoders: Sequence[Decoder] = (),
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, costs: CostModel, decoders: Sequence[Decoder] = (), clock: Clock = time.perf_counter) -> None:
         self.costs, self.decoders, self.clock = costs, decoders, clock
         self.k = 0  # the length in force; probes aside
         self.rounds = self.probes = 0

@@ -16,7 +16,7 @@ model go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
@@ -25,7 +25,7 @@ from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel
 from paceline.lengths.goodput import HOPE, LONGEST_AUTO
 from paceline.lengths.judgement import judge
-from paceline.lengths.timing import Mean
+from paceline.lengths.timing import Clock, Mean
 from paceline.reliability import Reliability
 
 
@@ -34,12 +34,7 @@ class HybridLength(ConfidentLength):
 
     name = "auto (copies or the draft model, whichever brings more)"
 
-    def __init__(
-        self,
-        costs: CostModel,
-        decoders: Sequence[Decoder] = (),
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, costs: CostModel, decoders: Sequence[Decoder] = (), clock: Clock = time.perf_counter) -> None:
         super().__init__(costs, decoders, clock)
         self._copies_alone = BudgetLength(self.costs, clock)
         self._resting = False  # whether the draft model does not pay: copies alone are played

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.lengths.cost import CostTable
+
+Clock: TypeAlias = Callable[[], float]  # seconds
 
 RATE_MEMORY = 0.9  # what tokens and milliseconds of a round are worth a round later
 PASS_MEMORY = 0.9  # what the time of a pass of the draft model is worth a pass later
