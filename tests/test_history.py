@@ -71,6 +71,33 @@ def test_untried_positions_believe_their_predecessor() -> None:
     assert history.batch_acceptance(4) == pytest.approx([1, 1, 1, 1], abs=0.02)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
+@pytest.mark.parametrize(("rows", "rounds"), [(16, 2), (1, 14)])
+def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, after: float) -> None:
+    history, rng = AcceptanceHistory(rows), np.random.default_rng(0)
+
+    def play(rate: float) -> None:
+        history.update(2, (rng.random((rows, 2)) < rate).cumprod(1).sum(1).tolist())
+
+    for _ in range(100):
+        play(before)
+    for _ in range(rounds):
+        play(after)
+    assert abs(history.batch_acceptance(1)[0] - after) < 0.25
+    assert abs(history.acceptance(rows, 1).mean() - after) < 0.3
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
+    history, rng = AcceptanceHistory(8), np.random.default_rng(0)
+    begun_anew = 0
+    for _ in range(500):
+        had = history.all_tried[0]
+        history.update(2, (rng.random((8, 2)) < rate).cumprod(1).sum(1).tolist())
+        begun_anew += history.all_tried[0] < had / 2
+    assert begun_anew <= 3
+
+
 def test_after_a_rest_a_few_trials_decide() -> None:
     history = AcceptanceHistory(16)
     for _ in range(100):

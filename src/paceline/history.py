@@ -24,6 +24,9 @@ PREDECESSOR_TRIALS = 2.0  # and what each position's predecessor does: one early
 PRIOR_TRIALS_GONE = 4.0  # after so many trials it weighs half of that
 PACE_PRIOR = 2.0  # rounds of one token that a row's pace begins with
 ALL_TRIALS = 4.0  # what the batch's acceptance weighs in a row's
+CHANGE = 2.0  # what is to be noticed at once: so many times fewer right guesses, or fewer wrong ones, than believed
+LEAST_CHANCE = 0.02  # and most of 1 - that: nothing that was seen is impossible
+ALARM = 7.0  # log of how much likelier such a change must make what was seen
 
 
 class AcceptanceHistory:
@@ -43,6 +46,7 @@ class AcceptanceHistory:
         self.all_tried = np.zeros(MAX_SPECULATION_LENGTH)
         self.all_kept = np.zeros(MAX_SPECULATION_LENGTH)
         self._place = np.arange(MAX_SPECULATION_LENGTH)
+        self._worse, self._better = _Change(better=False), _Change(better=True)
 
     def reset(self, row: int, most: int = MAX_SPECULATION_LENGTH) -> None:
         """A new sequence begins."""
@@ -63,9 +67,20 @@ class AcceptanceHistory:
         count = np.asarray(accepted)[:, None]
         tried = (place <= count) & (place < np.minimum(asked, self.most[:rows])[:, None])
         kept = place < count
+        believed = self.acceptance(rows, deepest)
         _learn(self.tried[:rows, :deepest], self.kept[:rows, :deepest], tried, kept, ROW_MEMORY)
         _learn(self.all_tried[:deepest], self.all_kept[:deepest], tried.sum(0), kept.sum(0), ALL_MEMORY)
         _fade(self.all_tried[deepest:], self.all_kept[deepest:])
+        for change in (self._worse, self._better):
+            if change.noticed(believed, tried, kept):
+                self._begin_anew(change)
+
+    def _begin_anew(self, change: _Change) -> None:
+        """Only what was seen since the change counts, and rows have nothing of their own."""
+        self.tried[:] = self.kept[:] = 0
+        self.all_tried[:], self.all_kept[:] = change.tried, change.kept
+        self._worse.reset()
+        self._better.reset()
 
     def rest(self) -> None:
         """Nothing was tried for a while: what is known weighs little from now on."""
@@ -88,6 +103,39 @@ class AcceptanceHistory:
             chance, trials = (kept + weight * chance) / (tried + weight), PREDECESSOR_TRIALS
             chances.append(chance)
         return np.array(chances)
+
+
+class _Change:
+    """Whether guesses have become better (or worse) than they are believed to be: a cumulative sum test (Page 1954).
+
+    The averages take ten rounds to follow what changes at once, and a batch pays for every guess of them. The sum is
+    how much likelier the change makes what was seen (a log) since the round in which it was least likely.
+
+    tried, kept: [K], since then.
+    """
+
+    def __init__(self, better: bool) -> None:
+        self._better = better
+        self._sum = 0.0
+        self.tried, self.kept = np.zeros(MAX_SPECULATION_LENGTH), np.zeros(MAX_SPECULATION_LENGTH)
+
+    def reset(self) -> None:
+        """Nothing speaks for a change."""
+        self._sum = 0.0
+        self.tried[:] = self.kept[:] = 0
+
+    def noticed(self, believed: Counts, tried: NDArray[np.bool_], kept: NDArray[np.bool_]) -> bool:
+        """[B, k] each: the chances believed, and the guesses of a round."""
+        chances, right = believed[tried].clip(LEAST_CHANCE, 1 - LEAST_CHANCE), kept[tried]
+        rarer = 1 - chances if self._better else chances
+        ratios = np.where(right == self._better, (1 - rarer / CHANGE) / (1 - rarer), 1 / CHANGE)
+        self._sum += float(np.log(ratios).sum())
+        if self._sum <= 0:
+            self.reset()
+        else:
+            self.tried[: tried.shape[1]] += tried.sum(0)
+            self.kept[: kept.shape[1]] += kept.sum(0)
+        return self._sum >= ALARM
 
 
 class Pace:
