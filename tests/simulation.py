@@ -95,7 +95,8 @@ class GuessSimulation:
 
     guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
     copies(row): likewise, guesses for nothing, which ``batch.instead`` may take in place of the others; None: there are
-    none. noise: of the times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
+    none. look: ms that it takes to find guesses. noise: of the times, lognormal, and one round in 30 takes three times
+    as long. seconds[row]: when it ended.
     """
 
     costs: CostTable
@@ -108,6 +109,7 @@ class GuessSimulation:
     rounds: int = 0
     gained: int = 0
     copies: Callable[[int], list[tuple[float, bool]]] | None = None
+    look: float = 0.0
     asked: list[int] = field(default_factory=list)  # guesses of a row that are no copies, round by round
     verified: list[list[int]] = field(default_factory=list)
 
@@ -163,6 +165,7 @@ class GuessSimulation:
     def _propose(self, who: list[int], k: int) -> Draft:
         """Of both kinds of guesses those that ``batch.instead`` wants."""
         copied = None
+        self.now += self.look / 1000 if k > 0 else 0
         if self.copies is not None and k > 0:
             copied = _as_draft([self.copies(row)[:k] for row in who])
             k = k if self.batch.instead is None else self.batch.instead(self.batch, copied)

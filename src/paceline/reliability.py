@@ -15,66 +15,82 @@ CENTRES = (0.1, 0.33, 0.53, 0.66, 0.76, 0.84, 0.91, 0.96, 0.99)  # what a confid
 BIN_MEMORY = 100.0  # guesses of a bin after which one weighs 1 / e
 ALL_MEMORY = 100.0  # guesses of any kind, likewise
 ROW_MEMORY = 24.0  # rounds of a row, likewise
-PRIOR_TRIALS = 4.0  # what a confidence itself weighs in its bin
-PRIOR_MISSES = 2.0  # what it weighs against misses, of all rows and of one
+PRIOR_TRIALS = 3.0  # what a confidence itself weighs in its bin
+PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right guesses, too
 
+_BELIEVED = (*CENTRES, *CENTRES)  # of first guesses, and of those after a guess that was right, which is evidence too
 _ROW_FADE = math.exp(-1 / ROW_MEMORY)
 
 
 class Reliability:
     """Turns confidences into chances. Three corrections, each with a prior of a few guesses.
 
-    Bins of confidence (a reliability table): tried, kept [9]. All guesses: misses over those that the confidences made
-    expect; it moves bins that nobody tried. Each row: misses over those that the bins made expect: missed, expected
-    [R].
+    Bins of confidence (a reliability table), the first guesses of a draft and the others apart: tried, kept [18]. All
+    guesses: misses over those that the confidences made expect; it moves bins that nobody tried. Each row: its guesses,
+    their misses, and the misses that the bins made expect: judged, missed, expected [R]; it moves the odds.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.tried, self.kept = [0.0] * len(CENTRES), [0.0] * len(CENTRES)
+        self.tried, self.kept = [0.0] * len(_BELIEVED), [0.0] * len(_BELIEVED)
         self.all_missed = self.all_expected = 0.0
-        self.missed, self.expected = [0.0] * capacity, [0.0] * capacity
-        self._misses = [1 - centre for centre in CENTRES]  # the chance of a miss by bin, whatever the row
+        self.judged, self.missed, self.expected = ([0.0] * capacity for _ in range(3))
 
     def reset(self, row: int) -> None:
         """A new sequence begins."""
-        self.missed[row] = self.expected[row] = 0.0
+        self.judged[row] = self.missed[row] = self.expected[row] = 0.0
 
     def copy_row(self, source: int, destination: int) -> None:
-        self.missed[destination], self.expected[destination] = self.missed[source], self.expected[source]
+        for table in (self.judged, self.missed, self.expected):
+            table[destination] = table[source]
 
-    def chance(self, row: int, confidence: float) -> float:
-        """That a guess of this row is right if all before it are."""
-        luck = (self.missed[row] + PRIOR_MISSES) / (self.expected[row] + PRIOR_MISSES)
-        return 1 - min(self._misses[bisect_left(EDGES, confidence)] * luck, 1.0)
+    def chance(self, row: int, confidence: float, place: int = 0) -> float:
+        """That a guess of this row, the one at ``place`` of its draft, is right if all before it are."""
+        miss = self._miss(_bin(confidence, place))
+        return (1 - miss) / (1 - miss + miss * self.bad_luck(row))
+
+    def _miss(self, bin_: int) -> float:
+        """The chance of a miss in a bin, whatever the row."""
+        of_all = (self.all_missed + PRIOR_MISSES) / (self.all_expected + PRIOR_MISSES)
+        prior = PRIOR_TRIALS * min((1 - _BELIEVED[bin_]) * of_all, 1.0)
+        return (self.tried[bin_] - self.kept[bin_] + prior) / (self.tried[bin_] + PRIOR_TRIALS)
+
+    def bad_luck(self, row: int) -> float:
+        """The odds of a miss of this row, over those of all rows."""
+        missed, expected, judged = self.missed[row] + PRIOR_MISSES, self.expected[row] + PRIOR_MISSES, self.judged[row]
+        kept, expected_kept = judged - self.missed[row] + PRIOR_MISSES, judged - self.expected[row] + PRIOR_MISSES
+        return missed / expected * expected_kept / kept
 
     def update(self, confidence: Sequence[Sequence[float]], judged: Sequence[int], right: Sequence[int]) -> None:
         """Learn from a round: of row i's guesses, the first judged[i] were judged and the first right[i] were right."""
         if not any(judged):
             return
-        tried, kept = [0] * len(CENTRES), [0] * len(CENTRES)
+        news: dict[int, list[int]] = {}  # by bin: tried, kept
         for row, (count, good) in enumerate(zip(judged, right, strict=True)):
             if not count:
                 continue
-            bins = [bisect_left(EDGES, score) for score in confidence[row][:count]]
+            bins = [_bin(score, place) for place, score in enumerate(confidence[row][:count])]
             for place, bin_ in enumerate(bins):
-                tried[bin_] += 1
-                kept[bin_] += place < good
-            expected = sum(self._misses[bin_] for bin_ in bins)
+                new = news.setdefault(bin_, [0, 0])
+                new[0] += 1
+                new[1] += place < good
+            expected = sum(map(self._miss, bins))
+            self.judged[row] = self.judged[row] * _ROW_FADE + count
             self.missed[row] = self.missed[row] * _ROW_FADE + count - good
             self.expected[row] = self.expected[row] * _ROW_FADE + expected
-        self._learn_bins(tried, kept)
+        self._learn_bins(news)
 
-    def _learn_bins(self, tried: list[int], kept: list[int]) -> None:
-        """So many guesses of each bin were judged, and so many of them right."""
-        forget = math.exp(-sum(tried) / ALL_MEMORY)
-        expected = sum(new * (1 - centre) for new, centre in zip(tried, CENTRES, strict=True))
-        self.all_missed = self.all_missed * forget + sum(tried) - sum(kept)
+    def _learn_bins(self, news: dict[int, list[int]]) -> None:
+        """So many guesses of a bin were judged, and so many of them right."""
+        judged, right = map(sum, zip(*news.values(), strict=True))
+        forget = math.exp(-judged / ALL_MEMORY)
+        expected = sum(new * (1 - _BELIEVED[bin_]) for bin_, (new, _) in news.items())
+        self.all_missed = self.all_missed * forget + judged - right
         self.all_expected = self.all_expected * forget + expected
-        of_all = (self.all_missed + PRIOR_MISSES) / (self.all_expected + PRIOR_MISSES)
-        for bin_, (centre, new, good) in enumerate(zip(CENTRES, tried, kept, strict=True)):
-            if new:
-                fade = math.exp(-new / BIN_MEMORY)
-                self.tried[bin_] = self.tried[bin_] * fade + new
-                self.kept[bin_] = self.kept[bin_] * fade + good
-            prior = PRIOR_TRIALS * min((1 - centre) * of_all, 1.0)
-            self._misses[bin_] = (self.tried[bin_] - self.kept[bin_] + prior) / (self.tried[bin_] + PRIOR_TRIALS)
+        for bin_, (new, good) in news.items():
+            fade = math.exp(-new / BIN_MEMORY)
+            self.tried[bin_] = self.tried[bin_] * fade + new
+            self.kept[bin_] = self.kept[bin_] * fade + good
+
+
+def _bin(confidence: float, place: int) -> int:
+    return bisect_left(EDGES, confidence) + (len(CENTRES) if place else 0)

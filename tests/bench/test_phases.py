@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.batch import Batch, Draft, RowStart, Verdict
-from paceline.bench.phases import Phase, Stage, SyntheticAcceptance, compare, draw
+from paceline.bench.phases import Phase, Script, Stage, compare, draw
 from paceline.errors import ParameterError
 from paceline.params import SamplingParams
 from toy_llm import toy_llm
@@ -21,21 +21,57 @@ def all_wrong(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
     return Verdict(torch.full((batch.rows, draft.k + 1), 7), torch.zeros_like(draft.counts), draft.counts)
 
 
-def test_acceptance_is_what_was_asked_for_and_never_more_than_was_guessed() -> None:
+class Fives:
+    """Guesses 5, as many of each row as it is told."""
+
+    name, decoders = "fives", ()
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = torch.tensor(counts)
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        return Draft(torch.full((batch.rows, k), 5), self.counts)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        pass
+
+
+@pytest.mark.parametrize("verified", [[3, 1], [2, 0], [0, 0]])
+@pytest.mark.parametrize("real", [5, 7])
+def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: list[int], real: int) -> None:
+    def rule(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+        return Verdict(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts), draft.counts)
+
     batch = Batch(2, 40, 8)
     for row in range(2):
         batch.set_row(row, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), row))
     batch.set_rows(2)
-    accept = SyntheticAcceptance(all_wrong)
-    accept.rate = 0.5
-    draft = Draft(torch.full((2, 3), 5), torch.tensor([3, 1]))
-    verdicts = [accept(draft, torch.zeros(2, 4, 8), batch) for _ in range(2000)]
-    kept = torch.stack([v.accepted for v in verdicts])
-    assert kept.max(0).values.tolist() == [3, 1]
-    assert kept.double().mean(0).tolist() == pytest.approx([0.5 + 0.25 + 0.125, 0.5], abs=0.06)
-    for verdict in verdicts[:20]:
-        for row, count in enumerate(verdict.accepted.tolist()):
-            assert verdict.tokens[row].tolist() == [5] * count + [7] * (4 - count)
+    script = Script(Fives([3, 1]), rule)
+    script.rate = 0.5
+    right = []
+    for _ in range(2000):
+        draft = script.propose(batch, 3).first(verified)
+        verdict = script.judge(draft, torch.zeros(2, 4, 8), batch)
+        assert all(0 <= kept <= most for kept, most in zip(verdict.accepted.tolist(), verified, strict=True))
+        right.append([sum(token == 5 for token in gained) for gained in verdict.host.tokens])
+        for gained, kept in zip(verdict.host.tokens, verdict.accepted.tolist(), strict=True):
+            assert gained[:kept] == [5] * kept
+            assert gained[kept:] in ([5], [6], [7])
+    seen = [min(count, most + 1) for count, most in zip([3, 1], verified, strict=True)]  # the guess after them, too
+    expected = [sum(0.5 ** (place + 1) for place in range(count)) for count in seen]
+    extra = [0.5**count if real == 5 and count < most + 1 else 0 for count, most in zip(seen, verified, strict=True)]
+    means = torch.tensor(right).double().mean(0).tolist()
+    assert means == pytest.approx([a + b for a, b in zip(expected, extra, strict=True)], abs=0.07)
+
+
+def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
+    batch = Batch(1, 40, 8)
+    batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
+    batch.set_rows(1)
+    script = Script(Fives([3]), all_wrong)
+    script.propose(batch, 3)
+    script.judge(script.propose(batch, 3), torch.zeros(1, 4, 8), batch)
+    assert script.judge(Draft.empty(batch), torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.bench.traffic import PROMPTS, Load
-from paceline.bench.traffic_http import MOST_GUESSES, draw, measure
+from paceline.bench.traffic_http import MOST_GUESSES, Served, compared, draw, measure, served
 from paceline.cli.main import app
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, ParameterError
 
 LOAD = Load(requests=4, interval=0.01, cv=1.0, tokens=6, max_batch_size=0)
 PAUSE = 0.03  # seconds between two chunks
@@ -82,7 +82,7 @@ def fake() -> Iterator[Fake]:
 
 
 def test_every_policy_asks_every_request_with_its_own_limit(fake: Fake, tmp_path: Path) -> None:
-    results = list(measure(fake.url, ["steady", "busy"], LOAD, 1, lambda steps: steps, api_key="secret"))
+    results = list(measure(served([fake.url]), ["steady", "busy"], LOAD, 1, lambda steps: steps, api_key="secret"))
     assert [(r.trace, r.policy) for r in results] == [(t, p) for t in ("steady", "busy") for p in MOST_GUESSES]
     assert [body.get("num_speculative_tokens") for body in fake.bodies] == [0] * 4 + [2] * 4 + [4] * 4 + [None] * 4 + [
         0
@@ -99,14 +99,46 @@ def test_every_policy_asks_every_request_with_its_own_limit(fake: Fake, tmp_path
     assert (tmp_path / "http.png").stat().st_size > 1000
 
 
+def test_each_policy_is_played_by_its_server_and_repeats_begin_with_another(fake: Fake) -> None:
+    with Fake() as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        policies = served([f"auto={fake.url}", f"two={other.url}@2"])
+        results = list(measure(policies, ["busy"], LOAD, 2, lambda steps: steps))
+        other.shutdown()
+    assert [(result.policy, len(result.means_of_all)) for result in results] == [("auto", 2), ("two", 2)]
+    assert [body.get("num_speculative_tokens") for body in fake.bodies] == [None] * 8
+    assert [body.get("num_speculative_tokens") for body in other.bodies] == [2] * 8
+    relative = compared(results, "two")["busy"]
+    assert relative == {"auto": results[1].mean / results[0].mean, "two": 1.0}
+
+
+def test_every_repeat_begins_with_another_policy(fake: Fake) -> None:
+    list(measure(served([f"a={fake.url}@1", f"b={fake.url}@2"]), ["busy"], LOAD, 2, lambda steps: steps))
+    assert [body["num_speculative_tokens"] for body in fake.bodies] == [1] * 4 + [2] * 8 + [1] * 4
+
+
+def test_addresses_are_policies() -> None:
+    assert served(["auto=http://host:1", "http://host:2@4"]) == [
+        Served("auto", "http://host:1"),
+        Served("at most 4", "http://host:2", 4),
+    ]
+    assert [policy.most for policy in served(["https://host"])] == list(MOST_GUESSES.values())
+
+
+@pytest.mark.parametrize("wrong", [["host:8000"], ["auto=ftp://host"], ["http://host@two"], ["http://a", "http://b"]])
+def test_other_addresses_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(ParameterError, match="NAME=URL"):
+        served(wrong)
+
+
 def test_requests_overlap(fake: Fake) -> None:
-    (plain, *_) = measure(fake.url, ["busy"], LOAD, 1, lambda steps: steps)
+    (plain, *_) = measure(served([fake.url]), ["busy"], LOAD, 1, lambda steps: steps)
     assert plain.seconds < 4 * 2 * PAUSE
 
 
 def test_latency_includes_waiting_for_what_is_due(fake: Fake) -> None:
     late = Load(requests=2, interval=0.2, cv=0.01, tokens=6, max_batch_size=0)
-    (plain, *_) = measure(fake.url, ["steady"], late, 1, lambda steps: steps)
+    (plain, *_) = measure(served([fake.url]), ["steady"], late, 1, lambda steps: steps)
     assert plain.seconds > 0.4
     assert plain.mean < 0.2  # but not the time before it was due
 
@@ -114,12 +146,12 @@ def test_latency_includes_waiting_for_what_is_due(fake: Fake) -> None:
 def test_a_refusal_ends_the_benchmark_with_the_servers_words(fake: Fake) -> None:
     fake.refuse = "too many requests wait"
     with pytest.raises(PacelineError, match=r"429: too many requests wait"):
-        list(measure(fake.url, ["busy"], LOAD, 1, lambda steps: steps))
+        list(measure(served([fake.url]), ["busy"], LOAD, 1, lambda steps: steps))
 
 
 def test_no_server_is_said_so() -> None:
     with pytest.raises(PacelineError, match=r"no OpenAI-compatible server at http://127\.0\.0\.1:9"):
-        list(measure("http://127.0.0.1:9", ["busy"], LOAD, 1, lambda steps: steps))
+        list(measure(served(["http://127.0.0.1:9"]), ["busy"], LOAD, 1, lambda steps: steps))
 
 
 def test_the_command_ends_with_one_json_document(fake: Fake, tmp_path: Path) -> None:
@@ -130,4 +162,5 @@ def test_the_command_ends_with_one_json_document(fake: Fake, tmp_path: Path) -> 
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads(file.read_text())
     assert [r["policy"] for r in document["results"]] == list(MOST_GUESSES)
+    assert document["the server's, over"]["busy"]["the server's"] == 1
     assert file.with_suffix(".png").is_file()

@@ -33,6 +33,7 @@ CPU = CostTable(
     (0,) * 5,
     (0,) * 5,
 )
+LOOK = 0.25  # ms that looking for guesses takes
 
 
 def budget(simulation: GuessSimulation, costs: CostTable = CPU) -> BudgetLength:
@@ -59,7 +60,10 @@ def select(batch: Batch, confidence: list[list[float]], counts: list[int], costs
 
 def best_by_trying(batch: Batch, confidence: list[list[float]], counts: list[int], costs: CostTable) -> list[int]:
     reliability, rows = batch.copy_reliability, len(counts)
-    chances = [[reliability.chance(row, score) for score in line] for row, line in enumerate(confidence)]
+    chances = [
+        [reliability.chance(row, score, place) for place, score in enumerate(line)]
+        for row, line in enumerate(confidence)
+    ]
     survival = np.array(chances).cumprod(1)
 
     def rate(choice: tuple[int, ...]) -> float:
@@ -112,7 +116,7 @@ def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callab
 @pytest.mark.parametrize("draining", [False, True], ids=["open", "draining"])
 def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(rows: int, noise: float, draining: bool) -> None:
     def tokens_a_second(policy: str, seed: int) -> float:
-        simulation = GuessSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed)
+        simulation = GuessSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed, look=LOOK)
         return rows * 64 / simulation.play(budget(simulation) if policy == "auto" else FixedLength(0), draining)
 
     seeds = range(9 if noise else 1)
@@ -125,7 +129,7 @@ def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(rows: int, noise: 
 def test_where_guesses_are_wrong_most_rounds_do_not_even_look(
     rows: int, right: bool, least: float, most: float
 ) -> None:
-    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows), []
+    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows, tokens=256, look=LOOK), []
     policy = budget(simulation)
     choose = policy.choose
     policy.choose = lambda batch: (asked.append(choose(batch)), asked[-1])[1]  # type: ignore[method-assign]

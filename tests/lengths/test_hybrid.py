@@ -17,7 +17,7 @@ from paceline.lengths.base import LengthPolicy
 from paceline.lengths.budget import BudgetLength
 from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel, CostTable
-from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength
+from paceline.lengths.goodput import FEW_TRIALS, FIRST_REACH, LONGEST_AUTO, GoodputLength
 from paceline.lengths.hybrid import HybridLength
 from paceline.params import SamplingParams
 from simulation import RIGHT, WRONG, GuessSimulation, linear_costs
@@ -143,7 +143,12 @@ def test_a_text_of_which_a_part_can_be_copied_is_faster_with_both_than_with_eith
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("copies", [by_turns, stray])
 def test_beside_a_draft_model_that_is_always_wrong_copies_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
-    assert both(always(False, 0.99), copies, rows) > 0.95 * copies_alone(copies, rows)
+    """But for the few drafts that show it to be wrong, which are made and verified for nothing."""
+    tried = FEW_TRIALS * (PAIR.round_ms(rows, FIRST_REACH) - PAIR.round_ms(rows, 0)) / 1000
+    seconds, alone = (
+        rows * 300 / each for each in (both(always(False, 0.99), copies, rows), copies_alone(copies, rows))
+    )
+    assert seconds < alone / 0.97 + tried
 
 
 def test_probes_go_on_while_copies_alone_are_played_and_keep_to_their_share() -> None:

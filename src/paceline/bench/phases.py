@@ -1,8 +1,8 @@
 """Traffic and acceptance that change at once, from phase to phase: does ``auto`` keep up with whoever knew it before?
 
-The models are real and so is all the time that is measured. Acceptance is SYNTHETIC: whether a guess is kept is drawn
-with the phase's probability, after the real rule has run. So the text means nothing, and the costs are those of real
-rounds.
+The models are real and so is all the time that is measured. Acceptance is SYNTHETIC: whether a guess is right is drawn
+with the phase's probability, and the verdict changed to that once the real rule has run. So the text means nothing, and
+the costs are those of real rounds.
 
 Every fixed length plays the same phases. The oracle's time is, phase by phase, that of the fixed length that was the
 fastest there: it knows the phase and its best length, and pays nothing for changing.
@@ -25,11 +25,13 @@ from paceline.batch import Batch, Draft, Verdict
 from paceline.bench.plots import new_figure, save
 from paceline.bench.recording import Recorder, Round
 from paceline.decoder import Decoder
+from paceline.drafters.base import Drafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Grid
 from paceline.lengths.profile import Profile
+from paceline.models.base import FlatModel
 from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,20 +51,43 @@ LENGTHS = (0, 1, 2, 4, 8)
 PROMPT = tuple(range(1, 9)) * 4
 
 
-class SyntheticAcceptance:
-    """The real rule, and then a coin for every guess instead of its verdict. The text means nothing."""
+class Script:
+    """A drafter whose guesses are right with probability ``rate``, and the rule that says so. The text means nothing.
 
-    def __init__(self, rule: AcceptanceRule, seed: int = 0) -> None:
-        self.rule, self.rate = rule, 1.0
+    Guesses that are not verified are right or wrong, too: the token that a row gains in their place is theirs, or not.
+    """
+
+    def __init__(self, inner: Drafter, rule: AcceptanceRule, seed: int = 0) -> None:
+        self.inner, self.rule, self.rate = inner, rule, 1.0
+        self.name = f"{inner.name} (right by a coin)"
         self._generator = torch.Generator().manual_seed(seed)
+        self._proposed: Draft | None = None
 
-    def __call__(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-        verdict = self.rule(draft, logits, batch)
-        coins = torch.rand(draft.tokens.shape, generator=self._generator).to(draft.tokens.device) < self.rate
-        accepted = torch.minimum(coins.long().cumprod(1).sum(1), draft.counts)
-        place = torch.arange(verdict.tokens.shape[1], device=accepted.device)
-        padded = torch.cat([draft.tokens, verdict.tokens[:, -1:]], dim=1)
-        tokens = torch.where(place < accepted[:, None], padded, verdict.tokens)
+    @property
+    def decoders(self) -> Sequence[Decoder]:
+        return self.inner.decoders
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        self._proposed = self.inner.propose(batch, k).capped(batch.caps)
+        return self._proposed
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.inner.observe(batch, verdict)
+
+    def judge(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        """The real verdict with other words: each row gains its right guesses and one token more."""
+        verdict, proposed = self.rule(draft, logits, batch), draft if self._proposed is None else self._proposed
+        self._proposed = None
+        coins = torch.rand(proposed.tokens.shape, generator=self._generator).to(draft.tokens.device) < self.rate
+        right = torch.minimum(coins.long().cumprod(1).sum(1), proposed.counts)
+        accepted = torch.minimum(right, draft.counts)
+        last = verdict.tokens[:, -1]
+        if proposed.k > 0:
+            guess = proposed.tokens.gather(1, accepted.clamp(max=proposed.k - 1)[:, None])[:, 0]
+            other = torch.where(last == guess, (guess + 1) % batch.vocab_size, last)
+            last = torch.where(accepted < proposed.counts, torch.where(right > accepted, guess, other), last)
+        place = torch.arange(draft.k + 1, device=accepted.device)
+        tokens = torch.where(place < accepted[:, None], torch.cat([draft.tokens, last[:, None]], dim=1), last[:, None])
         return Verdict(tokens, accepted, draft.counts)
 
 
@@ -108,16 +133,16 @@ class Stage:
         self.engine: Engine = options.engine
         self.phases, self.tokens = tuple(phases), tokens
         parts = self.engine.parts
-        if not draft:
-            parts.drafter = FreeGuesses()
-        self.accept = parts.accept = SyntheticAcceptance(parts.accept)
+        self.script = parts.drafter = Script(parts.drafter if draft else FreeGuesses(), parts.accept)
+        parts.accept = self.script.judge
         self.costs = self.engine.measure_costs(Grid.coarse(rows))
 
     def policy(self, name: str) -> LengthPolicy:
-        """The policy of a name ("auto", "bass") or of a number, made anew."""
+        """The policy that the engine would play under a name ("auto", "bass") or a number, made anew."""
         if name.isdigit():
             return FixedLength(int(name))
-        return make_policy(name, Means(lambda: self.costs, _no_profile, self.engine.parts.drafter.decoders))
+        ragged = isinstance(self.engine.models.target, FlatModel)
+        return make_policy(name, Means(lambda: self.costs, _no_profile, self.script.decoders, ragged))
 
     def play(self, name: str) -> Run:
         engine, recorder = self.engine, Recorder(self.policy(name))
@@ -125,7 +150,7 @@ class Stage:
         seconds, rounds = [], []
         ids: list[str] = []
         for phase in self.phases:
-            self.accept.rate = phase.acceptance
+            self.script.rate = phase.acceptance
             while len(ids) > phase.rows:
                 engine.abort(ids.pop())
             while len(ids) < phase.rows:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) f
 """The built-in prompts that ``paceline profile`` does not use."""
 
 Length = int | LengthName
+T = TypeVar("T")
 POLICIES: dict[str, Length] = {
     "plain": 0,
     "fixed 2": 2,
@@ -157,6 +158,12 @@ def _result(trace: str, policy: str, latencies: list[float], seconds: float, rou
     )
 
 
+def turns(policies: Sequence[T], repeats: int) -> list[list[T]]:
+    """The order of the policies in each repeat: each begins with another one."""
+    starts = [repeat % len(policies) for repeat in range(repeats)]
+    return [[*policies[start:], *policies[:start]] for start in starts]
+
+
 def measure(
     llm: LLM,
     prompts: Sequence[list[int]],
@@ -171,8 +178,8 @@ def measure(
     """
     policies = [name for name in POLICIES if name != "profiled" or llm.config.profile is not None]
     runs: dict[tuple[str, str], list[Result]] = {}
-    turns = [(*policies[turn:], *policies[:turn]) for turn in (r % len(policies) for r in range(repeats))]
-    for trace, policy in progress([(trace, policy) for trace in traces for turn in turns for policy in turn]):
+    steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
+    for trace, policy in progress(steps):
         runs.setdefault((trace, policy), []).append(run_policy(llm, prompts, trace, policy, load))
     for repeated in runs.values():
         ordered = sorted(repeated, key=lambda result: result.mean)

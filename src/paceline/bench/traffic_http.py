@@ -1,13 +1,15 @@
-"""The serving experiment against a running server: the traces of ``traffic``, over HTTP, streamed.
+"""The serving experiment against running servers: the traces of ``traffic``, over HTTP, streamed.
 
-The server's own length policy stays what it is; each request may lower it (``num_speculative_tokens``, 0 turns
-speculation off). Latency is counted from the moment at which a request is due until its last token has arrived.
+A server's length policy is its own; each request may lower it (``num_speculative_tokens``, 0 turns speculation off). So
+a server with ``--num-speculative-tokens 8`` plays every fixed length up to 8, and one for each name plays the others.
+Latency is counted from the moment at which a request is due until its last token has arrived.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,14 +20,46 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.bench.plots import new_figure, save
-from paceline.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
-from paceline.errors import PacelineError
+from paceline.bench.traffic import PROMPTS, Load, arrivals, draw_latencies, turns
+from paceline.errors import PacelineError, ParameterError
 
 if TYPE_CHECKING:
     import httpx
 
 MOST_GUESSES: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
+_ADDRESS = re.compile(r"(?:(?P<name>[^=]*)=)?(?P<url>https?://[^@]+)(?:@(?P<most>\d+))?")
 _TIMEOUT = 600.0  # seconds without a byte
+
+
+@dataclass(frozen=True)
+class Served:
+    """A policy, and the server that plays it when each request allows at most so many guesses; None: any number."""
+
+    name: str
+    url: str
+    most: int | None = None
+
+
+def served(addresses: Sequence[str]) -> list[Served]:
+    """``NAME=URL`` is a server's own policy, ``NAME=URL@2`` the same with at most 2 guesses; ``URL`` is four policies.
+
+    Raises ParameterError.
+    """
+    policies = [policy for address in addresses for policy in _served_at(address)]
+    names = [policy.name for policy in policies]
+    if len(set(names)) < len(names):
+        raise ParameterError("servers", names, "a name of its own for each policy: NAME=URL")
+    return policies
+
+
+def _served_at(address: str) -> list[Served]:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None:
+        raise ParameterError("servers", address, "URL, NAME=URL or NAME=URL@MOST, with http:// or https://")
+    name, url, most = parts.group("name", "url", "most")
+    if name is None and most is None:
+        return [Served(limit, url, most) for limit, most in MOST_GUESSES.items()]
+    return [Served(name or f"at most {most}", url, None if most is None else int(most))]
 
 
 @dataclass(frozen=True)
@@ -103,16 +137,16 @@ async def play(
     return [task.result() for task in tasks]
 
 
-async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: str, load: Load) -> HttpResult:
+async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: Served, load: Load) -> HttpResult:
     """One policy, one trace."""
     started = time.perf_counter()
-    answers = await play(client, model, load, arrivals(trace, load), MOST_GUESSES[policy])
+    answers = await play(client, model, load, arrivals(trace, load), policy.most)
     seconds = max(answer.ended for answer in answers) - started
     latencies = [answer.latency for answer in answers]
     mean = statistics.fmean(latencies)
     return HttpResult(
         trace=trace,
-        policy=policy,
+        policy=policy.name,
         mean=mean,
         p50=statistics.median(latencies),
         p99=float(np.percentile(latencies, 99)),
@@ -147,19 +181,19 @@ async def served_model(client: httpx.AsyncClient) -> str:
 
 
 def measure(
-    url: str,
+    policies: Sequence[Served],
     traces: Sequence[str],
     load: Load,
     repeats: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     api_key: str | None = None,
 ) -> Iterator[HttpResult]:
-    """Every policy under every trace, turn by turn; of the repeats, the one with the median mean latency."""
-    steps = [(trace, policy) for _ in range(repeats) for trace in traces for policy in MOST_GUESSES]
-    results: dict[tuple[str, str], list[HttpResult]] = {}
+    """Every policy under every trace, taking turns as in ``traffic``; of the repeats, the one with the median mean."""
+    steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
+    results: dict[tuple[str, Served], list[HttpResult]] = {}
 
-    async def run(trace: str, policy: str) -> HttpResult:
-        async with make_client(url, api_key) as client:
+    async def run(trace: str, policy: Served) -> HttpResult:
+        async with make_client(policy.url, api_key) as client:
             return await run_policy(client, await served_model(client), trace, policy, load)
 
     for step in progress(steps):
@@ -170,6 +204,15 @@ def measure(
     for runs in results.values():
         middle = sorted(runs, key=lambda run: run.mean)[(len(runs) - 1) // 2]
         yield replace(middle, means_of_all=[run.mean for run in runs])
+
+
+def compared(results: Sequence[HttpResult], last: str) -> dict[str, dict[str, float]]:
+    """By trace and policy: the mean latency of the policy named ``last``, over the policy's own."""
+    means = {(result.trace, result.policy): result.mean for result in results}
+    return {
+        trace: {name: means[trace, last] / mean for (of, name), mean in means.items() if of == trace}
+        for trace in dict.fromkeys(result.trace for result in results)
+    }
 
 
 def _first(group: BaseException) -> BaseException:

@@ -67,7 +67,13 @@ def traffic(
 
 
 def traffic_http(
-    url: Annotated[str, typer.Argument(help="Of a running server, such as http://127.0.0.1:8000.")],
+    servers: Annotated[
+        list[str],
+        typer.Argument(
+            help="Running servers: URL (such as http://127.0.0.1:8000), or a policy each: NAME=URL, or NAME=URL@2 for "
+            "at most 2 guesses."
+        ),
+    ],
     traces: Traces = ALL_TRACES,
     requests: Requests = DEFAULT_REQUESTS,
     interval: Interval = DEFAULT_INTERVAL,
@@ -82,23 +88,27 @@ def traffic_http(
     ),
     quiet: Quiet = False,
 ) -> None:
-    """The traffic of bench traffic against a running server, with most guesses set by each request."""
+    """The traffic of bench traffic against running servers: each one's policy, or fewer guesses as requests ask."""
     from paceline.bench.offline import machine, versions
     from paceline.bench.traffic import Load, as_json
-    from paceline.bench.traffic_http import draw, measure
+    from paceline.bench.traffic_http import compared, draw, measure, served
 
     _check_intervals(interval, cv)
     load = Load(requests, interval, cv, max_tokens, max_batch_size=0)  # the server's own
-    results = list(measure(url, _known_traces(traces), load, repeats, _bar(quiet), api_key))
+    policies = served(servers)
+    results = list(measure(policies, _known_traces(traces), load, repeats, _bar(quiet), api_key))
     if not quiet:
         rows = [_http_row(result) for result in as_json(results)]
         columns = ["", "mean s", "p50 s", "p99 s", "first token s", "tokens/s"]
         stderr().print(table(f"latency over HTTP, {load.requests} requests, median of {repeats}", columns, rows))
     plot = output.with_suffix(".png")
-    draw(results, plot, url)
+    where = ", ".join(dict.fromkeys(policy.url for policy in policies))
+    draw(results, plot, where)
     sent = {name: value for name, value in asdict(load).items() if name != "max_batch_size"}
-    document = {"load": sent, "results": as_json(results), "machine": machine(), "versions": versions()}
-    _finish(document, f"the server at {url}", output, plot, quiet)
+    last = policies[-1].name
+    document = {"load": sent, "policies": [asdict(policy) for policy in policies], "results": as_json(results)}
+    document |= {f"{last}, over": compared(results, last), "machine": machine(), "versions": versions()}
+    _finish(document, where, output, plot, quiet)
 
 
 def phases(

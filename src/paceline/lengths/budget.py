@@ -16,8 +16,7 @@ Which chance a guess has, its score and the row's luck say (``reliability``). Wh
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
 need no probes to notice that guesses are good. What they do not show is the time of other rounds: while no guess pays
 by what is believed, PROBE_SHARE of the time goes into a purse, and the best guesses are verified when it holds what
-they lose. Where guesses are dear and few were kept lately, or none was right for long, only every eighth round looks
-for any, for that takes time, too.
+they lose. To look for guesses takes time, too: where looks lately brought less than that, only every eighth round does.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from paceline.lengths.timing import Clock
 
 WORTH = 1.03  # guesses must promise so much more than plain decoding
 HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
+RISK = 0.25  # of the time that guesses take to verify: what a look at that time costs at least, whatever they promise
 CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
-FRUIT = 0.1  # guesses kept for each row and look: with less, and dear guesses, most rounds do not even look for any
-FRUIT_MEMORY = 4  # looks
-REST = 7  # rounds without a look, for each that looks
-DRY = 16  # looks in a row of whose guesses none was right: then, too, however cheap they are
-DEAR = 0.4  # of a plain token's time: where a guess takes less, every round looks
+LOOK_HOPE = 0.7  # plain rounds that looks for guesses may lose before they must have brought something
+LOOK_MEMORY = 128  # looks over which what they bring is averaged
+LOOK_REGRET = 0.002  # plain rounds that a look is believed to lose at most, so that one good look ends the rest
+REST = 7  # rounds without a look for each that looks, where they bring less than they take
 SLACK = 0.3  # plain rounds by which a row of such a batch may fall behind where a guess takes as long as a plain token;
 # more where guesses are cheap, for what one row loses another gains: with the inverse square of their price
 
@@ -63,10 +62,11 @@ class BudgetLength:
         self._counts: list[int] = []  # its guesses, row by row
         self._confidence: Sequence[Sequence[float]] = []  # in them
         self._took = 1.0  # expected time of the round, over that of a plain one
-        self._fruit = 1.0  # guesses kept for each row and look, lately
-        self._dry = 0  # looks since a guess was right, of those that had any
+        self._looked = 0.0  # ms that it took to find and choose guesses
+        self._brings, self._looks = LOOK_HOPE, 1  # plain rounds that each gains: tokens, less all time that it takes
         self._rest = 0  # rounds before the next look
         self._price = 0.0  # of a guess, in plain tokens
+        self._plain = 1.0  # ms of a plain round
 
     # --- before the round --------------------------------------------------------
 
@@ -77,7 +77,9 @@ class BudgetLength:
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         self._draft, self._counts, self._confidence = draft, draft.counts.tolist(), _confidence(draft)
-        return draft.first(self._spend(batch))
+        chosen = draft.first(self._spend(batch))
+        self._looked = 1000 * (self.clock() - self._began)
+        return chosen
 
     def _spend(self, batch: Batch) -> list[int]:
         """Guesses to verify in each row."""
@@ -86,7 +88,7 @@ class BudgetLength:
         self._price = _price(times.ms, sum(self._counts), batch.rows) or self._price
         order, gains, rates = self._candidates(batch, weights, times)
         m = self._best(gains, rates, times.ms)
-        self._took = times.ms[m] / times.ms[0]
+        self._took, self._plain = times.ms[m] / times.ms[0], times.ms[0]
         return [order[:m].count(row) for row in range(batch.rows)]
 
     def _candidates(
@@ -120,7 +122,7 @@ class BudgetLength:
         more = rates.index(max(rates[m + 1 :]), m + 1)
         if gains[more] <= rates[m] * (times[m] + HOPE * (times[more] - times[m])):
             return m  # it would not pay if it took much less time than is believed
-        loss = max(0.0, times[more] - gains[more] / rates[m])
+        loss = max(times[more] - gains[more] / rates[m], RISK * (times[more] - times[m]))
         if self._purse <= loss:
             return m
         self._purse -= loss
@@ -136,16 +138,20 @@ class BudgetLength:
         if self._draft is not None:
             self._learn(batch, self._draft, verdict)
         if self._rest < 0:  # the others are all alike
-            self._fruit += (sum(verdict.host.accepted) / rows - self._fruit) / FRUIT_MEMORY
-            fruitless = self._fruit < FRUIT and self._price > DEAR
-            self._rest = REST if fruitless or self._dry >= DRY else 0
+            self._learn_worth(sum(verdict.host.accepted) / rows)
+            self._rest = REST if self._brings < 0 else 0
             self.costs.observe(rows, guesses / rows, self._context, ms)
 
     def _learn(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
         judged, right = judge(draft, verdict)
-        self._dry = 0 if any(right) else self._dry + any(judged)
         batch.copy_reliability.update(self._confidence, judged, right)
+
+    def _learn_worth(self, kept: float) -> None:
+        """Of a look by which each row gained so many tokens more."""
+        gained = kept - (self._took - 1) - min(self._looked / self._plain, 1.0)
+        self._looks = min(self._looks + 1, LOOK_MEMORY)
+        self._brings = max(self._brings + (gained - self._brings) / self._looks, -LOOK_REGRET)
 
 
 def _confidence(draft: Draft) -> Sequence[Sequence[float]]:

@@ -113,8 +113,8 @@ class ConfidentLength(GoodputLength):
         record = self._record(batch)
         for row, scores in enumerate(confidence):
             survival, chances = 1.0, []
-            for score in scores:
-                survival *= record.chance(batch.first + row, score)
+            for place, score in enumerate(scores):
+                survival *= record.chance(batch.first + row, score, place)
                 chances.append(survival)
             yield row, self._worth[batch.first + row], chances
 

@@ -121,7 +121,7 @@ WELL_KNOWN = 16.0  # rounds of a kind after which half of that is
 CELL_PRIOR = 2.0  # rounds that a cell's own ratio weighs before there are any
 NEIGHBOUR = 0.03  # what a round says about the next kind; the one after it, a quarter of that, ...
 JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
-REFRESH = 4  # rounds after which the times of guesses are worked out anew
+REFRESH = 12  # rounds after which the times of guesses are worked out anew
 LEVELS_AN_OCTAVE = 2  # kinds of rounds while the tokens of a row double
 
 

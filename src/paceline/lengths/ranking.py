@@ -27,7 +27,7 @@ def ranked(
         yield -value, survival, row
         place += 1
         if place < counts[row]:
-            survival *= reliability.chance(row, confidence[row][place])
+            survival *= reliability.chance(row, confidence[row][place], place)
             heapreplace(nexts, (-survival * weights[row], row, place, survival))
         else:
             heappop(nexts)
