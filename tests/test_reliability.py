@@ -43,6 +43,25 @@ def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its
     assert chance(reliability, 0.7) < 0.1
 
 
+def test_a_change_is_told_from_bad_luck() -> None:
+    """What was learned from hundreds of guesses is forgotten in one round that it cannot explain, and in no other."""
+    reliability = Reliability(17)
+    learn(reliability, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
+    learn(reliability, [0.6] * 16, [True] * 9 + [False] * 7)
+    assert chance(reliability, 0.6, row=16) > 0.7
+    learn(reliability, [0.6] * 16, [True] * 2 + [False] * 14)
+    assert chance(reliability, 0.6, row=16) < 0.4
+
+
+def test_a_later_guess_is_judged_apart_from_a_first_one_with_the_same_confidence() -> None:
+    reliability = Reliability(1)
+    for _ in range(20):
+        reliability.update([[0.5, 0.5]], [1], [0])
+        reliability.update([[0.5, 0.5]], [2], [2])
+    assert reliability.chance(0, 0.5, place=0) < 0.6
+    assert reliability.chance(0, 0.5, place=1) > 0.9
+
+
 def test_rows_differ_with_the_same_confidence() -> None:
     reliability = Reliability(3)
     learn(reliability, [0.7, 0.7], [True, False], times=30)

@@ -17,6 +17,10 @@ ALL_MEMORY = 100.0  # guesses of any kind, likewise
 ROW_MEMORY = 24.0  # rounds of a row, likewise
 PRIOR_TRIALS = 3.0  # what a confidence itself weighs in its bin
 PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right guesses, too
+SURPRISE = (
+    4.0  # standard deviations by which a round's first guesses differ from what was expected only if they changed
+)
+REMEMBERED = 0.05  # what all that was known before such a round weighs after it
 
 _BELIEVED = (*CENTRES, *CENTRES)  # of first guesses, and of those after a guess that was right, which is evidence too
 _ROW_FADE = math.exp(-1 / ROW_MEMORY)
@@ -64,6 +68,8 @@ class Reliability:
         """Learn from a round: of row i's guesses, the first judged[i] were judged and the first right[i] were right."""
         if not any(judged):
             return
+        if self._surprised(confidence, judged, right):
+            self._forget()
         news: dict[int, list[int]] = {}  # by bin: tried, kept
         for row, (count, good) in enumerate(zip(judged, right, strict=True)):
             if not count:
@@ -78,6 +84,19 @@ class Reliability:
             self.missed[row] = self.missed[row] * _ROW_FADE + count - good
             self.expected[row] = self.expected[row] * _ROW_FADE + expected
         self._learn_bins(news)
+
+    def _surprised(self, confidence: Sequence[Sequence[float]], judged: Sequence[int], right: Sequence[int]) -> bool:
+        """Whether what is known cannot explain this round's first guesses, which are each row's own."""
+        misses = [self._miss(_bin(line[0], 0)) for line, count in zip(confidence, judged, strict=False) if count]
+        missed = sum(count > 0 and not good for count, good in zip(judged, right, strict=True))
+        variance = sum(miss * (1 - miss) for miss in misses)
+        return abs(missed - sum(misses)) > SURPRISE * math.sqrt(variance + 1)
+
+    def _forget(self) -> None:
+        """The guesses have become others."""
+        for table in (self.tried, self.kept, self.judged, self.missed, self.expected):
+            table[:] = [REMEMBERED * value for value in table]
+        self.all_missed, self.all_expected = REMEMBERED * self.all_missed, REMEMBERED * self.all_expected
 
     def _learn_bins(self, news: dict[int, list[int]]) -> None:
         """So many guesses of a bin were judged, and so many of them right."""

@@ -6,6 +6,7 @@ import itertools
 import random
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 
 import numpy as np
@@ -192,6 +193,15 @@ def test_time_that_was_believed_too_long_is_found_out() -> None:
     simulation = GuessSimulation(CPU, lambda row: [(0.9, True)] * 4, rows=1, tokens=600)
     simulation.play(budget(simulation, linear_costs(verify=0.0, token=10.0)))
     assert mean(sum(counts) for counts in simulation.verified[-40:]) > 2
+
+
+def test_plain_rounds_that_were_believed_too_long_are_found_out() -> None:
+    """By the table a round without guesses takes as long as one with a guess a row, and no row is ever without any."""
+    believed = replace(CPU, verify=(*CPU.verify[:-1], (24.9, *CPU.verify[-1][1:])))
+    simulation = GuessSimulation(CPU, coins(dict.fromkeys(range(16), 0.2)), rows=16, tokens=300)
+    simulation.play(budget(simulation, believed))
+    assert mean(any(counts) for counts in simulation.verified[:3]) == 1
+    assert mean(any(counts) for counts in simulation.verified[-80:]) < 0.2
 
 
 def test_a_requests_limit_is_kept() -> None:

@@ -133,9 +133,11 @@ class Stage:
         self.engine: Engine = options.engine
         self.phases, self.tokens = tuple(phases), tokens
         parts = self.engine.parts
-        self.script = parts.drafter = Script(parts.drafter if draft else FreeGuesses(), parts.accept)
-        parts.accept = self.script.judge
+        if not draft:
+            parts.drafter = FreeGuesses()
         self.costs = self.engine.measure_costs(Grid.coarse(rows))
+        self.script = parts.drafter = Script(parts.drafter, parts.accept)
+        parts.accept = self.script.judge
 
     def policy(self, name: str) -> LengthPolicy:
         """The policy that the engine would play under a name ("auto", "bass") or a number, made anew."""

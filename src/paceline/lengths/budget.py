@@ -14,9 +14,9 @@ rounds by which it is ahead of plain decoding; m is such that none is expected t
 
 Which chance a guess has, its score and the row's luck say (``reliability``). What is not verified teaches, too: the
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
-need no probes to notice that guesses are good. What they do not show is the time of other rounds: while no guess pays
-by what is believed, PROBE_SHARE of the time goes into a purse, and the best guesses are verified when it holds what
-they lose. To look for guesses takes time, too: where looks lately brought less than that, only every eighth round does.
+need no probes to notice that guesses are good. What rounds do not show is the time of others: PROBE_SHARE of the time
+goes into a purse, and when it holds what that loses, more guesses are verified than pay by what is believed, or none.
+To look for guesses takes time, too: where looks lately brought less than that, only every eighth round does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.lengths.cost import CostModel, GuessTimes
-from paceline.lengths.goodput import LONGEST_AUTO, PROBE_SHARE
+from paceline.lengths.goodput import LONGEST_AUTO, PLAIN_MARGIN, PROBE_SHARE, REVIEW
 from paceline.lengths.judgement import judge
 from paceline.lengths.lateness import worth_of_tokens
 from paceline.lengths.ranking import ranked
@@ -34,7 +34,7 @@ from paceline.lengths.timing import Clock
 
 WORTH = 1.03  # guesses must promise so much more than plain decoding
 HOPE = 0.5  # the true time of more guesses may be so much of the one believed: worth finding out
-RISK = 0.25  # of the time that guesses take to verify: what a look at that time costs at least, whatever they promise
+RISK = 0.25  # of the difference in time: what a round played to see what it takes costs at least
 CAUTION = 0.2  # of a plain round: what guesses may cost more before any was judged, and for each that was
 CLUELESS = 0.6  # confidence in the guesses of a drafter that has no score for them
 LOOK_HOPE = 0.7  # plain rounds that looks for guesses may lose before they must have brought something
@@ -58,6 +58,7 @@ class BudgetLength:
         self._began = 0.0
         self._context = 0
         self._purse = 0.0  # ms
+        self._since_plain = 0  # rounds since one without guesses
         self._draft: Draft | None = None  # the whole of it, before anything was left out
         self._counts: list[int] = []  # its guesses, row by row
         self._confidence: Sequence[Sequence[float]] = []  # in them
@@ -117,21 +118,30 @@ class BudgetLength:
         m = rates.index(max(rates))
         if rates[m] <= WORTH * rates[0]:
             m = 0
-        if not any(rates[m + 1 :]):
+        other = self._to_try(m, gains, rates, times)
+        if other is None:
             return m
-        more = rates.index(max(rates[m + 1 :]), m + 1)
-        if gains[more] <= rates[m] * (times[m] + HOPE * (times[more] - times[m])):
-            return m  # it would not pay if it took much less time than is believed
-        loss = max(times[more] - gains[more] / rates[m], RISK * (times[more] - times[m]))
+        loss = max(times[other] - gains[other] / rates[m], RISK * abs(times[other] - times[m]))
         if self._purse <= loss:
             return m
         self._purse -= loss
-        return more
+        return other
+
+    def _to_try(self, m: int, gains: list[float], rates: list[float], times: list[float]) -> int | None:
+        """How many guesses to verify in place of m, to see what such rounds take: none, or more; None: m."""
+        if self._since_plain >= REVIEW and rates[m] < PLAIN_MARGIN * rates[0]:
+            return 0
+        if not any(rates[m + 1 :]):
+            return None
+        more = rates.index(max(rates[m + 1 :]), m + 1)
+        pays = gains[more] > rates[m] * (times[m] + HOPE * (times[more] - times[m]))
+        return more if pays else None  # not if it took much less time than is believed
 
     # --- after the round ----------------------------------------------------------
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         rows, guesses = len(verdict.host.drafted), sum(verdict.host.drafted)
+        self._since_plain = self._since_plain + 1 if guesses else 0
         batch.pace.update(verdict.host.accepted, self._took)
         ms = 1000 * (self.clock() - self._began)
         self._purse = min(self._purse + PROBE_SHARE * ms, ms)
