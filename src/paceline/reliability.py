@@ -17,9 +17,7 @@ ALL_MEMORY = 100.0  # guesses of any kind, likewise
 ROW_MEMORY = 24.0  # rounds of a row, likewise
 PRIOR_TRIALS = 3.0  # what a confidence itself weighs in its bin
 PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right guesses, too
-SURPRISE = (
-    4.0  # standard deviations by which a round's first guesses differ from what was expected only if they changed
-)
+SURPRISE = 4.0  # standard deviations: a round's first guesses that are further from what was expected have changed
 REMEMBERED = 0.05  # what all that was known before such a round weighs after it
 
 _BELIEVED = (*CENTRES, *CENTRES)  # of first guesses, and of those after a guess that was right, which is evidence too
@@ -87,7 +85,7 @@ class Reliability:
 
     def _surprised(self, confidence: Sequence[Sequence[float]], judged: Sequence[int], right: Sequence[int]) -> bool:
         """Whether what is known cannot explain this round's first guesses, which are each row's own."""
-        misses = [self._miss(_bin(line[0], 0)) for line, count in zip(confidence, judged, strict=False) if count]
+        misses = [self._miss(_bin(line[0], 0)) for line, count in zip(confidence, judged, strict=True) if count]
         missed = sum(count > 0 and not good for count, good in zip(judged, right, strict=True))
         variance = sum(miss * (1 - miss) for miss in misses)
         return abs(missed - sum(misses)) > SURPRISE * math.sqrt(variance + 1)

@@ -162,5 +162,6 @@ def test_the_command_ends_with_one_json_document(fake: Fake, tmp_path: Path) -> 
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads(file.read_text())
     assert [r["policy"] for r in document["results"]] == list(MOST_GUESSES)
-    assert document["the server's, over"]["busy"]["the server's"] == 1
+    assert document["compared"]["policy"] == "the server's"
+    assert document["compared"]["mean_latency_over"]["busy"]["the server's"] == 1
     assert file.with_suffix(".png").is_file()

@@ -1,4 +1,4 @@
-"""One batch, timed."""
+"""One batch, timed; and who is timed when."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.outputs import Metrics, RequestOutput
 from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+
+Side = TypeVar("Side")
+
+
+def turns(sides: Sequence[Side], repeats: int) -> list[list[Side]]:
+    """The order of the sides in each repeat: each begins with another one, so that none is always the last."""
+    starts = [repeat % len(sides) for repeat in range(repeats)]
+    return [[*sides[start:], *sides[:start]] for start in starts]
 
 
 @dataclass(frozen=True)

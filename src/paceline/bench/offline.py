@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline import __version__
 from paceline.batch import Batch, Draft, Verdict
-from paceline.bench.measure import run_batch
+from paceline.bench.measure import run_batch, turns
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter
@@ -201,9 +201,8 @@ def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats:
     for side in sides:
         side.time(prompts, WARM_UP_TOKENS)
     timings: dict[str, list[Timing]] = {side.name: [] for side in sides}
-    for turn in range(repeats):
-        first = turn % len(sides)
-        for side in (*sides[first:], *sides[:first]):
+    for turn in turns(sides, repeats):
+        for side in turn:
             timings[side.name].append(side.time(prompts, tokens))
     prompt_tokens = round(statistics.fmean(map(len, prompts)))
     base = [timing.decode_seconds for timing in timings[sides[0].name]]

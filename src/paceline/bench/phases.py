@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.acceptance import AcceptanceRule
 from paceline.batch import Batch, Draft, Verdict
+from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
 from paceline.bench.recording import Recorder, Round
 from paceline.decoder import Decoder
@@ -210,7 +211,7 @@ def compare(
 ) -> Comparison:
     """All policies through all phases, turn by turn; of each, the run with the median total."""
     runs: dict[str, list[Run]] = {}
-    for _, name in progress([(repeat, name) for repeat in range(repeats) for name in policies]):
+    for name in progress([name for turn in turns(policies, repeats) for name in turn]):
         runs.setdefault(name, []).append(stage.play(name))
     middle = {name: sorted(each, key=lambda run: run.total)[(len(each) - 1) // 2] for name, each in runs.items()}
     fixed = [each for name, each in runs.items() if name.isdigit()]

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from paceline.bench.measure import turns
 from paceline.bench.plots import Axes, new_figure, save
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.recording import Recorder, Round
@@ -31,7 +32,6 @@ PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) f
 """The built-in prompts that ``paceline profile`` does not use."""
 
 Length = int | LengthName
-T = TypeVar("T")
 POLICIES: dict[str, Length] = {
     "plain": 0,
     "fixed 2": 2,
@@ -156,12 +156,6 @@ def _result(trace: str, policy: str, latencies: list[float], seconds: float, rou
         ],
         means_of_all=[mean],
     )
-
-
-def turns(policies: Sequence[T], repeats: int) -> list[list[T]]:
-    """The order of the policies in each repeat: each begins with another one."""
-    starts = [repeat % len(policies) for repeat in range(repeats)]
-    return [[*policies[start:], *policies[:start]] for start in starts]
 
 
 def measure(

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
-from paceline.bench.traffic import PROMPTS, Load, arrivals, draw_latencies, turns
+from paceline.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
 from paceline.errors import PacelineError, ParameterError
 
 if TYPE_CHECKING:

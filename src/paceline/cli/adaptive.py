@@ -107,7 +107,8 @@ def traffic_http(
     sent = {name: value for name, value in asdict(load).items() if name != "max_batch_size"}
     last = policies[-1].name
     document = {"load": sent, "policies": [asdict(policy) for policy in policies], "results": as_json(results)}
-    document |= {f"{last}, over": compared(results, last), "machine": machine(), "versions": versions()}
+    document |= {"compared": {"policy": last, "mean_latency_over": compared(results, last)}}
+    document |= {"machine": machine(), "versions": versions()}
     _finish(document, where, output, plot, quiet)
 
 

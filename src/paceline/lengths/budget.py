@@ -63,7 +63,7 @@ class BudgetLength:
         self._counts: list[int] = []  # its guesses, row by row
         self._confidence: Sequence[Sequence[float]] = []  # in them
         self._took = 1.0  # expected time of the round, over that of a plain one
-        self._looked = 0.0  # ms that it took to find and choose guesses
+        self._looked = 0.0  # ms that the last look took which found guesses: to find and to choose them
         self._brings, self._looks = LOOK_HOPE, 1  # plain rounds that each gains: tokens, less all time that it takes
         self._rest = 0  # rounds before the next look
         self._price = 0.0  # of a guess, in plain tokens

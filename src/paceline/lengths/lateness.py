@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paceline.batch import Batch
 
-LATEST = 3  # the power of a row's expected end that its tokens weigh in a batch that drains; more is the maximum
+LATEST = 2  # the power of a row's expected end that its tokens weigh in a batch that drains
 
 
 def worth_of_tokens(batch: Batch) -> list[float]:
