@@ -42,6 +42,11 @@ class Draft:
         return self.tokens.shape[1]
 
     @cached_property
+    def guesses(self) -> list[list[int]]:
+        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision."""
+        return [line[:count] for line, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
+
+    @cached_property
     def real(self) -> Tensor:
         """[B, k + 1] bool: each row's unseen token and its real guesses."""
         return real_places(self.counts + 1, self.k + 1)
@@ -66,8 +71,12 @@ class Draft:
     def first(self, counts: Sequence[int]) -> Draft:
         """The first counts[i] guesses of each row alone, as narrow as they allow."""
         k = max(counts)
+        if k == 0:
+            return _no_guesses(len(counts), self.tokens.device)
         laws = None if self.probabilities is None else self.probabilities[:, :k]
-        return Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
+        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
+        chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+        return chosen
 
     def spread(self, first: int, rows: int) -> Draft:
         """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""

@@ -89,14 +89,14 @@ class Decoder:
 
     def _verify_flat(self, model: FlatModel, batch: Batch, draft: Draft) -> Tensor:
         """The real tokens alone, listed by the host: it knows all lengths, and tensor operators would take longer."""
-        pending, guesses, counts = batch.pending_on_host(), draft.tokens.tolist(), draft.counts.tolist()
+        pending = batch.pending_on_host()
         tokens: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
-        for row, count in enumerate(counts):
-            tokens += [pending[row], *guesses[row][:count]]
-            rows += [batch.first + row] * (count + 1)
-            positions += range(batch.lengths[row] - 1, batch.lengths[row] + count)
+        for row, guesses in enumerate(draft.guesses):
+            tokens += [pending[row], *guesses]
+            rows += [batch.first + row] * (len(guesses) + 1)
+            positions += range(batch.lengths[row] - 1, batch.lengths[row] + len(guesses))
         fed, of_row, at = torch.tensor([tokens, rows, positions])
         if model.vocab_size < self.vocab_size:
             fed.clamp_(max=model.vocab_size - 1)

@@ -141,7 +141,8 @@ class _Change:
 class Pace:
     """How fast each row has come on. R rows of capacity. Plain numbers, as ``reliability``'s.
 
-    ahead: [R], by how many plain rounds' time a row is ahead of where plain decoding would be since it began.
+    ahead: [R], by how many plain rounds' time a row is ahead of where plain decoding would be since it began, or should
+        be by what its guesses promised.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -155,11 +156,14 @@ class Pace:
         for table in (self.ahead, self._gained, self._rounds):
             table[destination] = table[source]
 
-    def update(self, accepted: Sequence[int], took: float) -> None:
-        """A round of len(accepted) rows that took so many times what a plain one would have taken."""
+    def update(self, accepted: Sequence[int], took: float, expected: Sequence[float] | None = None) -> None:
+        """A round of len(accepted) rows that took so many times what a plain one would have taken.
+
+        expected: guesses of each row that were expected to be accepted, if that is to count.
+        """
         decay = _DECAY[ROW_MEMORY]
-        for row, kept in enumerate(accepted):
-            self.ahead[row] += kept + 1 - took
+        for row, (kept, counts) in enumerate(zip(accepted, expected or accepted, strict=True)):
+            self.ahead[row] += counts + 1 - took
             self._gained[row] = self._gained[row] * decay + kept + 1
             self._rounds[row] = self._rounds[row] * decay + 1
 

@@ -36,19 +36,21 @@ class Reliability:
         self.tried, self.kept = [0.0] * len(_BELIEVED), [0.0] * len(_BELIEVED)
         self.all_missed = self.all_expected = 0.0
         self.judged, self.missed, self.expected = ([0.0] * capacity for _ in range(3))
+        self.bad_luck = [1.0] * capacity  # the odds of a miss of each row, over those of all rows
 
     def reset(self, row: int) -> None:
         """A new sequence begins."""
         self.judged[row] = self.missed[row] = self.expected[row] = 0.0
+        self.bad_luck[row] = 1.0
 
     def copy_row(self, source: int, destination: int) -> None:
-        for table in (self.judged, self.missed, self.expected):
+        for table in (self.judged, self.missed, self.expected, self.bad_luck):
             table[destination] = table[source]
 
     def chance(self, row: int, confidence: float, place: int = 0) -> float:
         """That a guess of this row, the one at ``place`` of its draft, is right if all before it are."""
         miss = self._miss(_bin(confidence, place))
-        return (1 - miss) / (1 - miss + miss * self.bad_luck(row))
+        return (1 - miss) / (1 - miss + miss * self.bad_luck[row])
 
     def _miss(self, bin_: int) -> float:
         """The chance of a miss in a bin, whatever the row."""
@@ -56,8 +58,7 @@ class Reliability:
         prior = PRIOR_TRIALS * min((1 - _BELIEVED[bin_]) * of_all, 1.0)
         return (self.tried[bin_] - self.kept[bin_] + prior) / (self.tried[bin_] + PRIOR_TRIALS)
 
-    def bad_luck(self, row: int) -> float:
-        """The odds of a miss of this row, over those of all rows."""
+    def _bad_luck(self, row: int) -> float:
         missed, expected, judged = self.missed[row] + PRIOR_MISSES, self.expected[row] + PRIOR_MISSES, self.judged[row]
         kept, expected_kept = judged - self.missed[row] + PRIOR_MISSES, judged - self.expected[row] + PRIOR_MISSES
         return missed / expected * expected_kept / kept
@@ -66,27 +67,26 @@ class Reliability:
         """Learn from a round: of row i's guesses, the first judged[i] were judged and the first right[i] were right."""
         if not any(judged):
             return
-        if self._surprised(confidence, judged, right):
+        bins = [
+            [_bin(score, place) for place, score in enumerate(line[:count])]
+            for line, count in zip(confidence, judged, strict=True)
+        ]
+        if len(bins) > SURPRISE and self._surprised(bins, right):  # fewer rows cannot be so far off
             self._forget()
         news: dict[int, list[int]] = {}  # by bin: tried, kept
-        for row, (count, good) in enumerate(zip(judged, right, strict=True)):
-            if not count:
-                continue
-            bins = [_bin(score, place) for place, score in enumerate(confidence[row][:count])]
-            for place, bin_ in enumerate(bins):
+        for row, (line, good) in enumerate(zip(bins, right, strict=True)):
+            if line:
+                self._learn_row(row, line, good)
+            for place, bin_ in enumerate(line):
                 new = news.setdefault(bin_, [0, 0])
                 new[0] += 1
                 new[1] += place < good
-            expected = sum(map(self._miss, bins))
-            self.judged[row] = self.judged[row] * _ROW_FADE + count
-            self.missed[row] = self.missed[row] * _ROW_FADE + count - good
-            self.expected[row] = self.expected[row] * _ROW_FADE + expected
         self._learn_bins(news)
 
-    def _surprised(self, confidence: Sequence[Sequence[float]], judged: Sequence[int], right: Sequence[int]) -> bool:
+    def _surprised(self, bins: Sequence[Sequence[int]], right: Sequence[int]) -> bool:
         """Whether what is known cannot explain this round's first guesses, which are each row's own."""
-        misses = [self._miss(_bin(line[0], 0)) for line, count in zip(confidence, judged, strict=True) if count]
-        missed = sum(count > 0 and not good for count, good in zip(judged, right, strict=True))
+        misses = [self._miss(line[0]) for line in bins if line]
+        missed = sum(not good for line, good in zip(bins, right, strict=True) if line)
         variance = sum(miss * (1 - miss) for miss in misses)
         return abs(missed - sum(misses)) > SURPRISE * math.sqrt(variance + 1)
 
@@ -95,6 +95,13 @@ class Reliability:
         for table in (self.tried, self.kept, self.judged, self.missed, self.expected):
             table[:] = [REMEMBERED * value for value in table]
         self.all_missed, self.all_expected = REMEMBERED * self.all_missed, REMEMBERED * self.all_expected
+        self.bad_luck = [self._bad_luck(row) for row in range(len(self.judged))]
+
+    def _learn_row(self, row: int, bins: Sequence[int], right: int) -> None:
+        self.judged[row] = self.judged[row] * _ROW_FADE + len(bins)
+        self.missed[row] = self.missed[row] * _ROW_FADE + len(bins) - right
+        self.expected[row] = self.expected[row] * _ROW_FADE + sum(map(self._miss, bins))
+        self.bad_luck[row] = self._bad_luck(row)
 
     def _learn_bins(self, news: dict[int, list[int]]) -> None:
         """So many guesses of a bin were judged, and so many of them right."""

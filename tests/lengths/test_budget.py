@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.batch import Batch, Draft, RowStart
+from paceline.batch import Batch, Draft, RowStart, Verdict
 from paceline.lengths.budget import SLACK, BudgetLength
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
@@ -175,6 +175,19 @@ def test_a_row_that_is_behind_is_waited_for_unless_its_own_guesses_help(count: i
     batch.draining, batch.pace.ahead[1] = True, -SLACK / price**2 - 0.1
     counts = select(batch, [[0.99] * 4, [0.91] * 4], [4, count], linear_costs(verify=30.0, token=1.0))
     assert [verified > 0 for verified in counts] == [chosen, chosen]
+
+
+def test_bad_luck_is_no_debt_but_rounds_without_guesses_of_its_own_are() -> None:
+    """One row loses a guess that was good, the other has none: plain rounds would only have brought that further."""
+    batch, policy = batch_of(2), BudgetLength(CostModel(linear_costs(verify=30.0, token=1.0), LONGEST_AUTO))
+    policy.choose(batch)
+    guesses = Draft(torch.ones(2, 1, dtype=torch.int64), torch.tensor([1, 0]), confidence=[[0.99]] * 2)
+    assert policy.select(batch, guesses).counts.tolist() == [1, 0]
+    nothing = torch.zeros(2, dtype=torch.int64)
+    policy.observe(batch, Verdict(torch.zeros(2, 2, dtype=torch.int64), nothing, torch.tensor([1, 0])))
+    ahead = batch.pace.ahead
+    assert ahead[0] > 0.9
+    assert -0.1 < ahead[1] < 0
 
 
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:

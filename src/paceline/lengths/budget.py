@@ -10,7 +10,8 @@ rank guesses under a given budget; here the measured cost sets it.) Needs a targ
 flight, however they are spread over the rows, and a drafter that takes next to no time: n-gram.
 
 In a batch that drains a token counts by how late its row will end (``lateness``), and every row keeps an account of the
-rounds by which it is ahead of plain decoding; m is such that none is expected to fall far behind (SLACK).
+rounds by which its guesses should have brought it ahead of plain decoding (bad luck is no debt, for to wait would not
+pay it); m is such that none is expected to fall far behind (SLACK).
 
 Which chance a guess has, its score and the row's luck say (``reliability``). What is not verified teaches, too: the
 token that a row gains after its last verified guess says whether the next one would have been right. So plain rounds
@@ -63,6 +64,7 @@ class BudgetLength:
         self._counts: list[int] = []  # its guesses, row by row
         self._confidence: Sequence[Sequence[float]] = []  # in them
         self._took = 1.0  # expected time of the round, over that of a plain one
+        self._expected: list[float] | None = None  # guesses of each row that should be accepted in it
         self._looked = 0.0  # ms that the last look took which found guesses: to find and to choose them
         self._brings, self._looks = LOOK_HOPE, 1  # plain rounds that each gains: tokens, less all time that it takes
         self._rest = 0  # rounds before the next look
@@ -73,11 +75,12 @@ class BudgetLength:
 
     def choose(self, batch: Batch) -> int:
         self._began, self._context, self._draft, self._took = self.clock(), batch.longest, None, 1.0
+        self._expected = None
         self._rest -= 1
         return 0 if self._rest >= 0 else LONGEST_AUTO
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        self._draft, self._counts, self._confidence = draft, draft.counts.tolist(), _confidence(draft)
+        self._draft, self._counts, self._confidence = draft, list(map(len, draft.guesses)), _confidence(draft)
         chosen = draft.first(self._spend(batch))
         self._looked = 1000 * (self.clock() - self._began)
         return chosen
@@ -90,17 +93,21 @@ class BudgetLength:
         order, gains, rates = self._candidates(batch, weights, times)
         m = self._best(gains, rates, times.ms)
         self._took, self._plain = times.ms[m] / times.ms[0], times.ms[0]
-        return [order[:m].count(row) for row in range(batch.rows)]
+        counts, self._expected = [0] * batch.rows, [0.0] * batch.rows
+        for row, survival in order[:m]:
+            counts[row] += 1
+            self._expected[row] += survival
+        return counts
 
     def _candidates(
         self, batch: Batch, weights: list[float], times: GuessTimes
-    ) -> tuple[list[int], list[float], list[float]]:
-        """The rows of the best guesses; what rounds with 0, 1, ... of them gain, and gain a millisecond (0: ruled out).
+    ) -> tuple[list[tuple[int, float]], list[float], list[float]]:
+        """Rows and survivals of the best guesses; what rounds with 0, 1, ... gain, and a millisecond (0: ruled out).
 
         Ends where any further guess would cost too much, leave a row behind that has none, or not be verified even if
         it took HOPE times what is believed.
         """
-        order: list[int] = []
+        order: list[tuple[int, float]] = []
         gains, rates = [sum(weights)], [sum(weights) / times.ms[0]]
         most = times.ms[0] * (1 + CAUTION * (1 + sum(batch.copy_reliability.tried)))
         standings = _Standings(batch, self._counts, times.ms[0], self._price)
@@ -109,7 +116,7 @@ class BudgetLength:
             behind, for_good = standings.after(row, survival, ms)
             if for_good or ms > most or value <= max(0.0, HOPE * rates[0] * cheapest):
                 break
-            order.append(row)
+            order.append((row, survival))
             gains.append(gains[-1] + value)
             rates.append(0.0 if behind else gains[-1] / ms)
         return order, gains, rates
@@ -142,7 +149,7 @@ class BudgetLength:
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         rows, guesses = len(verdict.host.drafted), sum(verdict.host.drafted)
         self._since_plain = self._since_plain + 1 if guesses else 0
-        batch.pace.update(verdict.host.accepted, self._took)
+        batch.pace.update(verdict.host.accepted, self._took, self._expected)
         ms = 1000 * (self.clock() - self._began)
         self._purse = min(self._purse + PROBE_SHARE * ms, ms)
         if self._draft is not None:

@@ -12,8 +12,8 @@ def judge(draft: Draft, verdict: Verdict) -> tuple[list[int], list[int]]:
     part was verified, or nothing.
     """
     judged, right = [], []
-    for guesses, count, gained in zip(draft.tokens.tolist(), draft.counts.tolist(), verdict.host.tokens, strict=True):
-        known = min(count, len(gained))
+    for guesses, gained in zip(draft.guesses, verdict.host.tokens, strict=True):
+        known = min(len(guesses), len(gained))
         good = next((place for place in range(known) if guesses[place] != gained[place]), known)
         judged.append(min(good + 1, known))
         right.append(good)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from paceline.batch import Batch
 
-LATEST = 2  # the power of a row's expected end that its tokens weigh in a batch that drains
-
 
 def worth_of_tokens(batch: Batch) -> list[float]:
-    """[B], 1 on average: a token does (when its row ends) ** LATEST / the row's pace for an early end of all."""
-    if not batch.draining:
+    """[B], 1 on average: what a token does for an early end of all is (when its row ends) / (the row's pace)."""
+    if not batch.draining or batch.rows == 1:
         return [1.0] * batch.rows
     paces = [batch.pace.tokens(row) for row in range(batch.rows)]
-    ends = [(batch.limits[row] - batch.lengths[row]) / pace for row, pace in enumerate(paces)]
-    last = max(ends)
-    worth = [(end / last) ** LATEST / pace for end, pace in zip(ends, paces, strict=True)]
+    worth = [(batch.limits[row] - batch.lengths[row]) / pace**2 for row, pace in enumerate(paces)]
     total = sum(worth)
     return [batch.rows * each / total for each in worth]
