@@ -2,14 +2,19 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <chrono>
 
 namespace paceline {
 namespace {
 
-constexpr int kBarrierSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer than any wait without a preemption
-constexpr int kIdleSpins = 1000;     // between two calls: enough to catch the next one of a busy decoding loop
+constexpr int kSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer than most waits at a barrier without a preemption
+constexpr int kSpinsAYield = 64;
+// To wake a thread takes a virtual machine some 100 us, and a round's calls are as far apart as Python takes between them.
+constexpr auto kBeforeSleep = std::chrono::milliseconds(2);
 constexpr unsigned kDefaultMxcsr = 0x1f80;  // round to nearest even, denormals kept: the bits must not depend on the caller
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
@@ -20,12 +25,23 @@ void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// Returns when word no longer holds value. Sleepers are counted so that the waker saves the system call when none sleeps.
-void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& sleepers, int spins) {
+bool changes(const std::atomic<uint32_t>& word, uint32_t value, int spins) {
   for (int i = 0; i < spins; ++i) {
-    if (word.load(std::memory_order_acquire) != value) return;
+    if (word.load(std::memory_order_acquire) != value) return true;
     _mm_pause();
   }
+  return false;
+}
+
+// Returns when word no longer holds value: spins, then lets others run in between, then sleeps. Sleepers are counted so
+// that the waker saves the system call when none sleeps.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& sleepers) {
+  if (changes(word, value, kSpins)) return;
+  const auto began = std::chrono::steady_clock::now();
+  do {
+    if (changes(word, value, kSpinsAYield)) return;
+    sched_yield();
+  } while (std::chrono::steady_clock::now() - began < kBeforeSleep);
   sleepers.fetch_add(1);
   while (word.load() == value) sleep_while(word, value);
   sleepers.fetch_sub(1);
@@ -37,7 +53,7 @@ void Barrier::wait() {
   if (threads_ == 1) return;
   const uint32_t generation = generation_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads_) {
-    wait_while(generation_, generation, sleepers_, kBarrierSpins);
+    wait_while(generation_, generation, sleepers_);
     return;
   }
   arrived_.store(0, std::memory_order_relaxed);
@@ -75,7 +91,7 @@ void Pool::run(Job job, void* context) {
 void Pool::work(int thread) {
   _mm_setcsr(kDefaultMxcsr);
   for (uint32_t seen = 0;; ++seen) {
-    wait_while(jobs_, seen, idle_, kIdleSpins);
+    wait_while(jobs_, seen, idle_);
     if (stopping_.load()) return;
     job_(context_, thread);
     barrier_.wait();

@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-// Threads meet here: spin for a few microseconds (phases of a forward pass are that short), then sleep in the kernel.
+// Threads meet here: they spin (phases of a forward pass take microseconds), after a while let others run, at last sleep.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}

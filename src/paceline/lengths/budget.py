@@ -65,7 +65,7 @@ class BudgetLength:
         self._confidence: Sequence[Sequence[float]] = []  # in them
         self._took = 1.0  # expected time of the round, over that of a plain one
         self._expected: list[float] | None = None  # guesses of each row that should be accepted in it
-        self._looked = 0.0  # ms that the last look took which found guesses: to find and to choose them
+        self._looked = 0.0  # ms that the last look took which found guesses: to find them, to choose and to learn
         self._brings, self._looks = LOOK_HOPE, 1  # plain rounds that each gains: tokens, less all time that it takes
         self._rest = 0  # rounds before the next look
         self._price = 0.0  # of a guess, in plain tokens
@@ -161,8 +161,10 @@ class BudgetLength:
 
     def _learn(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Guesses up to the first that was wrong, or was not verified, are judged by what the rows gained."""
+        began = self.clock()
         judged, right = judge(draft, verdict)
         batch.copy_reliability.update(self._confidence, judged, right)
+        self._looked += 1000 * (self.clock() - began)
 
     def _learn_worth(self, kept: float) -> None:
         """Of a look by which each row gained so many tokens more."""
