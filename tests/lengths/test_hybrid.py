@@ -17,7 +17,7 @@ from paceline.lengths.base import LengthPolicy
 from paceline.lengths.budget import BudgetLength
 from paceline.lengths.confident import ConfidentLength
 from paceline.lengths.cost import CostModel, CostTable
-from paceline.lengths.goodput import LONGEST_AUTO, GoodputLength
+from paceline.lengths.goodput import FEW_TRIALS, FIRST_REACH, LONGEST_AUTO, GoodputLength
 from paceline.lengths.hybrid import HybridLength
 from paceline.params import SamplingParams
 from simulation import RIGHT, WRONG, GuessSimulation, linear_costs
@@ -94,26 +94,26 @@ def simulated(
 
 
 def tokens_a_second(
-    make: Callable[[GuessSimulation], LengthPolicy], model: Kind | None, copies: Kind | None, rows: int, seeds: int = 4
+    make: Callable[[GuessSimulation], LengthPolicy], model: Kind | None, copies: Kind | None, rows: int
 ) -> float:
     """Mean of a few seeds, 300 tokens a row."""
     speeds = []
-    for seed in range(seeds):
+    for seed in range(4):
         simulation = simulated(model, copies, rows, seed, 300)
         speeds.append(rows * 300 / simulation.play(make(simulation)))
     return mean(speeds)
 
 
-def both(model: Kind, copies: Kind, rows: int, seeds: int = 4) -> float:
-    return tokens_a_second(hybrid, model, copies, rows, seeds)
+def both(model: Kind, copies: Kind, rows: int) -> float:
+    return tokens_a_second(hybrid, model, copies, rows)
 
 
 def model_alone(model: Kind, rows: int) -> float:
     return tokens_a_second(confident, model, None, rows)
 
 
-def copies_alone(copies: Kind, rows: int, seeds: int = 4) -> float:
-    return tokens_a_second(budget, None, copies, rows, seeds)
+def copies_alone(copies: Kind, rows: int) -> float:
+    return tokens_a_second(budget, None, copies, rows)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -143,7 +143,12 @@ def test_a_text_of_which_a_part_can_be_copied_is_faster_with_both_than_with_eith
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("copies", [by_turns, stray])
 def test_beside_a_draft_model_that_is_always_wrong_copies_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
-    assert both(always(False, 0.99), copies, rows, 16) > 0.95 * copies_alone(copies, rows, 16)
+    """But for the few drafts that show it to be wrong, which are made and verified for nothing."""
+    tried = FEW_TRIALS * (PAIR.round_ms(rows, FIRST_REACH) - PAIR.round_ms(rows, 0)) / 1000
+    seconds, alone = (
+        rows * 300 / each for each in (both(always(False, 0.99), copies, rows), copies_alone(copies, rows))
+    )
+    assert seconds < alone / 0.97 + tried
 
 
 def test_probes_go_on_while_copies_alone_are_played_and_keep_to_their_share() -> None:
