@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer than most waits at a barrier without a preemption
 constexpr int kSpinsAYield = 64;
-// To wake a thread takes a virtual machine some 100 us, and a round's calls are as far apart as Python takes between them.
+// To wake a thread takes 50 to 90 us in a virtual machine, and a round's calls are as far apart as Python takes between them.
 constexpr auto kBeforeSleep = std::chrono::milliseconds(2);
 constexpr unsigned kDefaultMxcsr = 0x1f80;  // round to nearest even, denormals kept: the bits must not depend on the caller
 
