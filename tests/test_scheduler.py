@@ -114,6 +114,16 @@ def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> Non
     ]
 
 
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_answers_that_end_in_their_first_round_share_a_prefill(chunk: int) -> None:
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=4, prefill_chunk=chunk)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    params = SamplingParams(n=4, max_tokens=1, seed=4)
+    output = run(engine, [[3] * 15], [params])[0]
+    assert [spy.tokens for spy in spies] == [14, 14]
+    assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(4)]
+
+
 def test_a_sample_that_comes_after_its_siblings_left_is_prefilled_anew() -> None:
     engine = engine_of(max_batch_size=1)
     spy = Spy(engine.parts.target)

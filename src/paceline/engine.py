@@ -6,7 +6,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -51,6 +51,9 @@ class Request:
     make_constraint: makes one constraint an answer, where ``params`` have structured_outputs.
 
     max_time: seconds from now; what is not finished by then ends with finish_reason "deadline".
+
+    client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
+        ones, whoever asks.
     """
 
     prompt_token_ids: list[int]
@@ -60,6 +63,8 @@ class Request:
     max_time: float | None = None
     make_stream: Callable[[SamplingParams], TextStream] | None = None
     make_constraint: Callable[[], Constraint] | None = None
+    client: str = ""
+    priority: int = 0
 
 
 @dataclass
@@ -272,6 +277,8 @@ class Engine:
             stream=request.make_stream(params) if request.make_stream is not None else None,
             deadline=None if request.max_time is None else now + request.max_time,
             constraint=None if request.make_constraint is None else request.make_constraint(),
+            client=request.client,
+            priority=request.priority,
         )
 
     def check(self, request: Request) -> None:
@@ -291,6 +298,8 @@ class Engine:
             raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
         if request.max_time is not None and not request.max_time > 0:
             raise ParameterError("max_time", request.max_time, "a number of seconds above 0")
+        if not isinstance(request.priority, int):
+            raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         ids: dict[str, Iterable[int]] = {
             "prompt_token_ids": request.prompt_token_ids,
             "stop_token_ids": request.params.stop_token_ids,
@@ -360,7 +369,7 @@ class Engine:
         ended = [self._requests[name] for name in begun]
         untouched = {name: output for name, output in self._requests.items() if name not in begun}
         queue = [row for row in self.scheduler.waiting if row.request_id in untouched]
-        self.scheduler.waiting = deque(row for row in self.scheduler.waiting if row.request_id in begun)
+        self.scheduler.waiting.keep(row for row in self.scheduler.waiting if row.request_id in begun)
         self._requests = {output.request_id: output for output in ended}
         self.clear()
         self.scheduler.waiting.extend(queue)

@@ -199,7 +199,14 @@ class LLM:
         return [self.request(prompt, p, max_time=max_time) for prompt, p in zip(prompts, each, strict=True)]
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, *, max_time: float | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        max_time: float | None = None,
+        request_id: str | None = None,
+        client: str = "",
+        priority: int = 0,
     ) -> Request:
         """A prompt as ``engine.add`` takes it: tokens, how they become text again, and what the answers must look like.
 
@@ -209,7 +216,8 @@ class LLM:
         make_stream = self._stream if self.tokenizer is not None else None
         wanted = params.structured_outputs
         make_constraint = None if wanted is None else self._grammars.compile(wanted)
-        return Request(self._encode(prompt), params, text, request_id, max_time, make_stream, make_constraint)
+        tokens = self._encode(prompt)
+        return Request(tokens, params, text, request_id, max_time, make_stream, make_constraint, client, priority)
 
     @cached_property
     def _grammars(self) -> Grammars:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Protocol
 
 from paceline.batch import Batch, RowStart, Verdict
@@ -14,6 +12,7 @@ from paceline.decoder import Decoder
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob
 from paceline.params import SamplingParams
 from paceline.rows import Constraint
+from paceline.waiting import Waiting
 
 
 class TextStream(Protocol):
@@ -40,6 +39,8 @@ class Sequence:
     stream: TextStream | None = None
     deadline: float | None = None  # on the clock of time.monotonic
     constraint: Constraint | None = None
+    client: str = ""
+    priority: int = 0
     prefilled: int = 0
     read_by_draft: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
 
@@ -47,6 +48,10 @@ class Sequence:
     def prefill_stop(self) -> int:
         """Prefill ends one token short of the prompt's end."""
         return len(self.prompt) - 1
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.prefilled == self.prefill_stop
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Scheduler:
     decoders: list[Decoder]
     capacity: int
     prefill_chunk: int
-    waiting: deque[Sequence] = field(default_factory=deque)
+    waiting: Waiting[Sequence] = field(default_factory=Waiting)
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
@@ -74,18 +79,12 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
-    def can_admit(self) -> bool:
-        """Whether a row is free, and the first in the queue need not wait for a sibling's prefill to share it."""
-        if not self.waiting or len(self.running) + len(self.prefilling) == self.capacity:
-            return False
-        return all(sequence.request_id != self.waiting[0].request_id for sequence in self.prefilling)
-
     def admit(self) -> None:
         """Give free rows to those who wait, feed the next chunk of prompts, let finished prefills join the batch."""
-        while self.can_admit():
-            self._start(self.waiting.popleft())
-            if self.prefilling[-1].prefilled == self.prefilling[-1].prefill_stop:
-                self._join()
+        while self.waiting and (free := self.capacity - len(self.running) - len(self.prefilling)) > 0:
+            for sequence in self.waiting.turn(free):
+                self._start(sequence)
+        self._join()
         if self.prefilling:
             self._prefill()
             self._join()
@@ -96,34 +95,36 @@ class Scheduler:
         start = RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint)
         self.batch.set_row(row, start)
         sequence.output.metrics.first_scheduled = time.monotonic()
-        sibling = self._sibling(sequence)
-        if sibling is not None:
-            sequence.prefilled = sequence.prefill_stop
-            for decoder in self.decoders:
-                decoder.copy_row(sibling, row, sequence.prefill_stop)
-        else:
-            sequence.prefilled, sequence.read_by_draft = 0, self.hopeful(self._rows_soon)
-            for decoder in self.decoders:
-                decoder.start_row(row)
+        sequence.prefilled, sequence.read_by_draft = 0, self.hopeful(self._rows_soon)
+        for decoder in self.decoders:
+            decoder.start_row(row)
         self.prefilling.append(sequence)
+        for source, other in enumerate(self.running):
+            if other.request_id == sequence.request_id:
+                self._share(source, row)
+                break
 
     @property
     def _rows_soon(self) -> int:
         return min(self.capacity, len(self.running) + len(self.prefilling) + 1 + len(self.waiting))
 
-    def _sibling(self, sequence: Sequence) -> int | None:
-        """A decoding row of the same request: its cache still holds the whole prompt, for nothing is ever erased."""
-        for row, other in enumerate(self.running):
-            if other.request_id == sequence.request_id:
-                return row
-        return None
+    def _share(self, source: int, row: int) -> None:
+        """Give a prefilling row the prompt of a decoding one: its cache holds all of it, for nothing is ever erased."""
+        sequence = self.prefilling[row - len(self.running)]
+        sequence.prefilled = sequence.prefill_stop
+        sequence.read_by_draft = self.running[source].read_by_draft
+        for decoder in self.decoders:
+            decoder.copy_row(source, row, sequence.prefill_stop)
 
     def _prefill(self) -> None:
         """One chunk: as many prefilling rows, from the first on, as fit side by side into ``prefill_chunk`` tokens."""
         count, width = 1, 0
         readers = self.decoders if self.prefilling[0].read_by_draft else self.decoders[:1]
-        alike = takewhile(lambda other: other.read_by_draft == self.prefilling[0].read_by_draft, self.prefilling)
-        for rows, sequence in enumerate(alike, 1):
+        requests: set[str] = set()
+        for rows, sequence in enumerate(self.prefilling, 1):
+            if sequence.read_by_draft != self.prefilling[0].read_by_draft or sequence.request_id in requests:
+                break
+            requests.add(sequence.request_id)
             widest = max(width, sequence.prefill_stop - sequence.prefilled)
             if rows > 1 and widest * rows > self.prefill_chunk:
                 break
@@ -138,9 +139,12 @@ class Scheduler:
             sequence.prefilled = stop
 
     def _join(self) -> None:
-        while self.prefilling and self.prefilling[0].prefilled == self.prefilling[0].prefill_stop:
+        while self.prefilling and self.prefilling[0].is_prefilled:
             sequence = self.prefilling.pop(0)
             self.running.append(sequence)
+            for row, other in enumerate(self.prefilling, len(self.running)):
+                if other.request_id == sequence.request_id and not other.is_prefilled:
+                    self._share(len(self.running) - 1, row)
             for decoder in self.decoders[1:] if not sequence.read_by_draft else ():
                 decoder.lag = max(decoder.lag, len(sequence.prompt))
         self.batch.set_rows(len(self.running))
@@ -214,7 +218,7 @@ class Scheduler:
 
     def sweep(self) -> None:
         """Remove finished sequences from every queue."""
-        self.waiting = deque(s for s in self.waiting if not s.output.finished)
+        self.waiting.keep(s for s in self.waiting if not s.output.finished)
         rows = [*self.running, *self.prefilling]
         for row in range(len(rows) - 1, -1, -1):
             if rows[row].output.finished:
