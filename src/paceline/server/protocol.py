@@ -20,25 +20,30 @@ class Unsupported(NamedTuple):
 
 _TOOLS = "this server calls no tools; to get JSON of a given form, use response_format"
 _HOSTED = "it means something only on OpenAI's own service"
+_TEMPLATE = "the model's chat template decides that"
 UNSUPPORTED: dict[str, Unsupported] = {
-    "suffix": Unsupported("this server continues texts and does not fill gaps"),
+    "suffix": Unsupported("this server continues texts and does not fill gaps", ("",)),
     "tools": Unsupported(_TOOLS, ([],)),
     "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
-    "parallel_tool_calls": Unsupported(_TOOLS),
+    "parallel_tool_calls": Unsupported(_TOOLS, (True, False)),
     "functions": Unsupported(_TOOLS, ([],)),
     "function_call": Unsupported(_TOOLS, ("none", "auto")),
     "audio": Unsupported("this server speaks text only"),
     "modalities": Unsupported("this server speaks text only", (["text"],)),
     "prediction": Unsupported("guesses come from the server's drafter"),
-    "reasoning_effort": Unsupported("the model's chat template knows no such setting"),
-    "verbosity": Unsupported("the model's chat template knows no such setting"),
+    "reasoning_effort": Unsupported("the model's chat template knows no such setting", ("none",)),
+    "verbosity": Unsupported("the model's chat template knows no such setting", ("medium",)),
     "web_search_options": Unsupported("this server searches nothing"),
     "store": Unsupported("this server keeps nothing", (False,)),
-    "metadata": Unsupported("this server keeps nothing", ({},)),
     "service_tier": Unsupported(_HOSTED, ("auto", "default")),
-    "safety_identifier": Unsupported(_HOSTED),
-    "prompt_cache_key": Unsupported(_HOSTED),
+    "use_beam_search": Unsupported("this server samples", (False,)),
+    "skip_special_tokens": Unsupported("special tokens are never part of a text", (True,)),
+    "add_generation_prompt": Unsupported(_TEMPLATE, (True,)),
+    "continue_final_message": Unsupported(_TEMPLATE, (False,)),
+    "chat_template_kwargs": Unsupported(_TEMPLATE, ({},)),
 }
+# Labels for OpenAI's own service and for caches: whatever they say, the answer is the same.
+LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 
 
 class Strict(BaseModel):
@@ -49,11 +54,12 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     """include_usage: one more chunk, the last, says how many tokens were used. continuous_usage_stats: every chunk says
-    how many were used so far.
+    how many were used so far. include_obfuscation: nothing is padded here, so only false can be asked for.
     """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> StreamOptions:
@@ -120,9 +126,10 @@ class GenerationRequest(Strict):
             return data
         for name in data.keys() & UNSUPPORTED.keys() - cls.model_fields.keys():
             why, harmless = UNSUPPORTED[name]
-            if data[name] is not None and data[name] not in harmless:
+            if data[name] is not None and not _among(data[name], harmless):
                 raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
-        return {name: value for name, value in data.items() if name not in UNSUPPORTED or name in cls.model_fields}
+        passed_over = (UNSUPPORTED.keys() | LABELS) - cls.model_fields.keys()
+        return {name: value for name, value in data.items() if name not in passed_over}
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -151,8 +158,22 @@ class GenerationRequest(Strict):
             given["n"] = n
         if given.get("top_k") == -1:  # others' way to say "all"
             given["top_k"] = 0
+        if given.get("seed") == -1:  # others' way to say "any"
+            del given["seed"]
+        if "stop" in given:
+            given["stop"] = _stops(given["stop"])
         bias = {_token_id(token): value for token, value in (self.logit_bias or {}).items()}
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias)
+
+
+def _stops(given: str | list[str]) -> list[str]:
+    """An empty string, which forms send where nothing was filled in, stops nothing."""
+    return [stop for stop in ([given] if isinstance(given, str) else given) if stop]
+
+
+def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
+    """Whether it is one of them, type for type: 0 is no false."""
+    return any(type(value) is type(each) and value == each for each in harmless)
 
 
 def _token_id(text: str) -> Any:
@@ -188,27 +209,41 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Strict):
-    """A piece of a message. Pictures and sounds are refused by their type."""
+    """A piece of a message. Pictures and sounds are refused by their type. cache_control: a hint for caches."""
 
     type: Literal["text"]
     text: Text
+    cache_control: JsonValue = None
 
 
 class Message(Strict):
-    """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back."""
+    """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back.
+
+    content: may be null where the assistant said nothing. name: for chat templates that have a use for it.
+    cache_control: a hint for caches, which changes no answer.
+    """
 
     role: Text
-    content: Text | list[TextPart]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    cache_control: JsonValue = None
     refusal: None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
     tool_calls: Annotated[list[JsonValue], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "only an assistant's message may have no content")
+        return self
+
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
-        return {"role": self.role, "content": "".join(parts)}
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
 class JsonSchema(Strict):

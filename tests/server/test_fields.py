@@ -1,0 +1,68 @@
+"""What everyday clients send along: honoured, or passed over where it cannot change the answer; the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.server.protocol import ChatRequest, CompletionRequest
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+
+HARMLESS: list[dict[str, Any]] = [
+    {"prompt_cache_key": "a"},
+    {"prompt_cache_retention": "24h"},
+    {"safety_identifier": "someone"},
+    {"metadata": {"run": "7"}},
+    {"reasoning_effort": "none"},
+    {"verbosity": "medium"},
+    {"parallel_tool_calls": True, "tools": []},
+    {"suffix": ""},
+    {"stop": ""},
+    {"stop": ["", ""]},
+    {"seed": -1},
+    {"top_k": -1},
+    {"stream": True, "stream_options": {"include_obfuscation": False}},
+    {"skip_special_tokens": True, "use_beam_search": False, "add_generation_prompt": True, "chat_template_kwargs": {}},
+]
+
+
+@pytest.mark.parametrize("extra", HARMLESS, ids=str)
+def test_fields_that_cannot_change_the_answer_are_taken(extra: dict[str, Any]) -> None:
+    plain = ChatRequest(messages=[USER]).sampling(8, None)
+    assert ChatRequest.model_validate({"messages": [USER], **extra}).sampling(8, None) == plain
+    assert CompletionRequest.model_validate({"prompt": "a", **extra}).sampling(8, None) == plain
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
+        ({"suffix": "end"}, "suffix is not supported"),
+        ({"store": 0}, "store is not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens is not supported"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_those_that_could_are_refused_by_name(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ChatRequest.model_validate({"messages": [USER], **extra})
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": None}
+    request = ChatRequest.model_validate({"messages": [USER, said, {"role": "assistant"}, USER]})
+    assert [message["content"] for message in request.conversation] == ["hi", "", "", "hi"]
+    with pytest.raises(ValidationError, match="only an assistant's message"):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": None}]})
+
+
+def test_names_reach_the_template_and_hints_for_caches_do_not() -> None:
+    hint = {"type": "ephemeral"}
+    parts = [{"type": "text", "text": "hi", "cache_control": hint}]
+    message = {"role": "user", "name": "Ada", "content": parts, "cache_control": hint}
+    request = ChatRequest.model_validate({"messages": [message, USER]})
+    assert list(request.conversation) == [{"role": "user", "content": "hi", "name": "Ada"}, USER]
