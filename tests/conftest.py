@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU, slowly
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -17,8 +19,11 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user
 from paceline.kernels import drawing
 
 # A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
-settings.register_profile("paceline", deadline=None)
-settings.load_profile("paceline")
+# Reducing a slow example can take minutes: a failure shows the example that it found, as it is; HYPOTHESIS_PROFILE=shrink
+# reduces it.
+settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
+settings.register_profile("shrink", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +41,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies by numpy, whose order of sums depends on the processor and on the tile's shape.
+
+    With this it is that of the inner dimension, one product after the other: what tests that ask for equal bits need.
+    """
+    if torch.cuda.is_available():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton is not installed")
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, *_: object) -> Any:
+        sums = np.zeros((a.data.shape[0], b.data.shape[1]), d.data.dtype)
+        for k in range(a.data.shape[1]):
+            sums += a.data[:, k : k + 1].astype(d.data.dtype) * b.data[k].astype(d.data.dtype)
+        return interpreter.TensorHandle(sums + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -24,6 +24,7 @@ OPENINGS = (
     "Three facts about {}:\n1.",
 )
 PROMPTS = [opening.replace("{}", topic) for topic in TOPICS for opening in OPENINGS]
+SAMPLE = PROMPTS[::5]  # each kind of opening once or twice
 STUBS = [
     'def fibonacci(n):\n    """The n-th Fibonacci number."""\n',
     'def is_prime(n):\n    """Whether n is a prime number."""\n',
@@ -61,28 +62,45 @@ def likeliest(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> l
     return [int(token) for token in logits[len(prompt) - 1 : -1].argmax(-1)]
 
 
-def check_equal_to_transformers(results: list[RequestOutput], path: Path, generated: int = 1) -> None:
-    """Each token is the likeliest after those before it, and so the answer the greedy one.
-
-    generated: of so many answers one is compared with what ``generate`` gives, too, which takes seconds each.
-    """
-    model = real_models.load_in_transformers(path)
-    answers = [(result.prompt_token_ids, result.outputs[0].token_ids) for result in results]
-    different = [prompt for prompt, answer in answers if likeliest(model, prompt, answer) != answer]
-    different += [prompt for prompt, answer in answers[::generated] if greedy(model, prompt, len(answer)) != answer]
-    assert not different
+def answers_of(results: list[RequestOutput]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of each."""
+    return [(result.prompt_token_ids, result.outputs[0].token_ids) for result in results]
 
 
-@pytest.mark.parametrize("generated", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["a fifth", "all"])
-@pytest.mark.timeout(600)
-def test_smollm2_equals_transformers_greedy_in_float32_with_and_without_speculation(generated: int) -> None:
-    path = real_models.find("smollm2-135m")
+def check_each_token(results: list[RequestOutput], model: PreTrainedModel) -> None:
+    """Each token is the likeliest after those before it: by induction the answer is the greedy one."""
+    answers = answers_of(results)
+    assert not [prompt for prompt, answer in answers if likeliest(model, prompt, answer) != answer]
+
+
+def check_generate(results: list[RequestOutput], model: PreTrainedModel) -> None:
+    """The same by transformers' own loop, which takes seconds an answer."""
+    answers = answers_of(results)
+    assert not [prompt for prompt, answer in answers if greedy(model, prompt, len(answer)) != answer]
+
+
+def smollm2_with_and_without_speculation(path: Path, prompts: list[str]) -> list[RequestOutput]:
     llm = LLM(path, drafter="ngram", num_speculative_tokens=4, dtype="float32", max_batch_size=8, max_model_len=256)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    spoken = llm.generate(PROMPTS, params, use_tqdm=False)
-    plain = llm.plain().generate(PROMPTS, params, use_tqdm=False)
+    spoken = llm.generate(prompts, params, use_tqdm=False)
+    plain = llm.plain().generate(prompts, params, use_tqdm=False)
     assert [result.outputs[0].token_ids for result in spoken] == [result.outputs[0].token_ids for result in plain]
-    check_equal_to_transformers(spoken, path, generated)
+    return spoken
+
+
+@pytest.mark.timeout(300)
+def test_smollm2_equals_transformers_greedy_in_float32_with_and_without_speculation() -> None:
+    path = real_models.find("smollm2-135m")
+    check_each_token(smollm2_with_and_without_speculation(path, SAMPLE), real_models.load_in_transformers(path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_smollm2_equals_transformers_generate_in_float32_with_and_without_speculation() -> None:
+    path = real_models.find("smollm2-135m")
+    spoken, model = smollm2_with_and_without_speculation(path, PROMPTS), real_models.load_in_transformers(path)
+    check_each_token(spoken, model)
+    check_generate(spoken, model)
 
 
 @pytest.mark.timeout(300)
@@ -101,4 +119,6 @@ def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
     target, draft = real_models.find("qwen-coder-1.5b"), real_models.find("qwen-coder-0.5b")
     llm = LLM(target, draft, num_speculative_tokens=3, dtype="float32", max_batch_size=8, max_model_len=256)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    check_equal_to_transformers(llm.generate(STUBS, params, use_tqdm=False), target)
+    spoken, model = llm.generate(STUBS, params, use_tqdm=False), real_models.load_in_transformers(target)
+    check_each_token(spoken, model)
+    check_generate(spoken, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -135,7 +135,8 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(data: st.DataObject) -> Non
         torch.testing.assert_close(found[:, :, node : node + 1], expected, atol=2e-5, rtol=2e-5)
 
 
-@settings(max_examples=8)
+@pytest.mark.usefixtures("ordered_products")
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_deterministic_means_the_same_bits_alone_and_in_company(data: st.DataObject) -> None:
     """A query alone, at k = 0, in a batch of one: the same bits as amid a batch and a block of guesses."""
@@ -149,11 +150,12 @@ def test_deterministic_means_the_same_bits_alone_and_in_company(data: st.DataObj
     backend = RaggedAttention(deterministic=True)
     company = backend.attend(q, keys, values, backend.plan(where, 304), scale=None, window=None)[row, :, token]
     one = slice(row, row + 1)
-    plan = backend.plan(where[one, token : token + 1], 304)
+    plan = backend.plan(where[one, token : token + 1], lengths[row])
     alone = backend.attend(q[one, :, token : token + 1], keys[one], values[one], plan, scale=None, window=None)
     assert torch.equal(company, alone[0, :, 0])
 
 
+@pytest.mark.usefixtures("ordered_products")
 def test_deterministic_stretches_do_not_move_with_the_rows_length() -> None:
     """Seven more tokens in the row fill another block of 64: shared evenly, every stretch would begin elsewhere."""
     keys, values = ragged_cache([196], 2, 304, 16, 2)

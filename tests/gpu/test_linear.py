@@ -58,6 +58,7 @@ def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: b
     assert layer.tensors()[0].element_size() == (4 if to == "same" else 1)
 
 
+@pytest.mark.usefixtures("ordered_products")
 def test_deterministic_rows_have_the_same_bits_in_any_company() -> None:
     layer = Linears("same", deterministic=True)(torch.randn(40, 1100, device=DEVICE))
     x = torch.randn(70, 1100, device=DEVICE)
