@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 
 LAYERS: list[set[str]] = [
-    {"errors", "params", "outputs"},
+    {"errors", "ranges", "params", "outputs"},
     {
         "batch",
         "rows",

@@ -13,6 +13,7 @@ from paceline import LLM, SamplingParams
 from paceline.engine import Request
 from paceline.errors import EmptyPromptError, ParameterError
 from paceline.outputs import RequestOutput
+from paceline.params import MAX_COUNT, MIN_TEMPERATURE, MIN_TOP_P
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +90,34 @@ def test_params_are_one_for_all_or_one_a_prompt(llm: LLM, expected: list[list[in
     assert tokens(llm.generate(PROMPTS, each, use_tqdm=False)) == [e[: i + 1] for i, e in enumerate(expected)]
     with pytest.raises(ParameterError, match=r"params='2 entries'.*\(3\)"):
         llm.generate(PROMPTS, each[:2], use_tqdm=False)
+
+
+EDGES: list[dict[str, Any]] = [
+    {"top_k": MAX_COUNT},
+    {"top_k": MAX_COUNT, "top_p": MIN_TOP_P, "min_p": 1.0},
+    {"temperature": MIN_TEMPERATURE},
+    {"temperature": MIN_TEMPERATURE, "repetition_penalty": 0.01, "presence_penalty": 2},
+    {"temperature": 100, "top_p": 1.0, "repetition_penalty": 100, "frequency_penalty": -2},
+    {"temperature": MIN_TEMPERATURE, "logit_bias": {1: 100, 2: -100}, "min_p": 1e-40},
+    {"max_tokens": MAX_COUNT, "seed": 2**63 - 1},
+    {"max_tokens": MAX_COUNT, "min_tokens": MAX_COUNT, "seed": 0},
+]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_the_ends_of_every_range_are_played(acceptance: str) -> None:
+    """Float32 can reckon with them: greedy where they say so, and nothing overflows, alone or side by side."""
+    llm = make(acceptance=acceptance, max_batch_size=len(EDGES), max_model_len=24)
+    params = [SamplingParams(**{"max_tokens": 12, **edge}) for edge in EDGES]
+    for output in llm.generate([PROMPTS[2]] * len(EDGES), params, use_tqdm=False):
+        answer = output.outputs[0]
+        assert all(0 <= token < VOCAB for token in answer.token_ids)
+        assert answer.finish_reason == "length"
+    likely = [SamplingParams(**{"max_tokens": 10, **edge}) for edge in EDGES[1:3]]
+    greedy = SamplingParams(max_tokens=10, temperature=0)
+    assert tokens(llm.generate([PROMPTS[2]] * 2, likely, use_tqdm=False)) == 2 * tokens(
+        llm.generate(PROMPTS[2], greedy, use_tqdm=False)
+    )
 
 
 def test_a_text_prompt_and_a_chat_need_a_tokenizer(llm: LLM) -> None:

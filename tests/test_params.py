@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 from typing import Any, get_type_hints
 
 import pytest
 
-from paceline.errors import PacelineError, ParameterError
-from paceline.params import MAX_SPECULATION_LENGTH, DrafterName, EngineConfig, EngineOptions, SamplingParams
+from paceline import params
+from paceline.errors import LONGEST_SHOWN, PacelineError, ParameterError
+from paceline.params import (
+    MAX_SPECULATION_LENGTH,
+    DrafterName,
+    EngineConfig,
+    EngineOptions,
+    SamplingParams,
+    ServerConfig,
+    StructuredOutputs,
+)
+from paceline.ranges import check_text, rule_for
 
 BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("n", v) for v in (0, -1, 1.0, True, "2", None)],
@@ -27,6 +38,19 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("stop_token_ids", v) for v in ([-1], [1.5], [True], 3, None, "ab")],
     *[("logit_bias", v) for v in ({-1: 1.0}, {"1": 1.0}, {1: 101}, {1: math.nan}, {1: "much"}, {1: None}, None, [1])],
     *[("logprobs", v) for v in (-1, 21, 1.0, True)],
+    *[("n", v) for v in (params.MAX_ANSWERS + 1, 10**9)],
+    *[("max_tokens", v) for v in (2**31, 10**22)],
+    *[("temperature", v) for v in (1e-50, 1e-31, 10**400)],
+    *[("top_p", v) for v in (1e-50, 10**400)],
+    *[("top_k", v) for v in (2**31, 2**63, 10**22)],
+    *[("repetition_penalty", v) for v in (1e-50, 0.009, 101, 10**400)],
+    *[("presence_penalty", v) for v in (10**400, -(10**400))],
+    *[("stop_token_ids", v) for v in ([2**31], [2**63], [1] * (params.MAX_STOP_TOKEN_IDS + 1), b"ab")],
+    *[("stop", v) for v in (["a"] * (params.MAX_STOP_STRINGS + 1), "a" * (params.MAX_STOP_CHARACTERS + 1), b"a")],
+    *[("stop", v) for v in ("\ud800", ["a", "\udfff"])],
+    *[("logit_bias", v) for v in ({2**31: 1}, {2**63: 1}, {1: 10**400}, dict.fromkeys(range(2**16 + 1), 1), {True: 1})],
+    *[("ignore_eos", v) for v in ("false", 1, None)],
+    *[("structured_outputs", v) for v in ("json", ["json"], {}, {"json_object": False})],
 ]
 
 BAD_ENGINE: list[tuple[str, Any]] = [
@@ -42,7 +66,25 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     *[("max_model_len", v) for v in (0, 1, 2.5)],
     *[("prefill_chunk", v) for v in (0, -5, 1.5)],
     *[("threads", v) for v in (0, 1.5)],
-    *[("memory_limit", v) for v in (0, -1, 1.5)],
+    *[("memory_limit", v) for v in (0, -1, 1.5, 2**63)],
+    *[("max_model_len", v) for v in (2**31, 10**22)],
+    *[("prefill_chunk", v) for v in (2**20 + 1, 2**63)],
+    *[("threads", v) for v in (1025, 2**63)],
+    *[("device", v) for v in ("", None, 0)],
+    *[("profile", v) for v in ("", "a\0b", 3, b"profile.json")],
+]
+
+BAD_SERVER: list[tuple[str, Any]] = [
+    *[("host", v) for v in ("", None, "\ud800")],
+    *[("port", v) for v in (-1, 65536, 80.0, True)],
+    *[("served_model_name", v) for v in ("", 5)],
+    *[("api_keys", v) for v in ("secret", ["secret", ""], [1], None)],
+    *[("max_waiting", v) for v in (-1, 2**63)],
+    *[("max_body_bytes", v) for v in (0, 2**63)],
+    *[("body_timeout", v) for v in (0, math.nan, math.inf, 1e300, 10**400)],
+    *[("request_timeout", v) for v in (0, 1e-300, math.nan, math.inf)],
+    *[("shutdown_timeout", v) for v in (-1, math.nan, math.inf)],
+    *[("log_interval", v) for v in (0, math.nan, math.inf)],
 ]
 
 
@@ -59,6 +101,104 @@ def test_a_bad_sampling_parameter_is_refused_by_name(field: str, value: Any) -> 
 def test_a_bad_engine_option_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=f"^{field}=.* is not allowed: .+"):
         EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_SERVER)
+def test_a_bad_server_option_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=f"^{field}=.* is not allowed: .+") as caught:
+        ServerConfig(**{field: value})
+    assert "secret" not in str(caught.value)
+
+
+class Odd:
+    """Of no type that a parameter has."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not even to be shown")
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig, ServerConfig, StructuredOutputs])
+def test_every_field_refuses_every_wrong_type(kind: type) -> None:
+    """Of each field: what is not of its default's kind. A new field without a rule fails here, too."""
+    wrong: list[Any] = [Odd(), b"bytes", {"a": Odd()}, [Odd()], (None,), {1, 2}, 1j, math.nan, object, 10**5000]
+    of_kind: dict[str, list[Any]] = {"number": [True, "1"], "flag": [1, 0, "false", None], "text": [True, "\ud800"]}
+    for field in dataclasses.fields(kind):
+        default = field.default if field.default is not dataclasses.MISSING else ()
+        flag, text = isinstance(default, bool), isinstance(default, str)
+        number = isinstance(default, (int, float)) and not flag
+        more = of_kind["flag"] * flag + of_kind["text"] * text + of_kind["number"] * number
+        for value in [*wrong, *more]:
+            with pytest.raises(ParameterError) as caught:
+                kind(**{field.name: value})
+            assert field.name in caught.value.field.split("."), f"{field.name}={type(value)}"
+            assert len(str(caught.value)) < LONGEST_SHOWN + 500
+
+
+def test_a_field_that_states_no_range_is_a_programming_error() -> None:
+    for hint in (int, float, dict[str, int], list[str], int | None):
+        with pytest.raises(TypeError, match="annotate it with a rule"):
+            rule_for(hint)
+
+
+def test_a_message_shows_any_value_and_stays_short() -> None:
+    for value in (10**5000, "x" * 10**6, Odd(), [Odd()], "\ud800\n"):
+        text = str(ParameterError("name", value, "something else"))
+        assert len(text) < LONGEST_SHOWN + 100
+        assert "\n" not in text
+        text.encode()
+
+
+def test_half_a_character_is_no_text() -> None:
+    assert check_text("prompt", "a\U0001f600\0") == "a\U0001f600\0"
+    for value in ("\ud800", "a\udcffb", b"a", 5, None):
+        with pytest.raises(ParameterError, match=r"^prompt=.*half a character"):
+            check_text("prompt", value)
+
+
+def test_a_structure_is_given_as_an_object_or_as_its_fields() -> None:
+    wanted = StructuredOutputs(json={"type": "object"})
+    assert SamplingParams(structured_outputs={"json": {"type": "object"}}).structured_outputs == wanted  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match=r"^structured_outputs\.grammar=.*known are json, json_object, regex"):
+        SamplingParams(structured_outputs={"grammar": "x"})  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match=r"^structured_outputs\.json="):
+        SamplingParams(structured_outputs={"json": '{"const": "\\ud800"}'})  # type: ignore[arg-type]
+
+
+def test_a_path_is_kept_as_text() -> None:
+    assert EngineConfig(profile=pathlib.Path("a/b.json")).profile == "a/b.json"  # type: ignore[arg-type]
+
+
+def test_parameters_come_from_json_over_others() -> None:
+    base = SamplingParams(temperature=0.5, max_tokens=7)
+    given = {"logit_bias": {"7": 1}, "top_k": -1, "structured_outputs": {"regex": "a+"}, "max_tokens": 9}
+    made = SamplingParams.from_mapping(given, base)
+    assert made == SamplingParams(
+        temperature=0.5, max_tokens=9, logit_bias={7: 1}, structured_outputs=StructuredOutputs(regex="a+")
+    )
+    assert SamplingParams.from_mapping({}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temprature": 1},
+        {"\ud800": 1},
+        {"x" * 10**5: 1},
+        {"logit_bias": {"07": 1}},
+        {"logit_bias": {"9" * 5000: 1}},
+        {"logit_bias": {"\u0663": 1}},
+        {"logit_bias": [1]},
+        {"top_k": -1.0},
+        {"structured_outputs": {"json": []}},
+        {"stop": {"a": 1}},
+    ],
+)
+def test_what_json_gets_wrong_is_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams.from_mapping(given)
+    (name,) = given
+    assert caught.value.field.startswith((name, "structured_outputs.", "'"))
+    str(caught.value).encode()
 
 
 @pytest.mark.parametrize(
@@ -80,6 +220,11 @@ def test_a_bad_engine_option_is_refused_by_name(field: str, value: Any) -> None:
         ("logit_bias", {0: -100, 5: 100.0}),
         ("logprobs", 0),
         ("logprobs", 20),
+        ("top_k", 2**31 - 1),
+        ("max_tokens", 2**31 - 1),
+        ("temperature", 1e-30),
+        ("top_p", 1e-30),
+        ("repetition_penalty", 100),
     ],
 )
 def test_the_ends_of_every_range_are_allowed(field: str, value: Any) -> None:

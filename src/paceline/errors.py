@@ -23,11 +23,25 @@ class PacelineError(Exception):
     """The root: catch this to catch everything paceline raises on purpose."""
 
 
+LONGEST_SHOWN = 200  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: of any value, however long, on one line, and without half characters."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (of a number of thousands of digits, or of an object that is broken)
+        return f"<{type(value).__name__}>"
+    if len(text) > LONGEST_SHOWN:
+        text = f"{text[: LONGEST_SHOWN // 2]} ... {text[-LONGEST_SHOWN // 2 :]}"
+    return " ".join(text.encode(errors="backslashreplace").decode().split())
+
+
 class ParameterError(PacelineError, ValueError):
     """A parameter is outside its allowed range."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}={value!r} is not allowed: {allowed}")
+        super().__init__(f"{field}={shown(value)} is not allowed: {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed

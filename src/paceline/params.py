@@ -5,10 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from paceline.errors import ParameterError
+from paceline.ranges import (
+    FileName,
+    Number,
+    Part,
+    Text,
+    Texts,
+    TokenIds,
+    TokenNumbers,
+    Whole,
+    check,
+    check_fields,
+    check_names,
+    is_text,
+    is_whole,
+)
 
 AcceptanceName = Literal["coupled", "rejection"]
 AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
@@ -25,42 +39,50 @@ DEFAULT_ACCEPTANCE: AcceptanceName = "coupled"
 SYNTHETIC = "synthetic:"  # before a rate: an acceptance rule for benchmarks
 MAX_SPECULATION_LENGTH = 32
 MAX_LOGPROBS = 20
+
+# Whatever is counted or stored has an end, so that nothing overflows and no request alone can hold up the others.
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id: fits every kernel's whole numbers
+MAX_ANSWERS = 2**16  # to one prompt: queued in about a second
+MAX_STOP_STRINGS = 256  # looked for in every token's text: 25 microseconds a token
+MAX_STOP_CHARACTERS = 2**13  # of all stop strings together: so much text may be held back
+MAX_STOP_TOKEN_IDS = 2**12
+MAX_LOGIT_BIAS = 2**16  # entries: set one by one when the row starts, 0.2 seconds
+MAX_ROWS = 2**12
+MAX_PREFILL_CHUNK = 2**20
+MAX_THREADS = 2**10
+MAX_BYTES = 2**63 - 1
+MAX_SECONDS = 366 * 24 * 3600.0  # a year: who wants to wait for ever says None
+MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28
+
+# Below these float32 divides by nothing, or by so little that the result is infinite.
+MIN_TEMPERATURE = 1e-30
+MIN_TOP_P = 1e-30
+MIN_SECONDS = 1e-3
+
+Count = Annotated[int, Whole(1, MAX_COUNT)]
+Share = Annotated[float, Number(0, 1)]
+Penalty = Annotated[float, Number(-2, 2)]
+Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
+Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
+Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves
 
 
-def _check(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ParameterError(name, value, allowed)
+@dataclass(frozen=True)
+class Schema:
+    """A JSON schema, as an object or as its text; kept as text, so that nobody changes it under a running request."""
 
+    allowed: str = "a JSON schema, which is an object"
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_token(value: object) -> bool:
-    return _is_int(value) and value >= 0  # type: ignore[operator]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    _check(value in choices, name, value, "one of " + ", ".join(repr(choice) for choice in choices))
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    allowed = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    _check(ok, name, value, allowed)
-
-
-def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    bracket = "(" if open_low else "["
-    allowed = f"a number in {bracket}{low:g}, {high:g}]" if math.isfinite(high) else f"a number of at least {low:g}"
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
-    _check(ok, name, value, allowed)
+    def take(self, name: str, value: Any) -> str:
+        try:
+            text = value if isinstance(value, str) else json.dumps(value)
+            schema = json.loads(text)
+            ok = isinstance(schema, dict) and is_text(json.dumps(schema, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError):
+            ok = False
+        check(ok, name, value, self.allowed)
+        return text
 
 
 @dataclass(frozen=True)
@@ -71,26 +93,14 @@ class StructuredOutputs:
     whole answer matches.
     """
 
-    json: Mapping[str, Any] | str | None = None
+    json: Annotated[Mapping[str, Any] | str | None, Schema()] = None
     json_object: bool = False
     regex: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "structured_outputs.")
         given = [name for name in ("json", "json_object", "regex") if getattr(self, name) not in (None, False)]
-        _check(len(given) == 1, "structured_outputs", given, "exactly one of json, json_object, regex")
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
-
-
-def _schema_text(schema: object) -> str:
-    """Also a copy, so that nobody changes it under a running request."""
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        ok = isinstance(json.loads(text), dict)
-    except (TypeError, ValueError, RecursionError):
-        ok = False
-    _check(ok, "structured_outputs.json", schema, "a JSON schema, which is an object")
-    return text
+        check(len(given) == 1, "structured_outputs", given, "exactly one of json, json_object, regex")
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ class SamplingParams:
     max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.
     temperature: 0 is greedy, 100 the most. top_k: 0 keeps all. top_p, min_p: nucleus and relative cut.
     presence_penalty, frequency_penalty: subtracted for tokens of the answer so far, [-2, 2].
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer, > 0.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer, [0.01, 100].
     seed: the same seed gives the same text, whatever else is in the batch; None draws one for the request.
     stop: strings that end the answer (not part of it unless include_stop_str_in_output).
     stop_token_ids: tokens that end it. ignore_eos: go on after the model's own end-of-text token.
@@ -116,66 +126,61 @@ class SamplingParams:
         end-of-text token none before the answer is complete.
     """
 
-    n: int = 1
-    max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    n: Annotated[int, Whole(1, MAX_ANSWERS)] = 1
+    max_tokens: Count = 128
+    min_tokens: Annotated[int, Whole(0, MAX_COUNT)] = 0
+    temperature: Annotated[float, Number(MIN_TEMPERATURE, 100, or_zero=True)] = 1.0
+    top_p: Annotated[float, Number(MIN_TOP_P, 1)] = 1.0
+    top_k: Annotated[int, Whole(0, MAX_COUNT)] = 0
+    min_p: Share = 0.0
+    seed: Annotated[int, Whole(0, 2**63 - 1)] | None = None
+    stop: Annotated[str | Sequence[str], Texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, one=True)] = ()
+    stop_token_ids: Annotated[Sequence[int], TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT)] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    num_speculative_tokens: int | None = None
-    structured_outputs: StructuredOutputs | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Number(0.01, 100)] = 1.0
+    logit_bias: Annotated[Mapping[int, float], TokenNumbers(TokenIds(MAX_LOGIT_BIAS, MAX_COUNT), Number(-100, 100))] = (
+        field(default_factory=dict)
+    )
+    logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
+    num_speculative_tokens: Guesses | None = None
+    structured_outputs: Annotated[StructuredOutputs, Part(StructuredOutputs)] | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1)
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_number("temperature", self.temperature, 0, 100)
-        _check_number("top_p", self.top_p, 0, 1, open_low=True)
-        _check_int("top_k", self.top_k, 0)
-        _check_number("min_p", self.min_p, 0, 1)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**63 - 1)
-        _check_number("presence_penalty", self.presence_penalty, -2, 2)
-        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.num_speculative_tokens is not None:
-            _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATION_LENGTH)
+        check_fields(self)
+        fewer = f"a whole number from 0 to {self.max_tokens}, which is max_tokens"
+        check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, fewer)
         if self.structured_outputs is not None:
             free = "left alone with structured_outputs, which says itself when an answer ends"
-            _check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
-            _check(not self.ignore_eos, "ignore_eos", self.ignore_eos, free)
-        self._check_collections()
+            check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
+            check(not self.ignore_eos, "ignore_eos", self.ignore_eos, free)
 
-    def _check_collections(self) -> None:
-        """Also takes copies, so that nobody changes them under a running request."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        ok = isinstance(stop, Sequence) and all(isinstance(s, str) and s for s in stop)
-        _check(ok, "stop", self.stop, "strings that are not empty")
-        ok = isinstance(self.stop_token_ids, Sequence) and all(_is_token(t) for t in self.stop_token_ids)
-        _check(ok, "stop_token_ids", self.stop_token_ids, "token ids (whole numbers of at least 0)")
-        bias, allowed = self.logit_bias, "token ids (whole numbers of at least 0) to numbers in [-100, 100]"
-        _check(isinstance(bias, Mapping) and all(_is_token(t) for t in bias), "logit_bias", bias, allowed)
-        _check(all(_is_number(b) and -100 <= b <= 100 for b in bias.values()), "logit_bias", bias, allowed)
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(bias))
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
+        """``base``, or the defaults, with what was given instead; for everything that comes as JSON.
+
+        What JSON cannot spell may be spelled otherwise: logit_bias has its token ids as strings; a top_k of -1 is 0.
+        Raises ParameterError, also for what is no parameter.
+        """
+        check_names(cls, given)
+        values = dict(given)
+        if isinstance(bias := values.get("logit_bias"), Mapping):
+            values["logit_bias"] = {_token_id(token): number for token, number in bias.items()}
+        if is_whole(values.get("top_k")) and values["top_k"] == -1:
+            values["top_k"] = 0
+        return replace(cls() if base is None else base, **values)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _token_id(key: object) -> object:
+    """A number spelled as JSON's keys are, one spelling each; what is none stays to be refused."""
+    spelled = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal() and str(int(key)) == key
+    return int(key) if spelled else key  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,8 @@ class EngineConfig:
     """
 
     drafter: DrafterName | None = None
-    num_speculative_tokens: int | LengthName = "auto"
-    profile: str | None = None
+    num_speculative_tokens: Guesses | LengthName = "auto"
+    profile: Annotated[str, FileName()] | None = None
     acceptance: AcceptanceName | str = DEFAULT_ACCEPTANCE
     benchmark: bool = False
     attention: AttentionName = "auto"
@@ -222,47 +227,32 @@ class EngineConfig:
     quantization: QuantizationName | None = None
     draft_dtype: DtypeName | Literal["same"] = "same"
     draft_quantization: QuantizationName | Literal["same"] | None = "same"
-    max_batch_size: int = 16
-    max_model_len: int | None = None
-    prefill_chunk: int = 1024
-    device: str = "auto"
-    threads: int | None = None
-    memory_limit: int | None = None
+    max_batch_size: Annotated[int, Whole(1, MAX_ROWS)] = 16
+    max_model_len: Annotated[int, Whole(2, MAX_COUNT)] | None = None
+    prefill_chunk: Annotated[int, Whole(1, MAX_PREFILL_CHUNK)] = 1024
+    device: Name = "auto"
+    threads: Annotated[int, Whole(1, MAX_THREADS)] | None = None
+    memory_limit: Annotated[int, Whole(1, MAX_BYTES)] | None = None
 
     DEFAULT_MAX_MODEL_LEN = 4096
 
     def __post_init__(self) -> None:
-        _check_choice("drafter", self.drafter, (None, *get_args(DrafterName)))
-        if self.num_speculative_tokens not in get_args(LengthName):
-            _check(
-                _is_int(self.num_speculative_tokens) and 0 <= self.num_speculative_tokens <= MAX_SPECULATION_LENGTH,  # type: ignore[operator]
-                "num_speculative_tokens",
-                self.num_speculative_tokens,
-                f"a whole number from 0 to {MAX_SPECULATION_LENGTH}, or one of 'auto', 'bass', 'profiled'",
-            )
+        check_fields(self)
         if self.num_speculative_tokens == "profiled":
-            _check(self.profile is not None, "profile", None, "the file of a profile; make one with: paceline profile")
+            check(self.profile is not None, "profile", None, "the file of a profile; make one with: paceline profile")
         self._check_acceptance()
-        _check_choice("attention", self.attention, get_args(AttentionName))
-        _check_choice("rounds", self.rounds, get_args(RoundsName))
-        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        _check_choice("quantization", self.quantization, (None, *get_args(QuantizationName)))
-        _check_choice("draft_dtype", self.draft_dtype, ("same", "auto", "float32", "bfloat16"))
-        _check_choice("draft_quantization", self.draft_quantization, ("same", None, *get_args(QuantizationName)))
-        for name in ("benchmark", "deterministic"):
-            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        self._check_numbers()
 
     def _check_acceptance(self) -> None:
         given = self.acceptance
-        if not (isinstance(given, str) and given.startswith(SYNTHETIC)):
-            _check_choice("acceptance", given, get_args(AcceptanceName))
+        if not given.startswith(SYNTHETIC):
+            known = get_args(AcceptanceName)
+            check(given in known, "acceptance", given, "one of " + ", ".join(map(repr, known)))
             return
         rate = self.synthetic_acceptance
         allowed = f"{SYNTHETIC}P, P a probability: for benchmarks alone"
-        _check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
+        check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
         allowed = "'coupled' or 'rejection'; for benchmarks, whose texts nobody wants, with benchmark=True"
-        _check(self.benchmark, "acceptance", given, allowed)
+        check(self.benchmark, "acceptance", given, allowed)
 
     @property
     def asks_draft_model(self) -> bool:
@@ -278,16 +268,6 @@ class EngineConfig:
             return float(self.acceptance.removeprefix(SYNTHETIC))
         except ValueError:
             return math.nan
-
-    def _check_numbers(self) -> None:
-        _check_int("max_batch_size", self.max_batch_size, 1, 4096)
-        if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 2)
-        _check_int("prefill_chunk", self.prefill_chunk, 1)
-        if self.threads is not None:
-            _check_int("threads", self.threads, 1)
-        if self.memory_limit is not None:
-            _check_int("memory_limit", self.memory_limit, 1)
 
 
 @dataclass(frozen=True)
@@ -305,32 +285,23 @@ class ServerConfig:
     playground: whether there is a page at ``/`` to try the model on.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    api_keys: Sequence[str] = field(default=(), repr=False)
-    max_waiting: int = 64
-    max_body_bytes: int = 4 * 2**20
-    body_timeout: float = 30.0
-    request_timeout: float | None = None
-    shutdown_timeout: float = 30.0
+    host: Name = "127.0.0.1"
+    port: Annotated[int, Whole(0, 65535)] = 8000
+    served_model_name: Name | None = None
+    api_keys: Annotated[Sequence[str], Texts(MAX_API_KEYS, MAX_API_KEY_CHARACTERS, secret=True)] = field(
+        default=(), repr=False
+    )
+    max_waiting: Annotated[int, Whole(0, MAX_COUNT)] = 64
+    max_body_bytes: Annotated[int, Whole(1, MAX_BYTES)] = 4 * 2**20
+    body_timeout: Seconds = 30.0
+    request_timeout: Seconds | None = None
+    shutdown_timeout: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
     log_format: LogFormat = "text"
-    log_interval: float = 10.0
+    log_interval: Seconds = 10.0
     playground: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("port", self.port, 0, 65535)
-        _check(self.served_model_name != "", "served_model_name", "", "a name")
-        _check(all(self.api_keys), "api_keys", "...", "keys that are not empty")
-        _check_int("max_waiting", self.max_waiting, 0)
-        _check_int("max_body_bytes", self.max_body_bytes, 1)
-        _check_number("body_timeout", self.body_timeout, 0, math.inf, open_low=True)
-        if self.request_timeout is not None:
-            _check_number("request_timeout", self.request_timeout, 0, math.inf, open_low=True)
-        _check_number("shutdown_timeout", self.shutdown_timeout, 0, math.inf)
-        _check_choice("log_format", self.log_format, get_args(LogFormat))
-        _check_number("log_interval", self.log_interval, 0, math.inf, open_low=True)
-        object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        check_fields(self)
 
 
 class EngineOptions(TypedDict, total=False):

@@ -1,0 +1,310 @@
+"""What a parameter may be: its type and its range, written beside the field and checked in one place.
+
+A field's annotation says it all: ``Annotated[int, Whole(1, 64)]``. Plain ``bool``, ``str`` and ``Literal`` need no more
+than that; a field whose annotation says too little is a TypeError as soon as its class is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from paceline.errors import ParameterError, shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class Rule(Protocol):
+    """allowed: the range, for messages."""
+
+    @property
+    def allowed(self) -> str: ...
+
+    def take(self, name: str, value: Any) -> Any:
+        """The value as it is kept (a copy, where it could change later). Raises ParameterError."""
+        ...
+
+
+def check(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ParameterError unless ``ok``."""
+    if not ok:
+        raise ParameterError(name, value, allowed)
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number; it may still be huge, infinite or none (nan)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string that UTF-8 can spell: half a character (a lone surrogate) is none."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_text(name: str, value: object) -> str:
+    """A string without half characters, which no tokenizer can read. Raises ParameterError."""
+    _TEXT.take(name, value)
+    assert isinstance(value, str)
+    return value
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number from ``low`` to ``high``."""
+
+    low: int
+    high: int
+
+    @property
+    def allowed(self) -> str:
+        return f"a whole number from {self.low} to {self.high}"
+
+    def take(self, name: str, value: Any) -> Any:
+        check(is_whole(value) and self.low <= value <= self.high, name, value, self.allowed)
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number from ``low`` to ``high``; or 0, where that means something of its own."""
+
+    low: float
+    high: float
+    or_zero: bool = False
+
+    @property
+    def allowed(self) -> str:
+        return f"{'0 or ' if self.or_zero else ''}a number in [{self.low:g}, {self.high:g}]"
+
+    def take(self, name: str, value: Any) -> Any:
+        inside = is_number(value) and (self.low <= value <= self.high or (self.or_zero and value == 0))
+        check(inside, name, value, self.allowed)  # comparing says no to nan, and what is huge is never converted
+        return value
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return "one of " + ", ".join(map(repr, self.words))
+
+    def take(self, name: str, value: Any) -> Any:
+        check(isinstance(value, str) and value in self.words, name, value, self.allowed)
+        return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False; nothing else is taken for one of them."""
+
+    allowed: str = "True or False"
+
+    def take(self, name: str, value: Any) -> Any:
+        check(isinstance(value, bool), name, value, self.allowed)
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string; with ``filled`` not an empty one."""
+
+    filled: bool = False
+
+    @property
+    def allowed(self) -> str:
+        empty = "that is not empty, and " if self.filled else ""
+        return f"a string {empty}without half a character (a lone surrogate)"
+
+    def take(self, name: str, value: Any) -> Any:
+        check(is_text(value) and not (self.filled and not value), name, value, self.allowed)
+        return value
+
+
+_TEXT = Text()
+
+
+@dataclass(frozen=True)
+class FileName:
+    """A path, kept as a string."""
+
+    allowed: str = "the name of a file"
+
+    def take(self, name: str, value: Any) -> Any:
+        known = isinstance(value, (str, os.PathLike)) and isinstance(path := os.fspath(value), str)
+        check(known and path != "" and "\0" not in path, name, value, self.allowed)
+        return path
+
+
+@dataclass(frozen=True)
+class Texts:
+    """At most ``most`` strings of ``characters`` together, none empty; kept as a tuple. secret: not shown in errors.
+
+    one: a string alone is a list of one.
+    """
+
+    most: int
+    characters: int
+    one: bool = False
+    secret: bool = False
+
+    @property
+    def allowed(self) -> str:
+        return f"at most {self.most} strings that are not empty, with {self.characters} characters together at most"
+
+    def take(self, name: str, value: Any) -> tuple[str, ...]:
+        texts = (value,) if self.one and isinstance(value, str) else value
+        ok = isinstance(texts, Sequence) and not isinstance(texts, (str, bytes)) and len(texts) <= self.most
+        ok = ok and all(is_text(text) and text for text in texts) and sum(map(len, texts)) <= self.characters
+        check(ok, name, "..." if self.secret else value, self.allowed)
+        return tuple(texts)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """At most ``most`` token ids, kept as a tuple. Whether a model has them is for the engine to say."""
+
+    most: int
+    largest: int
+
+    @property
+    def allowed(self) -> str:
+        return f"at most {self.most} token ids (whole numbers from 0 to {self.largest})"
+
+    def take(self, name: str, value: Any) -> tuple[int, ...]:
+        ok = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) <= self.most
+        check(ok and all(is_whole(i) and 0 <= i <= self.largest for i in value), name, value, self.allowed)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """Token ids, at most ``keys.most``, each to a number; kept as a dictionary of its own."""
+
+    keys: TokenIds
+    values: Number
+
+    @property
+    def allowed(self) -> str:
+        return f"a mapping from {self.keys.allowed} to {self.values.allowed}"
+
+    def take(self, name: str, value: Any) -> dict[int, float]:
+        check(isinstance(value, Mapping), name, value, self.allowed)
+        try:
+            self.keys.take(name, tuple(value))
+            return {token: self.values.take(name, number) for token, number in value.items()}
+        except ParameterError as error:
+            raise ParameterError(name, value, self.allowed) from error
+
+
+@dataclass(frozen=True)
+class Part:
+    """An instance of a dataclass; a mapping of its fields becomes one."""
+
+    kind: type
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.kind.__name__}, or a mapping of its fields ({', '.join(names_of(self.kind))})"
+
+    def take(self, name: str, value: Any) -> Any:
+        if isinstance(value, self.kind):
+            return value
+        check(isinstance(value, Mapping), name, value, self.allowed)
+        check_names(self.kind, value, f"{name}.")
+        return self.kind(**value)
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """What one of several rules takes; none: or None."""
+
+    rules: tuple[Rule, ...]
+    none: bool
+
+    @property
+    def allowed(self) -> str:
+        return ", or ".join([rule.allowed for rule in self.rules] + ["None"] * self.none)
+
+    def take(self, name: str, value: Any) -> Any:
+        if value is None and self.none:
+            return None
+        if len(self.rules) == 1 and value is not None:
+            return self.rules[0].take(name, value)  # its own words say more: a part names the field within it
+        for rule in self.rules:
+            try:
+                return rule.take(name, value)
+            except ParameterError:
+                continue
+        raise ParameterError(name, value, self.allowed)
+
+
+def rule_for(hint: Any) -> Rule:
+    """The rule that an annotation states. Raises TypeError where it states none."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _annotated(arguments)
+    if origin in (Union, UnionType):
+        rules = tuple(rule_for(member) for member in arguments if member is not NoneType)
+        return AnyOf(rules, NoneType in arguments)
+    if origin is Literal:
+        return OneOf(arguments)
+    if hint is bool:
+        return Flag()
+    if hint is str:
+        return _TEXT
+    raise TypeError(f"{hint} says nothing about what is allowed; annotate it with a rule")
+
+
+def _annotated(arguments: tuple[Any, ...]) -> Rule:
+    inner, rule = arguments[:2]
+    return AnyOf((rule,), none=True) if NoneType in get_args(inner) else rule
+
+
+@cache
+def rules_of(kind: type) -> Mapping[str, Rule]:
+    """Of every field of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: rule_for(hints[name]) for name in names_of(kind)}
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass."""
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def check_names(kind: type, given: Mapping[Any, object], prefix: str = "") -> None:
+    """Raise ParameterError for what is no field of a dataclass."""
+    for name in given:
+        if name not in names_of(kind):
+            unknown = prefix + (name if isinstance(name, str) and name.isidentifier() else shown(name))
+            raise ParameterError(unknown, given[name], f"left out; known are {', '.join(names_of(kind))}")
+
+
+def check_fields(instance: DataclassInstance, prefix: str = "") -> None:
+    """Check every field of a dataclass by its rule and keep what the rule keeps; for ``__post_init__``."""
+    for name, rule in rules_of(type(instance)).items():
+        given = getattr(instance, name)
+        kept = rule.take(f"{prefix}{name}", given)
+        if kept is not given:
+            object.__setattr__(instance, name, kept)
