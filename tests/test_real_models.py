@@ -79,9 +79,9 @@ def check_generate(results: list[RequestOutput], model: PreTrainedModel) -> None
     assert not [prompt for prompt, answer in answers if greedy(model, prompt, len(answer)) != answer]
 
 
-def smollm2_with_and_without_speculation(path: Path, prompts: list[str]) -> list[RequestOutput]:
+def smollm2_with_and_without_speculation(path: Path, prompts: list[str], tokens: int) -> list[RequestOutput]:
     llm = LLM(path, drafter="ngram", num_speculative_tokens=4, dtype="float32", max_batch_size=8, max_model_len=256)
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     spoken = llm.generate(prompts, params, use_tqdm=False)
     plain = llm.plain().generate(prompts, params, use_tqdm=False)
     assert [result.outputs[0].token_ids for result in spoken] == [result.outputs[0].token_ids for result in plain]
@@ -91,14 +91,15 @@ def smollm2_with_and_without_speculation(path: Path, prompts: list[str]) -> list
 @pytest.mark.timeout(300)
 def test_smollm2_equals_transformers_greedy_in_float32_with_and_without_speculation() -> None:
     path = real_models.find("smollm2-135m")
-    check_each_token(smollm2_with_and_without_speculation(path, SAMPLE), real_models.load_in_transformers(path))
+    spoken = smollm2_with_and_without_speculation(path, SAMPLE, 32)
+    check_each_token(spoken, real_models.load_in_transformers(path))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_smollm2_equals_transformers_generate_in_float32_with_and_without_speculation() -> None:
     path = real_models.find("smollm2-135m")
-    spoken, model = smollm2_with_and_without_speculation(path, PROMPTS), real_models.load_in_transformers(path)
+    spoken, model = smollm2_with_and_without_speculation(path, PROMPTS, 64), real_models.load_in_transformers(path)
     check_each_token(spoken, model)
     check_generate(spoken, model)
 
@@ -108,8 +109,8 @@ def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> No
     path = real_models.find("smollm2-135m")
     llm = LLM(path, drafter="ngram", num_speculative_tokens=3, dtype="float32", max_batch_size=6, max_model_len=256)
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=11, n=2, max_tokens=32, repetition_penalty=1.1)
-    spoken = llm.generate(PROMPTS[:8], params, use_tqdm=False)
-    plain = llm.plain().generate(PROMPTS[:8], params, use_tqdm=False)
+    spoken = llm.generate(PROMPTS[:4], params, use_tqdm=False)
+    plain = llm.plain().generate(PROMPTS[:4], params, use_tqdm=False)
     assert [[o.text for o in r.outputs] for r in spoken] == [[o.text for o in r.outputs] for r in plain]
 
 
