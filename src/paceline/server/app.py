@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -17,6 +16,7 @@ from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.params import ServerConfig
 from paceline.server import errors, replies
+from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
@@ -41,6 +41,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         404: "No such model or path",
         408: "The body took too long to arrive",
         413: "The body is too long",
+        415: "The body is not said to be JSON",
         422: "Not used: what is refused is refused with 400",
         429: "The queue is full; Retry-After says when to try again",
         500: "The engine failed; the log says why",
@@ -68,6 +69,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
         title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=_REFUSALS
     )
     app.state.context = context
+    app.router.route_class = route_class(context.bodies)
     app.add_middleware(Gate, config=config, meter=context.meter)
     _add_error_handlers(app, context)
     _add_generation(app, context)
@@ -192,10 +194,6 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     @app.exception_handler(PacelineError)
     async def on_purpose(_: Request, error: PacelineError) -> Response:
         return answer(errors.from_paceline(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def not_valid(_: Request, error: RequestValidationError) -> Response:
-        return answer(errors.from_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

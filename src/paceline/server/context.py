@@ -47,6 +47,7 @@ class Context:
         self.created = int(time.time())
         self._start, self._count = secrets.token_hex(4), itertools.count()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self.bodies = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     @property
     def llm(self) -> LLM:
@@ -108,7 +109,8 @@ class Context:
 
     def close(self) -> None:
         """Nothing is begun any more."""
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._texts, self.bodies):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass

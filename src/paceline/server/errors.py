@@ -16,6 +16,7 @@ from paceline.errors import (
     RequestError,
     StructureError,
 )
+from paceline.server.limits import MAX_FAULT, MAX_FAULTS, MAX_MESSAGE, MAX_SHOWN
 
 INVALID = "invalid_request_error"
 
@@ -53,7 +54,7 @@ class ApiError(PacelineError):
 
     @property
     def body(self) -> dict[str, Any]:
-        message = str(self).encode("utf-8", "replace").decode()  # a client's broken letters may stand in it
+        message = shortened(str(self), MAX_MESSAGE).encode("utf-8", "replace").decode()  # broken letters, too
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -122,20 +123,39 @@ def from_paceline(error: PacelineError) -> ApiError:
     return ApiError(500, "server_error", str(error))
 
 
-def from_validation(found: Sequence[Mapping[str, Any]]) -> ApiError:
-    """400 for a body that pydantic refuses: every field at fault, and why."""
-    faults = [_fault(fault) for fault in found]
+def from_validation(found: Sequence[Mapping[str, Any]], data: object) -> ApiError:
+    """400 for a document that pydantic refuses: the first fields at fault, and why. data: the document."""
+    faults = [_fault(fault, data) for fault in found[:MAX_FAULTS]]
     message = "; ".join(dict.fromkeys(text for _, text in faults))
-    return invalid(message, faults[0][0] if faults else None)
+    more = "" if len(found) <= MAX_FAULTS else f"; and {len(found) - MAX_FAULTS} more"
+    return invalid(message + more, faults[0][0] if faults else None)
 
 
-def _fault(fault: Mapping[str, Any]) -> tuple[str | None, str]:
+def _fault(fault: Mapping[str, Any], data: object) -> tuple[str | None, str]:
     """The field, and what is wrong with it."""
-    place = ".".join(str(part) for part in fault["loc"][1:]) or fault.get("ctx", {}).get("field")
+    place = _place(fault, data)
     if fault["type"] == "extra_forbidden":
         return place, f"unknown field {place!r}: this server refuses what it would have to ignore"
-    if fault["type"] == "json_invalid":
-        return None, f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}"
+    text = shortened(fault["msg"], MAX_FAULT)
     if fault["type"] in ("unsupported", "best_of", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
-        return place, fault["msg"]
-    return place, f"{place or 'body'}: {fault['msg']}"
+        return place, text
+    return place, f"{place or 'body'}: {text}"
+
+
+def _place(fault: Mapping[str, Any], data: object) -> str | None:
+    """The field as the client spells it: pydantic's own names for the ways to read it are no part of the document."""
+    parts: list[str | int] = []
+    last = len(fault["loc"]) - 1
+    for number, part in enumerate(fault["loc"]):
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            data = data[part]
+        elif fault["type"] != "missing" or number < last:
+            continue
+        parts.append(part)
+    place = ".".join(map(str, parts)) or fault.get("ctx", {}).get("field")
+    return None if place is None else shortened(place, MAX_SHOWN)
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most so many characters of a text, with a mark where it was cut."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from paceline.server import limits
 
 
 class Unsupported(NamedTuple):
@@ -47,9 +48,17 @@ LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt
 
 
 class Strict(BaseModel):
-    """No conversions (1 is no "1"), no unknown fields."""
+    """No conversions (1 is no "1"), no unknown fields, no infinite numbers."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, data: Any) -> Any:
+        """Every unknown field is a fault of its own: let there be few."""
+        if isinstance(data, dict) and len(data) > limits.MAX_FIELDS:
+            raise PydanticCustomError("too_many_fields", "at most {most} fields", {"most": limits.MAX_FIELDS})
+        return data
 
 
 class StreamOptions(Strict):
@@ -68,17 +77,23 @@ class StreamOptions(Strict):
         return self
 
 
-def _as_utf8(text: str) -> str:
-    """JSON can spell half a character (a lone surrogate); no tokenizer, log or answer can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("half_a_character", "no text: half a character (a lone surrogate)") from error
-    return text
+def _few_entries(bias: object) -> object:
+    """Before they are looked at one by one: a dictionary's wrong values are all listed."""
+    if isinstance(bias, dict) and len(bias) > limits.MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_long", "at most {most} entries", {"most": limits.MAX_LOGIT_BIAS})
+    return bias
 
 
-Text = Annotated[str, AfterValidator(_as_utf8)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+def _some(most: int | None = None, least: int | None = None) -> Any:
+    """A list of limited length, checked up to its first fault."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
+
+
+Label = Annotated[str, Field(max_length=limits.MAX_LABEL)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], _some()]
+Bias = Annotated[dict[str, float], BeforeValidator(_few_entries), Field(max_length=limits.MAX_LOGIT_BIAS)]
+Positive = Annotated[float, Field(gt=0)]
 _SAMPLING = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -94,7 +109,7 @@ class GenerationRequest(Strict):
     answer cost and how each token came about.
     """
 
-    model: Text | None = None
+    model: Label | None = None
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -103,18 +118,18 @@ class GenerationRequest(Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], _some(limits.MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], _some(limits.MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
     num_speculative_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = None
+    user: Label | None = None
     timeout: Positive | None = None
     deadline_ms: Positive | None = None
     metrics: bool = False
@@ -130,6 +145,14 @@ class GenerationRequest(Strict):
                 raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
         passed_over = (UNSUPPORTED.keys() | LABELS) - cls.model_fields.keys()
         return {name: value for name, value in data.items() if name not in passed_over}
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> GenerationRequest:
+        letters = len(self.stop) if isinstance(self.stop, str) else sum(map(len, self.stop or ()))
+        if letters > limits.MAX_STOP_CHARACTERS:
+            context = {"field": "stop", "most": limits.MAX_STOP_CHARACTERS}
+            raise PydanticCustomError("stop", "at most {most} characters in all", context)
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -184,7 +207,12 @@ def _token_id(text: str) -> Any:
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``. prompt: a text or token ids, or several. echo: the prompt is part of the answer."""
 
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], _some(limits.MAX_PROMPTS)]
+        | Annotated[list[TokenIds], _some(limits.MAX_PROMPTS)]
+    )
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -212,7 +240,7 @@ class TextPart(Strict):
     """A piece of a message. Pictures and sounds are refused by their type. cache_control: a hint for caches."""
 
     type: Literal["text"]
-    text: Text
+    text: str
     cache_control: JsonValue = None
 
 
@@ -223,9 +251,9 @@ class Message(Strict):
     cache_control: a hint for caches, which changes no answer.
     """
 
-    role: Text
-    content: Text | list[TextPart] | None = None
-    name: Text | None = None
+    role: Label
+    content: str | Annotated[list[TextPart], _some(limits.MAX_CONTENT_PARTS)] | None = None
+    name: Label | None = None
     cache_control: JsonValue = None
     refusal: None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
@@ -249,7 +277,7 @@ class Message(Strict):
 class JsonSchema(Strict):
     """schema: the JSON schema that answers follow exactly, whether or not ``strict`` says so. name: a label."""
 
-    name: str
+    name: Label
     description: str | None = None
     schema_: dict[str, JsonValue] = Field(alias="schema")
     strict: bool | None = None
@@ -280,7 +308,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], _some(limits.MAX_MESSAGES, least=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -311,9 +339,9 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(Strict):
     """``POST /tokenize``: a text, or a conversation through the chat template."""
 
-    model: Text | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    model: Label | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], _some(limits.MAX_MESSAGES, least=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -327,5 +355,5 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
-    model: Text | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    model: Label | None = None
+    tokens: TokenIds
