@@ -11,16 +11,18 @@ import torch
 
 from paceline import decoder as decoder_module
 from paceline import engine as engine_module
+from paceline import scheduler as scheduler_module
 from paceline.engine import Engine, Request
 from paceline.errors import CapacityError, EmptyPromptError, ParameterError, PromptTooLongError, RequestError
 from paceline.memory import plan_memory
 from paceline.outputs import Metrics
-from paceline.params import EngineConfig, SamplingParams
+from paceline.params import EngineConfig, SamplingParams, StructuredOutputs
 from paceline.sampling import sequence_seed
 from toy import (
     POSITIONS,
     VOCAB,
     Scripted,
+    ToyConstraint,
     ToyModel,
     always,
     answers,
@@ -175,6 +177,126 @@ def test_a_model_drafter_without_a_draft_model_is_refused(drafter: str) -> None:
 def test_documents_with_tokens_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ParameterError, match=f"reference_documents={VOCAB}"):
         make_engine(ToyModel(), drafter="ngram", documents=[[1, 2], [3, VOCAB]])
+
+
+# --- nothing that one request asks ends another -----------------------------------------------------------------------
+
+
+class Faulty(ToyConstraint):
+    """Lets everything through and fails at one of the things that are asked of it."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+
+    def mask(self, logits: Any, guesses: Any, first: int) -> None:
+        self._fail("mask")
+
+    def advance(self, tokens: Any) -> None:
+        self._fail("advance")
+
+    def _fail(self, where: str) -> None:
+        if where == self.at:
+            raise RuntimeError(f"{where} failed")
+
+
+class FaultyText(Letters):
+    def __init__(self, at: str, after: int) -> None:
+        super().__init__()
+        self.at, self.after = at, after
+
+    def push(self, token_id: int) -> str:
+        self.after -= 1
+        if self.at == "push" and self.after < 0:
+            raise RuntimeError("push failed")
+        return super().push(token_id)
+
+    def finish(self) -> str:
+        if self.at == "finish":
+            raise RuntimeError("finish failed")
+        return super().finish()
+
+
+def faulty(where: str, n: int) -> Request:
+    params = SamplingParams(max_tokens=9, seed=3, n=n, logprobs=1 if where == "logprobs" else None)
+    if where in ("mask", "advance"):
+        params = dataclasses.replace(params, structured_outputs=StructuredOutputs(json_object=True))
+        return Request(PROMPT, params, make_constraint=lambda: Faulty(where))
+    if where in ("push", "finish"):
+        return Request(PROMPT, params, make_stream=lambda _: FaultyText(where, after=4))
+    if where == "set up":
+        object.__setattr__(params, "top_k", 2**70)  # no tensor can hold it
+    return Request(PROMPT, params)
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("where", ["set up", "mask", "advance", "push", "finish", "logprobs"])
+def test_what_goes_wrong_with_one_request_ends_it_alone(
+    where: str, n: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("logprobs failed")
+
+    monkeypatch.setattr(scheduler_module, "_token_logprob", broken)
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows)
+    good = [engine.add(Request(PROMPT, GREEDY)) for _ in range(2)]
+    engine.step()
+    bad = engine.add(faulty(where, n))
+    good += [engine.add(Request(PROMPT, GREEDY)) for _ in range(2)]
+    told = []
+    while engine.busy:
+        told += [output for output in engine.step() if output.finished]
+        engine.scheduler.check_integrity()
+    assert [output.outputs[0].token_ids for output in good] == [TRUTH[:12]] * 4
+    assert [output.error for output in good] == [None] * 4
+    assert [answer.finish_reason for answer in bad.outputs] == ["error"] * n
+    assert bad.error is not None
+    assert ("Overflow" if where == "set up" else f"{where} failed") in str(bad.error)
+    assert all(answer.metrics.finished is not None for answer in bad.outputs)
+    assert sorted(map(id, told)) == sorted(map(id, [*good, bad])), "everybody's end is told, once"
+
+
+def test_a_text_that_fails_when_its_request_is_aborted_ends_nothing_else() -> None:
+    engine = make_engine(ToyModel())
+    good = engine.add(Request(PROMPT, GREEDY))
+    bad = engine.add(Request(PROMPT, GREEDY, request_id="bad", make_stream=lambda _: FaultyText("finish", after=4)))
+    engine.step()
+    engine.abort("bad")
+    drain(engine)
+    assert bad.outputs[0].finish_reason == "error"
+    assert good.outputs[0].token_ids == TRUTH[:12]
+
+
+def test_a_constraint_that_cannot_be_made_is_refused_and_nothing_is_queued() -> None:
+    def broken() -> Any:
+        raise RuntimeError("as planned")
+
+    engine = make_engine(ToyModel())
+    params = dataclasses.replace(GREEDY, structured_outputs=StructuredOutputs(json_object=True))
+    with pytest.raises(RuntimeError, match="as planned"):
+        engine.add(Request(PROMPT, params, make_constraint=broken))
+    assert not engine.busy
+
+
+def test_an_exception_in_what_all_rows_share_ends_those_that_had_begun_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(ToyModel(), max_batch_size=2)
+    outputs = [engine.add(Request(PROMPT, GREEDY)) for _ in range(4)]
+    engine.step()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("as planned")
+
+    monkeypatch.setattr(engine.parts.target, "verify", broken)
+    with pytest.raises(RuntimeError, match="as planned"):
+        engine.step()
+    monkeypatch.undo()
+    assert {id(output) for output in engine.clear_begun()} == {id(output) for output in outputs[:2]}
+    drain(engine)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort", "length", "length"]
+    assert answers(outputs[2:]) == [[TRUTH[:12]]] * 2
 
 
 # --- where answers end ------------------------------------------------------------------------------------------------

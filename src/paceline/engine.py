@@ -22,6 +22,7 @@ from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+from paceline.guard import Guarded
 from paceline.hardware import torch_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.base import Foreseeing
@@ -276,7 +277,7 @@ class Engine:
             output=CompletionOutput(index, logprobs=None if params.logprobs is None else [], metrics=metrics),
             stream=request.make_stream(params) if request.make_stream is not None else None,
             deadline=None if request.max_time is None else now + request.max_time,
-            constraint=None if request.make_constraint is None else request.make_constraint(),
+            constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
             client=request.client,
             priority=request.priority,
         )
@@ -321,7 +322,7 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         self.last_verdict = None
         changed = self.scheduler.overdue(time.monotonic())
-        self.scheduler.admit()
+        changed += self.scheduler.admit()
         if self.scheduler.running:
             self.batch.draining = self.closed and not self.scheduler.waiting and not self.scheduler.prefilling
             changed += self._play()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "deadline"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no guesses for the row
 
 
@@ -66,6 +66,7 @@ class CompletionOutput:
     """One answer (``index`` of n) to a prompt. ``logprobs`` and ``cumulative_logprob`` only if asked for.
 
     pieces: the text that each token let out; "" while a character or a stop string is open. Together they are ``text``.
+    error: why it could not go on, where finish_reason is "error"; nobody else's answers are touched by it.
     """
 
     index: int
@@ -77,6 +78,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     metrics: Metrics = field(default_factory=Metrics)
+    error: Exception | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -100,3 +102,8 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the request, answers and all; None where nothing went wrong."""
+        return next((output.error for output in self.outputs if output.error is not None), None)

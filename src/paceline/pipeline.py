@@ -149,10 +149,7 @@ class Pipeline:
         now = time.monotonic()
         for row, _ in known:
             gain_tokens(running[row], self.last_verdict, row, now, at_limit=self.batch.positions)
-        for row, _ in reversed(known):
-            if running[row].output.finished:
-                self.scheduler.release(row)
-        return gained
+        return gained + self.scheduler.leave(gained)
 
 
 def _verdict(read: HostVerdict, lines: list[int | None]) -> Verdict:

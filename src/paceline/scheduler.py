@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,10 +10,12 @@ from typing import Protocol
 
 from paceline.batch import Batch, RowStart, Verdict
 from paceline.decoder import Decoder
+from paceline.guard import Guarded
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob
 from paceline.params import SamplingParams
-from paceline.rows import Constraint
 from paceline.waiting import Waiting
+
+log = logging.getLogger("paceline")
 
 
 class TextStream(Protocol):
@@ -38,7 +41,7 @@ class Sequence:
     output: CompletionOutput
     stream: TextStream | None = None
     deadline: float | None = None  # on the clock of time.monotonic
-    constraint: Constraint | None = None
+    constraint: Guarded | None = None
     client: str = ""
     priority: int = 0
     prefilled: int = 0
@@ -79,15 +82,30 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
-    def admit(self) -> None:
-        """Give free rows to those who wait, feed the next chunk of prompts, let finished prefills join the batch."""
+    def admit(self) -> list[Sequence]:
+        """Give free rows to those who wait, feed the next chunk of prompts, let finished prefills join the batch.
+
+        Returns those who could not be begun: they have ended with an error.
+        """
+        failed: list[Sequence] = []
         while self.waiting and (free := self.capacity - len(self.running) - len(self.prefilling)) > 0:
-            for sequence in self.waiting.turn(free):
-                self._start(sequence)
+            failed += self._begin(self.waiting.turn(free))
         self._join()
         if self.prefilling:
             self._prefill()
             self._join()
+        return failed
+
+    def _begin(self, turn: list[Sequence]) -> list[Sequence]:
+        """Give rows to answers of one request. Where what it asks makes that fail, it ends, alone; its answers then."""
+        for number, sequence in enumerate(turn):
+            try:
+                self._start(sequence)
+            except Exception as error:
+                _log_failure(sequence, error)
+                self.waiting.extend(turn[number:])
+                return self.drop(sequence.request_id, "error", error)
+        return []
 
     def _start(self, sequence: Sequence) -> None:
         row = len(self.running) + len(self.prefilling)
@@ -155,10 +173,15 @@ class Scheduler:
         now = time.monotonic()
         for row, sequence in enumerate(gained):
             gain_tokens(sequence, verdict, row, now, at_limit=self.batch.positions)
-        for row in range(len(gained) - 1, -1, -1):
-            if gained[row].output.finished:
+        return gained + self.leave(gained)
+
+    def leave(self, played: list[Sequence]) -> list[Sequence]:
+        """Free the rows of those who have ended, who are some of these; returns the siblings of those who failed."""
+        for row in range(len(self.running) - 1, -1, -1):
+            if self.running[row].output.finished:
                 self.release(row)
-        return gained
+        failed = [sequence for sequence in played if sequence.output.error is not None]
+        return [other for one in failed for other in self.drop(one.request_id, "error", one.output.error)]
 
     def release(self, row: int) -> None:
         """Free a row (decoding or prefilling); others move into the hole."""
@@ -187,11 +210,12 @@ class Scheduler:
         for decoder in self.decoders:
             decoder.copy_row(source, destination, length)
 
-    def drop(self, request_id: str, reason: FinishReason) -> list[Sequence]:
+    def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
         """End every unfinished sequence of a request, wherever it is; returns them."""
         dropped = [s for s in (*self.waiting, *self.prefilling, *self.running) if s.request_id == request_id]
         for sequence in dropped:
             finish(sequence, reason, time.monotonic())
+            sequence.output.error = sequence.output.error or error
         self.sweep()
         return dropped
 
@@ -239,17 +263,27 @@ class Scheduler:
 
 
 def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
-    """Append a row's new tokens up to the answer's end; only what is kept is counted."""
+    """Append a row's new tokens up to the answer's end; what goes wrong with them ends this answer and no other."""
+    try:
+        if sequence.constraint is not None:
+            sequence.constraint.check()
+        _gain(sequence, verdict, row, now, at_limit)
+    except Exception as error:
+        fail(sequence, error, now)
+
+
+def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
+    """Only what is kept is counted."""
     host, output = verdict.host, sequence.output
     accepted, drafted = host.accepted[row], host.drafted[row]
     kept = 0
     for place, token in enumerate(host.tokens[row]):
+        if output.logprobs is not None:
+            output.logprobs.append(_token_logprob(verdict, row, place, token, sequence.params))
         output.token_ids.append(token)
         output.token_kinds.append(_kind(place, accepted, drafted))
         output.pieces.append("")
         kept += 1
-        if output.logprobs is not None:
-            output.logprobs.append(_token_logprob(verdict, row, place, token, sequence.params))
         _end_if_over(sequence, token, now, at_limit)
         if output.finished:
             break
@@ -297,10 +331,31 @@ def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> N
 
 def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
     """Close a sequence: its text is complete, its time is taken."""
-    if sequence.stream is not None:
-        held_back = sequence.stream.finish()
-        if held_back:
-            sequence.output.pieces[-1] += held_back
-        sequence.output.text = sequence.stream.text
+    try:
+        if sequence.stream is not None:
+            _let_out(sequence, sequence.stream)
+    except Exception as error:
+        fail(sequence, error, now)
+        return
     sequence.output.finish_reason = reason
     sequence.output.metrics.finished = now
+
+
+def _let_out(sequence: Sequence, stream: TextStream) -> None:
+    """What a text stream held back until the end."""
+    held_back = stream.finish()
+    if held_back:
+        sequence.output.pieces[-1] += held_back
+    sequence.output.text = stream.text
+
+
+def fail(sequence: Sequence, error: Exception, now: float) -> None:
+    """Close a sequence that cannot go on; what it has so far stays its own."""
+    _log_failure(sequence, error)
+    output = sequence.output
+    output.finish_reason, output.error, output.metrics.finished = "error", error, now
+    output.metrics.output_tokens = len(output.token_ids)
+
+
+def _log_failure(sequence: Sequence, error: Exception) -> None:
+    log.error("request %s failed and ends; the others go on", sequence.request_id, exc_info=error)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.batch import RowStart
 from paceline.errors import ParameterError
 from paceline.params import ServerConfig
 from paceline.server.security import KeyRing, read_keys
@@ -68,6 +69,42 @@ def test_requests_that_only_wait_survive_the_exception_of_a_round(live: Live, mo
     assert codes[500] >= 1
     assert codes[200] >= 3
     assert codes.total() == 8
+    live.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_wrong_with_one_request_fails_it_alone(
+    live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine = live.context.llm.engine
+    original = engine.batch.set_row
+
+    def broken(row: int, start: RowStart) -> None:
+        if start.params.seed == 666:
+            raise OverflowError("as planned")
+        original(row, start)
+
+    monkeypatch.setattr(engine.batch, "set_row", broken)
+    bodies = [LONG, LONG, {**LONG, "seed": 666, "n": 2, "stream": stream}, LONG]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda body: live.post("/v1/completions", body), bodies))
+    assert [reply.status_code for reply in replies] == [200, 200, 500, 200]
+    assert "engine_error" in replies[2].text
+    live.wait_until_idle()
+
+
+def test_a_request_that_the_engine_cannot_take_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise MemoryError("as planned")
+
+    monkeypatch.setattr(live.context.llm.engine, "scorer", broken)
+    scored = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
+    assert live.post("/v1/completions", scored).status_code == 500
+    monkeypatch.undo()
+    monkeypatch.setattr(live.context.llm.engine, "_sequence", broken)
+    assert live.post("/v1/completions", LONG).status_code == 500
+    monkeypatch.undo()
+    assert live.post("/v1/completions", LONG).status_code == 200
     live.wait_until_idle()
 
 

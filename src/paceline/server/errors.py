@@ -98,6 +98,11 @@ def round_failed() -> ApiError:
     return ApiError(500, "server_error", message, code="engine_error")
 
 
+def failed(error: Exception) -> ApiError:
+    """What ended one request alone: its own fault where paceline says so, else 500; the log has it."""
+    return from_paceline(error) if isinstance(error, PacelineError) else round_failed()
+
+
 def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
     """503: not yet, or no longer."""
     return ApiError(503, "server_error", message, code=code, retry_after=retry_after)

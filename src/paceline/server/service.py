@@ -206,6 +206,8 @@ class EngineService:
             del self._live[output.request_id]
         elif not live.ticket.streaming:
             return None
+        if output.error is not None:
+            return live.ticket, errors.failed(output.error)
         deltas = live.growth.news() if live.ticket.streaming else []
         return live.ticket, Update(live.ticket.number, deltas, output if output.finished else None)
 
@@ -223,8 +225,10 @@ class EngineService:
     def _add(self, ticket: Ticket) -> None:
         try:
             output = self.engine.add(ticket.request)
-        except PacelineError as error:
-            self._deliver([(ticket, errors.from_paceline(error))])
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                log.exception("request %s could not be taken", ticket.request.request_id)
+            self._deliver([(ticket, errors.failed(error))])
             return
         self._live[output.request_id] = _Live(ticket, Growth(output), Pace.of(output))
 
@@ -242,33 +246,39 @@ class EngineService:
             self.engine.abort(name)
         self._fail(names, error)
         while self._scorings:
-            self._settle(self._scorings.popleft(), error)
+            self._settle(self._scorings.popleft().result, error)
 
     def _stop(self) -> None:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
 
     def _start_scoring(self, token_ids: Sequence[int], top: int, result: asyncio.Future[list[TokenLogprob]]) -> None:
-        self._scorings.append(_Scoring(self.engine.scorer(token_ids, top), result))
+        try:
+            self._scorings.append(_Scoring(self.engine.scorer(token_ids, top), result))
+        except Exception as error:
+            log.exception("log-probabilities of a prompt could not be begun")
+            self._settle(result, errors.failed(error))
 
     def _score_some(self) -> None:
         scoring = self._scorings[0]
         try:
             self.engine.score_some(scoring.scorer)
-        except Exception:
+        except Exception as error:
             log.exception("log-probabilities of a prompt failed")
-            self._settle(self._scorings.popleft(), errors.round_failed())
+            self._settle(self._scorings.popleft().result, errors.failed(error))
             return
         if scoring.scorer.finished or scoring.result.cancelled():
-            self._settle(self._scorings.popleft(), None)
+            self._settle(self._scorings.popleft().result, scoring.scorer.logprobs)
 
-    def _settle(self, scoring: _Scoring, error: errors.ApiError | None) -> None:
+    def _settle(
+        self, result: asyncio.Future[list[TokenLogprob]], outcome: list[TokenLogprob] | errors.ApiError
+    ) -> None:
         def settle() -> None:
-            if scoring.result.done():
+            if result.done():
                 return
-            if error is not None:
-                scoring.result.set_exception(error)
+            if isinstance(outcome, errors.ApiError):
+                result.set_exception(outcome)
             else:
-                scoring.result.set_result(scoring.scorer.logprobs)
+                result.set_result(outcome)
 
         self._call(settle)
