@@ -11,7 +11,7 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.engine import Request
-from paceline.errors import EmptyPromptError, ParameterError
+from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.outputs import RequestOutput
 from paceline.params import MAX_COUNT, MIN_TEMPERATURE, MIN_TOP_P
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
@@ -76,6 +76,83 @@ def test_token_ids_may_be_numpys_or_torchs(llm: LLM, expected: list[list[int]]) 
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert tokens(outputs) == expected
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
+
+
+@pytest.mark.parametrize("one", [np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), 2], [torch.tensor(1), 2]])
+def test_one_prompt_may_be_an_array(llm: LLM, one: Any) -> None:
+    (output,) = llm.generate(one, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [1, 2]
+    assert all(type(token) is int for token in output.prompt_token_ids)
+
+
+def test_an_array_of_two_dimensions_is_a_batch(llm: LLM) -> None:
+    outputs = llm.generate(torch.tensor([[1, 2], [3, 4]]), GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3, 4]]
+
+
+NO_PROMPTS: list[Any] = [
+    *(b"ab", [b"ab"], bytearray(b"ab"), [[b"a"]]),
+    *({"a": 1}, {1, 2}, None, 5, object(), iter([[1]])),
+    *([None], [5, None], [[True]], [[1.5]], [["a"]], [[[1]]], np.array([1.5]), torch.tensor([True]), torch.tensor(1)),
+    *("a\ud800", ["a", "\udfff"]),
+]
+
+
+@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=repr)
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^prompts=.* is not allowed: .*token ids|half a character"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("documents", ["abc", b"abc", 5, [5], {"a": "b"}, [[1.5]], [b"abc"]], ids=repr)
+def test_what_is_no_list_of_documents_is_refused_by_name(documents: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^reference_documents="):
+        make(draft=False, drafter="ngram", reference_documents=documents)
+
+
+@pytest.mark.parametrize("params", [{"n": 1}, "greedy", 5, [{}], [None, GREEDY]], ids=repr)
+def test_what_are_no_parameters_is_refused_by_name(llm: LLM, params: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^params=.*(from_mapping|one a prompt)"):
+        llm.generate([[1]], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("seconds", ["5", 0, -1, float("nan"), float("inf"), 10**400, True], ids=str)
+def test_a_budget_of_time_is_a_number_of_seconds(llm: LLM, seconds: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^max_time="):
+        llm.generate([[1]], GREEDY, use_tqdm=False, max_time=seconds)
+
+
+@pytest.mark.parametrize("messages", ["hello", None, 5, [5], {"role": "user", "content": "x"}, ["hello"]], ids=repr)
+def test_what_is_no_conversation_is_refused_by_name(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^messages="):
+        llm.chat(messages, use_tqdm=False)
+
+
+@pytest.mark.parametrize("source", [5, b"x", "", "a\0b", "x" * 5000, "a/" + "x" * 300, ["a"]], ids=repr)
+def test_what_is_no_model_is_refused_by_name(source: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^model="):
+        LLM(source)
+    with pytest.raises(ParameterError, match=r"^draft_model="):
+        LLM(tiny_llama_of_transformers(), source)
+    with pytest.raises(ParameterError, match=r"^tokenizer="):
+        LLM(tiny_llama_of_transformers(), tokenizer=source, device="cpu")
+
+
+def test_a_closed_one_says_so_and_may_be_closed_again() -> None:
+    llm = make()
+    llm.close()
+    llm.close()
+    for use in (lambda: llm.generate([1], use_tqdm=False), llm.plain, lambda: llm.config, lambda: llm.engine):
+        with pytest.raises(PacelineError, match="was closed"):
+            use()
+
+
+def test_a_model_that_names_no_end_of_text_is_played_to_the_limit() -> None:
+    model = tiny_llama_of_transformers()
+    model.generation_config = None
+    model.config.eos_token_id = None
+    (output,) = LLM(model, device="cpu", dtype="float32").generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_the_callers_list_is_not_touched_and_not_kept(llm: LLM) -> None:
@@ -165,9 +242,10 @@ def test_a_draft_model_makes_it_the_drafter_and_a_drafter_without_one_is_refused
     assert make(draft=False).config.drafter is None
 
 
-def test_an_unknown_device_is_refused_by_name() -> None:
-    with pytest.raises(ParameterError, match="device='warp'"):
-        make(device="warp")
+@pytest.mark.parametrize("device", ["warp", "mps", "meta", "cpu:5", "cuda:-1", "cuda:" + "9" * 30])
+def test_an_unknown_device_is_refused_by_name(device: str) -> None:
+    with pytest.raises(ParameterError, match=f"device='{device}'"):
+        make(device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

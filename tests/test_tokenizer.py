@@ -14,7 +14,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from paceline.errors import ModelFormatError, ModelNotFoundError, RequestError, VocabularyMismatchError
+from paceline.errors import (
+    ModelFormatError,
+    ModelNotFoundError,
+    ParameterError,
+    RequestError,
+    VocabularyMismatchError,
+)
 from paceline.models import hub
 from paceline.tokenizer import ByteDecoder, Detokenizer, Tokenizer, WindowDecoder, check_same_vocabulary
 
@@ -192,7 +198,14 @@ def test_chat_without_template_is_refused_by_name() -> None:
         sentencepiece().chat([{"role": "user", "content": "hello"}])
 
 
-@pytest.mark.parametrize("message", [{"role": "user"}, "hello"])
+def test_half_a_character_is_refused_before_any_library_sees_it() -> None:
+    with pytest.raises(ParameterError, match="half a character"):
+        byte_level().encode("a\ud800")
+    with pytest.raises(ParameterError, match=r"messages.content=.*half a character"):
+        byte_level().chat([{"role": "user", "content": "\udfff"}])
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, "hello", {"role": "user", "content": None}, {1: 2}, None])
 def test_chat_refuses_a_message_that_is_none(message: object) -> None:
     with pytest.raises(RequestError, match="role and content"):
         byte_level().chat([message])  # type: ignore[list-item]

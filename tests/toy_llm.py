@@ -16,5 +16,5 @@ def toy_llm(positions: int = 200, **options: Any) -> LLM:
     llm = LLM.__new__(LLM)
     llm.tokenizer = None
     llm._models = Models(ToyModel(max_positions=positions), draft)
-    llm.engine = Engine(llm._models, EngineConfig(**options))
+    llm._engine = Engine(llm._models, EngineConfig(**options))
     return llm

@@ -17,6 +17,9 @@ _CGROUP_LIMITS = (
 )
 
 
+_DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that can still be taken on the device; inside a container, its limit counts."""
     if device.type == "cuda":
@@ -65,8 +68,10 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ParameterError("device", name, "'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ParameterError("device", name, _DEVICES) from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+        raise ParameterError("device", name, _DEVICES)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ParameterError("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices")
     return device

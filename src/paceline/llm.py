@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TypeAlias, Unpack
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
-from paceline.errors import ParameterError
+from paceline.errors import PacelineError, ParameterError
 from paceline.hardware import resolve_device, resolve_dtype
+from paceline.inputs import Message, Prompt, as_conversations, as_documents, as_prompts
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
 from paceline.outputs import RequestOutput
-from paceline.params import DEFAULT_MODEL, DtypeName, EngineConfig, EngineOptions, QuantizationName, SamplingParams
+from paceline.params import (
+    DEFAULT_MODEL,
+    MAX_TIME,
+    DtypeName,
+    EngineConfig,
+    EngineOptions,
+    QuantizationName,
+    SamplingParams,
+)
+from paceline.ranges import FileName
 from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+_PARAMS = "SamplingParams, or a list of them, one a prompt; SamplingParams.from_mapping makes them from a dictionary"
 
-ModelSource: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
-Prompt: TypeAlias = str | Sequence[int]
-Message: TypeAlias = Mapping[str, str]
+ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
 class LLM:
@@ -54,7 +61,9 @@ class LLM:
         reference_documents: Sequence[Prompt] = (),
         **options: Unpack[EngineOptions],
     ) -> None:
+        _check_source("model", model)
         if draft_model is not None:
+            _check_source("draft_model", draft_model)
             options.setdefault("drafter", "model")
         config = EngineConfig(**options)
         if config.asks_draft_model and draft_model is None:
@@ -65,10 +74,10 @@ class LLM:
         if draft_model is not None:
             self._check_vocabulary(draft_model)
             draft = _load_draft(draft_model, config)
-        documents = [self._encode(document) for document in reference_documents]
+        documents = [self._encode(text) for text in as_documents("reference_documents", reference_documents)]
         target = _load(model, config, config.dtype, config.quantization)
         self._models = Models(target, draft, self._eos(model), documents)
-        self.engine = Engine(self._models, config)
+        self._engine: Engine | None = Engine(self._models, config)
 
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
@@ -76,7 +85,7 @@ class LLM:
         llm = cls.__new__(cls)
         llm.tokenizer = other.tokenizer
         llm._models = other._models
-        llm.engine = Engine(other._models, config)
+        llm._engine = Engine(other._models, config)
         return llm
 
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
@@ -119,7 +128,7 @@ class LLM:
         (finish_reason "deadline"). on_finished is called with each request as it ends, in the order of ending.
         If interrupted, what has not ended has finish_reason "abort" and the interrupt goes on to the caller.
         """
-        requests = self._requests(_as_prompts(prompts), params, max_time)
+        requests = self._requests(as_prompts("prompts", prompts), params, max_time)
         return self._run(requests, use_tqdm, on_finished)
 
     def chat(
@@ -132,7 +141,7 @@ class LLM:
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several in one batch, through the model's chat template. See ``generate``."""
-        prompts = [self.tokens_of_chat(conversation) for conversation in _as_conversations(messages)]
+        prompts = [self.tokens_of_chat(conversation) for conversation in as_conversations(messages)]
         return self._run(self._requests(prompts, params, max_time), use_tqdm, on_finished)
 
     def tokens_of_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -147,7 +156,7 @@ class LLM:
         max_time: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Like ``generate``, but yields a request's (growing) result whenever it gained tokens."""
-        requests = self._requests(_as_prompts(prompts), params, max_time)
+        requests = self._requests(as_prompts("prompts", prompts), params, max_time)
         outputs = [self.engine.add(request) for request in requests]
         shown = {output.request_id: 0 for output in outputs}  # tokens
         try:
@@ -163,9 +172,17 @@ class LLM:
                 self.engine.abort(request_id)
 
     def close(self) -> None:
-        """Give the caches back. The object cannot be used afterwards."""
-        self.engine.clear()
-        del self.engine
+        """Give the caches back. The object cannot be used afterwards; closing it again does nothing."""
+        if self._engine is not None:
+            self._engine.clear()
+        self._engine = None
+
+    @property
+    def engine(self) -> Engine:
+        """Raises PacelineError after ``close``."""
+        if self._engine is None:
+            raise PacelineError("this LLM was closed; make a new one")
+        return self._engine
 
     def _run(
         self, requests: list[Request], use_tqdm: bool, on_finished: Callable[[RequestOutput], None] | None
@@ -193,6 +210,8 @@ class LLM:
         max_time: float | None,
     ) -> list[Request]:
         given = SamplingParams() if params is None else params
+        if not isinstance(given, (SamplingParams, list, tuple)):
+            raise ParameterError("params", given, _PARAMS)
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
             raise ParameterError("params", f"{len(each)} entries", f"one, or one a prompt ({len(prompts)})")
@@ -210,8 +229,12 @@ class LLM:
     ) -> Request:
         """A prompt as ``engine.add`` takes it: tokens, how they become text again, and what the answers must look like.
 
-        Raises StructureError, MissingPackageError.
+        Raises ParameterError, StructureError, MissingPackageError.
         """
+        if not isinstance(params, SamplingParams):
+            raise ParameterError("params", params, _PARAMS)
+        if max_time is not None:
+            MAX_TIME.take("max_time", max_time)
         text = prompt if isinstance(prompt, str) else None
         make_stream = self._stream if self.tokenizer is not None else None
         wanted = params.structured_outputs
@@ -229,7 +252,7 @@ class LLM:
         return Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else _as_tokens(prompt)
+        return self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -261,29 +284,17 @@ def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:
 
 def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) -> Tokenizer | None:
     if given is not None:
+        if not isinstance(given, PreTrainedTokenizerBase):
+            raise ParameterError("tokenizer", given, "a loaded PreTrainedTokenizerBase")
         return Tokenizer.load(given)
     return Tokenizer.load(source) if isinstance(source, (str, os.PathLike)) else None
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt (a string, or a list of token ids) is a list of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _as_tokens(prompt: Sequence[int]) -> list[int]:
-    """numpy's and torch's whole numbers as Python's; what is no whole number stays for the engine to refuse."""
-    given: Sequence[Any] = prompt
-    return [token.__index__() if isinstance(token, (Integral, torch.Tensor)) else token for token in given]
+def _check_source(name: str, source: object) -> None:
+    if not isinstance(source, PreTrainedModel):
+        FileName("a model's name, directory or file, or a loaded PreTrainedModel").take(name, source)
 
 
 def _set_threads(config: EngineConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-
-
-def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
-    if len(messages) > 0 and isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return messages  # type: ignore[return-value]

@@ -64,6 +64,8 @@ Share = Annotated[float, Number(0, 1)]
 Penalty = Annotated[float, Number(-2, 2)]
 Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
 Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
+MAX_TIME = Number(1e-9, MAX_SECONDS)
+"""Of a request, in seconds."""
 Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves
 

@@ -144,16 +144,27 @@ class Text:
 _TEXT = Text()
 
 
+_LONGEST_FILE_NAME, _LONGEST_PATH = 255, 4096  # bytes, on every usual file system
+
+
 @dataclass(frozen=True)
 class FileName:
-    """A path, kept as a string."""
+    """A path that a file system could have, kept as a string."""
 
     allowed: str = "the name of a file"
 
-    def take(self, name: str, value: Any) -> Any:
-        known = isinstance(value, (str, os.PathLike)) and isinstance(path := os.fspath(value), str)
-        check(known and path != "" and "\0" not in path, name, value, self.allowed)
-        return path
+    def take(self, name: str, value: Any) -> str:
+        check(isinstance(value, (str, os.PathLike)) and _could_be(os.fspath(value)), name, value, self.allowed)
+        return str(os.fspath(value))
+
+
+def _could_be(path: str | bytes) -> bool:
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    fits = len(raw) < _LONGEST_PATH and all(len(part) <= _LONGEST_FILE_NAME for part in raw.split(b"/"))
+    return isinstance(path, str) and raw != b"" and b"\0" not in raw and fits
 
 
 @dataclass(frozen=True)

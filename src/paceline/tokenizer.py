@@ -15,10 +15,12 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.errors import ModelFormatError, RequestError, VocabularyMismatchError
+from paceline.inputs import check_message
 from paceline.models import gguf_config
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
 from paceline.models.hub import resolve
+from paceline.ranges import check_text
 
 
 class Tokenizer:
@@ -52,7 +54,11 @@ class Tokenizer:
         return cls(loaded, str(source), _own_eos(loaded))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the model wants around a text (BOS) unless told otherwise."""
+        """Token ids, with the special tokens that the model wants around a text (BOS) unless told otherwise.
+
+        Raises ParameterError for half a character (a lone surrogate).
+        """
+        check_text("prompt", text)
         return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -60,15 +66,16 @@ class Tokenizer:
         return str(self.huggingface.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation through the model's chat template, ready for the answer. Raises RequestError."""
+        """A conversation through the model's chat template, ready for the answer.
+
+        Raises RequestError, and ParameterError for half a character (a lone surrogate).
+        """
         if not self.huggingface.chat_template:
             raise RequestError(f"{self.name} has no chat template; give plain prompts instead of messages")
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise RequestError(f"a message is an object with role and content, not {message!r}")
+        checked = [dict(check_message(message)) for message in messages]
         try:
             ids = self.huggingface.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+                checked, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error

@@ -32,7 +32,7 @@ def tiny_llm() -> LLM:
     llm: Any = LLM.__new__(LLM)
     llm.tokenizer = Repeating()
     llm._models = Models(NativeModel(random_spec(), "tiny", quantization="int8", threads=1), None)
-    llm.engine = Engine(llm._models, EngineConfig(max_model_len=64, device="cpu", quantization="int8"))
+    llm._engine = Engine(llm._models, EngineConfig(max_model_len=64, device="cpu", quantization="int8"))
     return llm  # type: ignore[no-any-return]
 
 

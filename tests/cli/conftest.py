@@ -61,7 +61,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Shell:
     """Runs paceline as the shell does, within this process."""
 
-    def __call__(self, *arguments: str, stdin: str | None = None) -> Result:
+    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Result:
         return CliRunner().invoke(app, [*arguments], input=stdin, env={"COLUMNS": "200"})
 
 

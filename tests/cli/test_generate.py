@@ -1,6 +1,7 @@
 """``paceline generate``: prompts in, texts or JSON out, each mistake one clear error."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,42 @@ def test_chat_sends_prompts_through_the_template(paceline: Any, tiny: str) -> No
     assert chat == texts(paceline("generate", tiny, "-p", "[user]hi[bot]", "--json", *GREEDY))
 
 
+def test_a_line_may_ask_for_a_structure(paceline: Any, tiny: str, lines: Path) -> None:
+    pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+    lines.write_text('{"prompt": "x", "structured_outputs": {"regex": "(yes|no){2}"}}\n{"prompt": "x"}\n')
+    held = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32")
+    first, second = texts(paceline("generate", tiny, "--prompts-file", str(lines), "--json", *held))
+    assert re.fullmatch("(yes|no){2}", first)
+    assert second != first
+
+
+@pytest.mark.parametrize("how", ["--prompts-file", "stdin", "--reference-document"])
+def test_a_byte_order_mark_is_no_text(paceline: Any, tiny: str, lines: Path, how: str) -> None:
+    lines.write_bytes("\ufeff".encode() + b'{"prompt": "hello"}\n')
+    if how == "--reference-document":
+        given = ["--prompt", "hello", "--drafter", "ngram", how, str(lines)]
+    else:
+        given = ["--prompts-file", "-" if how == "stdin" else str(lines)]
+    stdin = lines.read_text(encoding="utf-8") if how == "stdin" else None
+    assert len(texts(paceline("generate", tiny, *given, "--json", *GREEDY, stdin=stdin))) == 1
+
+
+@pytest.mark.parametrize("given", [["--prompts-file"], ["--prompt", "a", "--drafter", "ngram", "--reference-document"]])
+def test_a_file_that_is_no_text_is_named(paceline: Any, tiny: str, lines: Path, given: list[str]) -> None:
+    lines.write_bytes(b"\xff\xfe\x00\x80")
+    for path in (lines, lines.parent, lines.with_name("absent")):
+        result = paceline("generate", tiny, *given, str(path))
+        assert result.exit_code == 2
+        (error,) = result.stderr.splitlines()
+        assert error.startswith(f"error: {given[-1]}=")
+
+
+def test_bytes_on_stdin_that_are_no_text_are_one_clear_error(paceline: Any, tiny: str) -> None:
+    result = paceline("generate", tiny, "--prompts-file", "-", stdin=b'{"prompt": "\xff"}')
+    assert result.exit_code == 2
+    assert "--prompts-file='-'" in result.stderr
+
+
 # Mistakes
 
 BAD_LINES = {
@@ -102,13 +139,30 @@ BAD_LINES = {
     "no prompt": ('{"text": "x"}', "a line is an object"),
     "both": ('{"prompt": "x", "messages": []}', "either"),
     "wrong type": ('{"prompt": 5}', "a string or a list of token ids"),
-    "unknown key": ('{"prompt": "x", "temprature": 1}', "unknown key 'temprature'"),
+    "unknown key": (
+        '{"prompt": "x", "temprature": 1}',
+        "temprature=1 is not allowed: left out; known are n, max_tokens",
+    ),
     "bad value": ('{"prompt": "x", "top_p": 2}', "top_p=2"),
     "wrong value type": ('{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),
     "empty": ('{"prompt": ""}', "no tokens"),
     "too long": (json.dumps({"prompt": "x" * 600}), "600 tokens"),
     "no such token": ('{"prompt": [100000]}', "prompt_token_ids=100000"),
     "no message": ('{"messages": [{"role": "user"}]}', "role and content"),
+    "no text in it": ('{"messages": [{"role": "user", "content": 5}]}', "both strings"),
+    "half a character": (r'{"prompt": "a\ud800"}', "half a character"),
+    "half a character to stop": (r'{"prompt": "a", "stop": ["\udfff"]}', "stop="),
+    "half a character said": (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "messages.content="),
+    "half a character for a key": (r'{"prompt": "a", "\ud800": 1}', "left out"),
+    "half a character in a schema": (r'{"prompt": "a", "structured_outputs": {"regex": "\ud800"}}', "regex="),
+    "endless": ('{"prompt": ' + "[" * 100_000, "not JSON"),
+    "a long number": ('{"prompt": "a", "top_k": ' + "9" * 5000 + "}", "not JSON"),
+    "a large number": ('{"prompt": "a", "max_tokens": 1' + "0" * 22 + "}", "max_tokens="),
+    "an unknown structure": ('{"prompt": "a", "structured_outputs": {"choice": []}}', "structured_outputs.choice="),
+    "a broken structure": (
+        '{"prompt": "a", "ignore_eos": false, "structured_outputs": {"regex": "("}}',
+        "cannot be followed",
+    ),
 }
 
 
@@ -147,6 +201,8 @@ def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path, l
         (["-p", "x", "--reference-document", "absent.txt"], "absent.txt"),
         (["--prompts-file", "absent.jsonl"], "absent.jsonl"),
         (["-p", "", "--quiet"], "no tokens"),
+        (["-p", "\udcff", "--quiet"], "half a character"),
+        (["-p", "x", "--stop", "\udcff", "--quiet"], "stop="),
     ],
 )
 def test_a_bad_option_is_one_clear_error(paceline: Any, tiny: str, arguments: list[str], message: str) -> None:

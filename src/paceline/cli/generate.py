@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +13,7 @@ from paceline.cli.console import report_error, stdout
 from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
 from paceline.errors import ParameterError
+from paceline.files import read_stdin, read_text
 from paceline.outputs import CompletionOutput
 from paceline.params import SamplingParams
 
@@ -60,10 +59,7 @@ def _from_option(text: str, params: SamplingParams, chat: bool) -> Job:
 
 
 def _lines(name: str) -> list[str]:
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError("--prompts-file", name, f"a file that can be read as UTF-8 ({error})") from error
+    text = read_stdin("--prompts-file") if name == "-" else read_text("--prompts-file", name)
     return text.split("\n")
 
 

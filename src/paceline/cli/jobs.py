@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from paceline.errors import ParameterError, RequestError
+from paceline.errors import PacelineError, RequestError
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import SamplingParams
 
@@ -50,14 +50,14 @@ def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | 
         where = f"line {number}"
         try:
             yield _parse(where, line, params)
-        except (ValueError, TypeError, ParameterError) as error:
+        except ValueError as error:  # ParameterError is one, too
             yield Failure(where, RequestError(f"{where}: {error}"))
 
 
 def _parse(where: str, line: str, params: SamplingParams) -> Job:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
         raise ValueError('a line is an object with either "prompt" or "messages"')
@@ -66,21 +66,11 @@ def _parse(where: str, line: str, params: SamplingParams) -> Job:
         raise ValueError('"prompt" is a string or a list of token ids')
     if messages is not None and not isinstance(messages, list):
         raise ValueError('"messages" is a list of objects with role and content')
-    return Job(where, _with_own(params, entry), prompt, messages)
+    return Job(where, SamplingParams.from_mapping(entry, params), prompt, messages)
 
 
 def _are_tokens(prompt: object) -> bool:
     return isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-
-
-def _with_own(params: SamplingParams, entry: dict[str, Any]) -> SamplingParams:
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    for key in entry:
-        if key not in known:
-            raise ValueError(f"unknown key {key!r}; sampling parameters are {', '.join(sorted(known))}")
-    if isinstance(entry.get("logit_bias"), dict):  # JSON has no other keys than strings
-        entry["logit_bias"] = {int(token): bias for token, bias in entry["logit_bias"].items()}
-    return dataclasses.replace(params, **entry)
 
 
 def run_jobs(
@@ -121,7 +111,7 @@ def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> Resul
         if isinstance(entry, Failure):
             raise entry.error
         return llm.engine.add(_request(llm, entry, str(number)))
-    except (RequestError, ParameterError) as error:
+    except PacelineError as error:
         text = str(error)
         located = RequestError(text if text.startswith(entry.where) else f"{entry.where}: {text}")
         if not keep_going:
@@ -149,21 +139,9 @@ class _InOrder:
 
 
 def _request(llm: LLM, job: Job, request_id: str) -> Request:
-    from paceline.engine import Request
-    from paceline.tokenizer import Detokenizer, Tokenizer
-
-    tokenizer = llm.tokenizer
-    assert isinstance(tokenizer, Tokenizer), "models that have a name have a tokenizer"
-    if job.messages is not None:
-        ids = tokenizer.chat(job.messages)
-    else:
-        ids = tokenizer.encode(job.prompt) if isinstance(job.prompt, str) else list(job.prompt or ())
-
-    def make_stream(params: SamplingParams) -> Detokenizer:
-        return Detokenizer(tokenizer, tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
-
-    text = job.prompt if isinstance(job.prompt, str) else None
-    return Request(ids, job.params, prompt=text, request_id=request_id, make_stream=make_stream)
+    prompt = llm.tokens_of_chat(job.messages) if job.messages is not None else job.prompt
+    assert prompt is not None, "a job has a prompt or messages"
+    return llm.request(prompt, job.params, request_id=request_id)
 
 
 # Results as JSON

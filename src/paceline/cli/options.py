@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 import typer
 
 from paceline.cli.console import note, working
-from paceline.errors import ModelNotFoundError, ParameterError
+from paceline.errors import ParameterError
+from paceline.files import read_text
 from paceline.params import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_MODEL,
@@ -135,7 +136,7 @@ class EngineFlags:
 
     def load(self, model: str, quiet: bool = False) -> LLM:
         """Load the models; says on stderr what runs. Raises PacelineError."""
-        documents = [_read_document(path) for path in self.reference_document or ()]
+        documents = [read_text("--reference-document", path) for path in self.reference_document or ()]
         options = self.options()
         EngineConfig(**options)  # refuse bad values before anything is loaded
         with working(f"loading {model}"):
@@ -212,13 +213,6 @@ def whole_numbers(name: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ParameterError(name, text, "whole numbers of at least 1, separated by commas")
     return numbers
-
-
-def _read_document(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelNotFoundError(f"--reference-document {path}: {error}") from error
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import typer
 from paceline.cli.console import stderr, table, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.errors import ParameterError
+from paceline.files import read_text
 from paceline.params import EngineOptions
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def quality(
     from paceline.bench.quality import python_reference
 
     wanted = _known(precisions)
-    content = python_reference() if text is None else text.read_text(encoding="utf-8")
+    content = python_reference() if text is None else read_text("--text", text)
     results = _measure(model, wanted, content, tokens)
     stderr().print(_table(results))
     document = {

@@ -26,6 +26,7 @@ from paceline.cli.console import stdout, table
 from paceline.cli.jobs import Failure, parse_lines
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers
 from paceline.errors import ParameterError
+from paceline.files import read_text
 from paceline.outputs import RequestOutput
 from paceline.params import AcceptanceName, LengthName, SamplingParams
 
@@ -270,11 +271,7 @@ def verify(
 def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
     texts = list(prompt or ())
     if prompts_file is not None:
-        try:
-            lines = prompts_file.read_text().split("\n")
-        except OSError as error:
-            raise ParameterError("--prompts-file", str(prompts_file), f"a file that can be read ({error})") from error
-        for entry in parse_lines(lines, SamplingParams()):
+        for entry in parse_lines(read_text("--prompts-file", prompts_file).split("\n"), SamplingParams()):
             if isinstance(entry, Failure):
                 raise entry.error
             if not isinstance(entry.prompt, str):

@@ -1,0 +1,87 @@
+"""Users' files: read as text, checked before the work, written whole or not at all.
+
+An output path is checked before anything is measured: what takes an hour must not end with "no such directory".
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.errors import ParameterError
+
+_READABLE = "a text file that can be read as UTF-8"
+
+
+def read_text(option: str, path: str | os.PathLike[str]) -> str:
+    """A text file, with or without a byte order mark. Raises ParameterError, which names the option."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ParameterError(option, str(path), f"{_READABLE} ({error})") from error
+
+
+def read_stdin(option: str) -> str:
+    """Everything from stdin, likewise."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ParameterError(option, "-", f"{_READABLE} ({error})") from error
+
+
+def check_output(option: str, *paths: Path | None) -> None:
+    """Raise ParameterError unless all of these can be written and differ from each other. Nothing is changed."""
+    given = [path for path in paths if path is not None]
+    if len({os.path.realpath(path) for path in given}) < len(given):
+        raise ParameterError(option, str(given[0]), "a name other than that of the plot, which ends in .png")
+    for path in given:
+        _check_one(option, path)
+
+
+def _check_one(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ParameterError(option, str(path), "a file; this is a directory")
+    try:
+        if _is_special(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            return
+        part = _part_of(path)
+        part.open("x").close()
+        part.unlink()
+    except (OSError, ValueError) as error:
+        raise ParameterError(option, str(path), f"a file in a directory that can be written ({error})") from error
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A new file beside ``path`` that takes its place at the end; after an exception ``path`` is as it was."""
+    if _is_special(path):
+        yield path
+        return
+    part = _part_of(path)
+    try:
+        yield part
+        part.replace(os.path.realpath(path))
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file whole, in UTF-8, or as it was."""
+    with written_whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _part_of(path: Path) -> Path:
+    """In the same directory, of the same kind, and nobody else's."""
+    whole = Path(os.path.realpath(path))
+    return whole.with_name(f".{secrets.token_hex(6)}.part{whole.suffix}")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there and no regular file: /dev/null, a pipe."""
+    return path.exists() and not path.is_file()
