@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,3 +61,22 @@ def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(sums + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def no_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody may speak to anybody, and nobody may have tried."""
+    wanted: list[str] = []
+
+    def refuse(what: str) -> Callable[..., None]:
+        def attempt(*to: object, **_: object) -> None:
+            wanted.append(f"{what}{to}")
+            raise OSError("there is no network in this test")
+
+        return attempt
+
+    for owner, name in ((socket.socket, "connect"), (socket.socket, "connect_ex"), (socket, "getaddrinfo")):
+        monkeypatch.setattr(owner, name, refuse(name))
+    monkeypatch.setattr(socket, "create_connection", refuse("create_connection"))
+    yield
+    assert wanted == []

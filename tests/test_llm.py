@@ -16,7 +16,7 @@ from paceline.outputs import RequestOutput
 from paceline.params import MAX_COUNT, MIN_TEMPERATURE, MIN_TOP_P
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_requests")
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)

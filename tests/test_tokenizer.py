@@ -24,6 +24,8 @@ from paceline.errors import (
 from paceline.models import hub
 from paceline.tokenizer import ByteDecoder, Detokenizer, Tokenizer, WindowDecoder, check_same_vocabulary
 
+pytestmark = pytest.mark.usefixtures("no_requests")
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
@@ -116,6 +118,13 @@ def test_a_directory_gives_the_tokenizer_that_was_saved_there(tmp_path: Path) ->
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gemma3_text", "llama"])
+def test_special_tokens_alone_are_no_tokenizer(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelFormatError, match=r"no tokenizer that can be used"):
         Tokenizer.load(tmp_path)
 
 

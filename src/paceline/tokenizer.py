@@ -17,9 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from paceline.errors import ModelFormatError, RequestError, VocabularyMismatchError
 from paceline.inputs import check_message
 from paceline.models import gguf_config
+from paceline.models.boundary import reading
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
 from paceline.models.hub import resolve
+from paceline.models.json_files import read_configuration
 from paceline.ranges import check_text
 
 
@@ -47,11 +49,12 @@ class Tokenizer:
         if isinstance(source, PreTrainedTokenizerBase):
             return cls(source, source.name_or_path or type(source).__name__, _own_eos(source))
         path = resolve(source)
-        if path.is_file():
-            file = GGUFFile(path)
-            return cls(load_gguf_tokenizer(file), str(source), gguf_config.eos_token_ids(file))
-        loaded = _from_directory(path)
-        return cls(loaded, str(source), _own_eos(loaded))
+        with reading(path):
+            if path.is_file():
+                file = GGUFFile(path)
+                return cls(load_gguf_tokenizer(file), str(source), gguf_config.eos_token_ids(file))
+            loaded = _from_directory(path)
+            return cls(loaded, str(source), _own_eos(loaded))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the model wants around a text (BOS) unless told otherwise.
@@ -119,10 +122,22 @@ def _own_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def _from_directory(path: Path) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ModelFormatError(f"{path} has no tokenizer that can be used: {error}") from error
+    if (path / "config.json").is_file():  # it names the tokenizer's class
+        read_configuration(path / "config.json")
+    with reading(path, "has no tokenizer that can be used"):
+        found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        _check_vocabulary_file(found, path)
+    return found
+
+
+def _check_vocabulary_file(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Where there is none, transformers may make a tokenizer that knows its special tokens and no text."""
+    files = sorted({*tokenizer.vocab_files_names.values(), *_VOCABULARIES})
+    if tokenizer.vocab_files_names and not any((path / file).is_file() for file in files):
+        raise ModelFormatError(f"{path} has no tokenizer that can be used: none of {', '.join(files)} is there")
+
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

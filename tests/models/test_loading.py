@@ -13,12 +13,15 @@ from transformers import PreTrainedModel
 
 import real_models
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
+from paceline import LLM
 from paceline.errors import ModelFormatError, ModelNotFoundError
+from paceline.models import gguf_tokenizer
 from paceline.models.base import Model
 from paceline.models.gguf import GGUFFile
 from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
 from paceline.models.transformer import Transformer
+from paceline.tokenizer import Tokenizer
 
 FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3", "opt", "gpt2"]
 
@@ -143,6 +146,41 @@ def test_a_truncated_file_is_named(name: str, keep: int, tmp_path: Path) -> None
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
+        _load(tmp_path)
+
+
+def test_model_safetensors_is_taken_alone_whatever_lies_beside_it(tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    theirs.save_pretrained(tmp_path)
+    save_file({"vision.weight": torch.ones(3)}, tmp_path / "adapter.safetensors")
+    save_file({"norm.weight": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_several_files_without_an_index_are_refused_by_name(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelFormatError, match=r"model-00001-of-.*no model\.safetensors\.index\.json.*name the right"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"x": 3}}', '{"weight_map": {"x": {"y": "z"}}}']
+    + [json.dumps({"weight_map": {"x": name}}) for name in ("/etc/passwd", "../model.safetensors", "a/../b", "", ".")],
+)
+def test_an_index_names_files_of_its_own_directory(index: str, tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors\.index\.json is broken"):
+        _load(tmp_path)
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    save_file(load_file(first) | load_file(second), second, {"format": "pt"})
+    with pytest.raises(ModelFormatError, match=f"{second.name}.*is in another file"):
         _load(tmp_path)
 
 
@@ -359,6 +397,24 @@ def test_metadata_that_cannot_be_honoured_are_refused(metadata: dict, message: s
     path = _write_gguf(tmp_path / "tiny.gguf", _wide("llama"), _F32, **metadata)
     with pytest.raises(ModelFormatError, match=message):
         _load(path)
+
+
+def test_without_a_number_of_key_heads_there_are_as_many_as_heads(tmp_path: Path, monkeypatch) -> None:
+    theirs = _wide("qwen2", num_key_value_heads=4)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda *_: None)
+    ours = _load(_write_gguf(tmp_path / "tiny.gguf", theirs, _F32))
+    assert (_logits(ours) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_an_unsupported_gguf_architecture_is_refused_before_its_tokenizer_is_built(tmp_path: Path, monkeypatch) -> None:
+    model = _wide("llama")
+    model.config.model_type = "gemma3"
+    path = _write_gguf(tmp_path / "tiny.gguf", model, _F32)
+    monkeypatch.setattr(gguf_tokenizer, "_byte_level", None)
+    monkeypatch.setattr(gguf_tokenizer, "AutoTokenizer", None)
+    for load in (LLM, Tokenizer.load, _load):
+        with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*'gemma3'.*llama, qwen2, qwen3"):
+            load(path)
 
 
 def test_other_gguf_architectures_are_refused(tmp_path: Path) -> None:

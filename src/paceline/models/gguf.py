@@ -26,6 +26,7 @@ from paceline.errors import ModelFormatError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_VALUES = 1 << 24  # in one array of the metadata: a vocabulary has less than a million tokens
 _CHUNK = 1 << 18  # numbers unpacked at a time: small enough for the cache, and no full float32 copy of a tensor
 
 
@@ -88,6 +89,8 @@ class _Cursor:
         return self.number(_SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
+        if count > _MOST_VALUES or kind == _ARRAY:
+            raise ValueError("the metadata have " + ("an array of arrays" if kind == _ARRAY else f"{count} values"))
         if kind not in _SCALARS:
             return [self.value(kind) for _ in range(count)]
         code = f"<{count}{_SCALARS[kind]}"
@@ -109,7 +112,7 @@ class GGUFFile:
         self.tensors: Mapping[str, PackedTensor] = {}
         try:
             self._read()
-        except (struct.error, ValueError, TypeError, KeyError, OSError, ArithmeticError, MemoryError) as error:
+        except (struct.error, ValueError, TypeError, LookupError, OSError, ArithmeticError) as error:
             raise ModelFormatError(
                 f"{self.path}: broken or truncated GGUF file ({error}); fetch it again and compare its size"
             ) from error

@@ -70,6 +70,17 @@ _ENDS = {
 _CONTROL = 3
 
 
+def check(file: GGUFFile) -> None:
+    """Raise ModelFormatError if it asks for what no native family has: before anything large is done for it."""
+    found = _metadata(file)
+    if refused := [key for key in _REFUSED if found.get(key)]:
+        asks = f"the metadata ask for {', '.join(refused)}, which is not supported"
+        raise ModelFormatError(f"{file.path}: {asks}")
+    parts = file.metadata.get("split.count", 1)
+    if not isinstance(parts, (int, float)) or parts > 1:
+        raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
+
+
 def _architecture(file: GGUFFile) -> str:
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
@@ -80,17 +91,18 @@ def _architecture(file: GGUFFile) -> str:
     return str(name)
 
 
-def _fields(file: GGUFFile) -> dict[str, Any]:
-    """The architecture's keys, without its name. Raises if one is missing or asks for what no native family has."""
+def _metadata(file: GGUFFile) -> dict[str, Any]:
+    """The architecture's keys, without its name."""
     prefix = f"{_architecture(file)}."
-    found = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    missing = [key for key in _NEEDED if key not in found]
-    refused = [key for key in _REFUSED if found.get(key)]
-    if missing or refused:
-        what = f"lack {', '.join(missing)}" if missing else f"ask for {', '.join(refused)}, which is not supported"
-        raise ModelFormatError(f"{file.path}: the metadata {what}")
-    if file.metadata.get("split.count", 1) > 1:
-        raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
+    return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+
+
+def _fields(file: GGUFFile) -> dict[str, Any]:
+    """The architecture's keys. Raises if one is missing, cannot be true or asks for what no native family has."""
+    check(file)
+    found = _metadata(file)
+    if missing := [key for key in _NEEDED if key not in found]:
+        raise ModelFormatError(f"{file.path}: the metadata lack {', '.join(missing)}")
     _check_sizes(file, found)
     return found
 
@@ -132,6 +144,7 @@ def huggingface_config(file: GGUFFile) -> PretrainedConfig:
 
 def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
+    fields.setdefault("num_key_value_heads", found["attention.head_count"])
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
     return AutoConfig.for_model(
         _architecture(file),
@@ -164,6 +177,9 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
     """Llama 3.1's scaling, which llama.cpp stores as a divisor for each frequency."""
     if stored is None:
         return rotary
+    count = len(rotary.inverse_frequencies)
+    if stored.shape != (count,):
+        raise ModelFormatError(f"rope_freqs.weight has the shape {stored.shape}, the configuration asks for {(count,)}")
     factors = torch.empty(stored.shape)
     stored.unpack_into(factors)
     frequencies = torch.tensor(rotary.inverse_frequencies) / factors
@@ -172,19 +188,41 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
 
 def tensors(file: GGUFFile, config: ModelConfig) -> dict[str, PackedTensor]:
     """The file's tensors with queries and keys in Hugging Face's order (llama.cpp reorders those of llama files)."""
-    found = dict(file.tensors)
-    if config.family == "llama":
-        for part, heads in (("attn_q", config.heads), ("attn_k", config.kv_heads)):
-            found |= {name: t.permuted(heads) for name, t in file.tensors.items() if name.split(".")[-2] == part}
-    return found
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if config.family == "llama" else {}
+    return {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
+
+
+def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:
+    part = next((part for part in heads if f".{part}." in name), None)
+    if part is None:
+        return stored
+    if len(stored.rows) % (2 * heads[part]):
+        raise ModelFormatError(f"{name} has {len(stored.rows)} rows, which are no pairs of {heads[part]} heads")
+    return stored.permuted(heads[part])
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """The tokens that end a text: those the metadata name, then control tokens whose name says so (as llama.cpp)."""
-    named = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
-    kinds = file.metadata.get("tokenizer.ggml.token_type", ())
+    tokens, kinds = listed(file, "tokens"), listed(file, "token_type")
+    named = [token_id(file, kind) for kind in ("eos", "eot", "eom")]
     known = (
         i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL and token in _ENDS
     )
     return tuple(dict.fromkeys([*(token for token in named if token is not None), *known]))
+
+
+def token_id(file: GGUFFile, role: str) -> int | None:
+    """The token of a role ("bos", "eos" ...), if the metadata name one. Raises ModelFormatError if there is none."""
+    key = f"tokenizer.ggml.{role}_token_id"
+    found, count = file.metadata.get(key), len(listed(file, "tokens"))
+    if found is None or (isinstance(found, int) and 0 <= found < count):
+        return found
+    raise ModelFormatError(f"{file.path}: {key}={found!r} is none of its {count} tokens")
+
+
+def listed(file: GGUFFile, key: str) -> list[Any]:
+    """A list of the tokenizer's, empty where the file has none. Raises ModelFormatError."""
+    found = file.metadata.get(f"tokenizer.ggml.{key}", [])
+    if not isinstance(found, list):
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is no list; the file is broken")
+    return found

@@ -7,13 +7,13 @@ that decides the token ids. SentencePiece vocabularies go through transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.errors import ModelFormatError
+from paceline.models import gguf_config
 from paceline.models.gguf import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types: special; ordinary, but never cut
@@ -63,43 +63,37 @@ OF_OLD_FILES = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # architec
 
 def load_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     """The file's tokenizer, with its special tokens and chat template. Raises ModelFormatError."""
-    kind = file.metadata.get("tokenizer.ggml.model")
-    try:
-        if kind == "gpt2":
-            return _byte_level(file.path, file.metadata)
-        return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
-    except ModelFormatError:
-        raise
-    except Exception as error:
-        raise ModelFormatError(f"{file.path}: its tokenizer ({kind}) cannot be used: {error!r}") from error
+    gguf_config.check(file)
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
+        return _byte_level(file)
+    return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
 
 
-def _splitting(path: Path, metadata: dict[str, Any]) -> Splitting:
-    name = metadata.get("tokenizer.ggml.pre", "default")
+def _splitting(file: GGUFFile) -> Splitting:
+    name = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     if name == "default":
-        name = OF_OLD_FILES.get(metadata.get("general.architecture", name), name)
+        name = OF_OLD_FILES.get(file.metadata.get("general.architecture", name), name)
     if name not in SPLITTINGS:
         raise ModelFormatError(
-            f"{path}: unknown text splitting tokenizer.ggml.pre={name!r} (known: {', '.join(SPLITTINGS)}); "
+            f"{file.path}: unknown text splitting tokenizer.ggml.pre={name!r} (known: {', '.join(SPLITTINGS)}); "
             "use a directory with the model's tokenizer.json"
         )
     return SPLITTINGS[name]
 
 
-def _byte_level(path: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
-    splitting = _splitting(path, metadata)
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
+    metadata, splitting = file.metadata, _splitting(file)
+    tokens, merges = _texts(file, "tokens"), [_pair(merge) for merge in _texts(file, "merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.ignore_merges))
     tokenizer.pre_tokenizer = _pre_tokenizer(splitting)
     tokenizer.decoder = decoders.ByteLevel()
     if splitting.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    types = zip(tokens, metadata.get("tokenizer.ggml.token_type", ()), strict=False)
+    types = zip(tokens, gguf_config.listed(file, "token_type"), strict=False)
     kinds = [(token, kind) for token, kind in types if kind in (_CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in kinds])
-    roles = {role: metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "unknown", "padding")}
+    roles = {role: gguf_config.token_id(file, role) for role in ("bos", "eos", "unknown", "padding")}
     named = {role: None if index is None else tokens[index] for role, index in roles.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -109,9 +103,20 @@ def _byte_level(path: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase
         pad_token=named["padding"],
         add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", splitting.bos)),
         chat_template=metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        name_or_path=str(path),
+        clean_up_tokenization_spaces=False,  # and no name_or_path: transformers would ask the hub for it
     )
+
+
+def _texts(file: GGUFFile, key: str) -> list[str]:
+    found = file.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is no list of texts; the file is broken")
+    return found
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    first, _, second = merge.partition(" ")
+    return first, second
 
 
 def _pre_tokenizer(splitting: Splitting) -> Any:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 STALE_AFTER = 24 * 3600.0  # seconds after which a partial download belongs to nobody
+_NETWORK = threading.RLock()  # held by whoever fetches from the hub, and by whoever must not
 
 
 @dataclass(frozen=True)
@@ -241,12 +243,26 @@ def _hub_snapshot(name: str) -> Path:
     return fetched
 
 
+@contextmanager
+def no_network() -> Iterator[None]:
+    """huggingface_hub refuses every request in here. That holds for the whole process, so whoever fetches waits."""
+    from huggingface_hub import constants
+
+    with _NETWORK:
+        before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before
+
+
 def _try_snapshot(name: str, *, local: bool) -> Path | Exception:
     from huggingface_hub import snapshot_download
 
     patterns = [*HUB_FILES, *HUB_TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local))
+        with _NETWORK:
+            return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local))
     except Exception as error:  # noqa: BLE001  (no entry, no network, no right, bad name: the caller tells it)
         return error
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,21 +17,20 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from paceline.errors import ModelFormatError
 from paceline.models import gguf_config, weights
 from paceline.models.base import Model
+from paceline.models.boundary import Found, brief, name_of, reading, reads_model
+from paceline.models.boundary import Source as Source
 from paceline.models.config import ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
-from paceline.models.hub import resolve
 from paceline.models.huggingface import HuggingFaceModel
+from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
 from paceline.models.transformer import Transformer
 
-Source: TypeAlias = str | os.PathLike[str] | PreTrainedModel
-"""A directory, a .gguf file, an embedded or hub name, or a loaded Hugging Face model."""
-
 PICKLES = ("*.bin", "*.pt", "*.pth")
-FETCH_AGAIN = "fetch it again and compare its size"
 
 
+@reads_model
 def load_model(
-    source: Source, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
+    source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
 ) -> Model:
     """The model of ``source`` in ``dtype`` (float32 or bfloat16), ready to run.
 
@@ -46,17 +43,16 @@ def load_model(
     device = torch.device(device)
     if isinstance(source, PreTrainedModel):
         return _from_loaded(source, dtype, device)
-    path = resolve(source)
-    load = _from_gguf if path.is_file() else _from_directory
-    return load(path, dtype, device, progress)
+    load = _from_gguf if source.is_file() else _from_directory
+    return load(source, dtype, device, progress)
 
 
-def load_config(source: Source) -> PretrainedConfig:
+@reads_model
+def load_config(source: Found) -> PretrainedConfig:
     """The Hugging Face configuration of ``source``, from the metadata for a GGUF file. Raises as ``load_model``."""
     if isinstance(source, PreTrainedModel):
         return source.config
-    path = resolve(source)
-    return gguf_config.huggingface_config(GGUFFile(path)) if path.is_file() else _directory_config(path)
+    return gguf_config.huggingface_config(GGUFFile(source)) if source.is_file() else _directory_config(source)
 
 
 def native_config(path: Path) -> ModelConfig | None:
@@ -64,37 +60,43 @@ def native_config(path: Path) -> ModelConfig | None:
 
     Whether embedding and head are tied is what it says, see ``weights.truly_tied``. Raises as ``load_model``.
     """
-    if path.is_file():
-        return gguf_config.native_config(GGUFFile(path))
-    return ModelConfig.from_huggingface(_directory_config(path))
+    with reading(path):
+        if path.is_file():
+            return gguf_config.native_config(GGUFFile(path))
+        return ModelConfig.from_huggingface(_directory_config(path))
 
 
 def files(path: Path) -> list[Path]:
     """The files that make the checkpoint at ``path``. Raises as ``load_model``."""
-    return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
+    with reading(path):
+        return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
-def max_positions(source: Source) -> int:
+@reads_model
+def max_positions(source: Found) -> int:
     """The longest sequence that the model of ``source`` was made for."""
     return longest_sequence(load_config(source).get_text_config())
 
 
-def eos_token_ids(source: Source) -> tuple[int, ...]:
+@reads_model
+def eos_token_ids(source: Found) -> tuple[int, ...]:
     """The tokens that end a text: from generation_config, else config, or from a GGUF file's metadata."""
     if isinstance(source, PreTrainedModel):
         generation = source.generation_config.eos_token_id if source.generation_config else None
         return _token_ids(source.config.eos_token_id if generation is None else generation)
-    path = resolve(source)
-    if path.is_file():
-        return gguf_config.eos_token_ids(GGUFFile(path))
-    generation = _read_json(path / "generation_config.json").get("eos_token_id")
-    return _token_ids(_directory_config(path).eos_token_id if generation is None else generation)
+    if source.is_file():
+        return gguf_config.eos_token_ids(GGUFFile(source))
+    generation = read_object(source / "generation_config.json").get("eos_token_id")
+    return _token_ids(_directory_config(source).eos_token_id if generation is None else generation)
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """What a configuration says under eos_token_id: nothing, a token or a list of them."""
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [token for token in tokens if not isinstance(token, int) or token < 0]
+    if wrong:
+        raise ModelFormatError(f"eos_token_id names tokens by whole numbers from 0 on, not {brief(repr(wrong[0]))}")
+    return tuple(tokens)
 
 
 # Directories
@@ -114,7 +116,7 @@ class _SafeTensor:
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
     config = _directory_config(path)
-    stored = {name: tensor for file in _weight_files(path) for name, tensor in _open_safetensors(file).items()}
+    stored = _stored(_weight_files(path))
     native = ModelConfig.from_huggingface(config)
     if native is None:
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
@@ -124,37 +126,59 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
 def _directory_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         raise ModelFormatError(f"{path} has no config.json: it is no model directory of Hugging Face's kind")
-    _read_json(path / "config.json")
-    try:
+    read_configuration(path / "config.json")
+    with reading(path / "config.json"):
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a bad or unknown configuration
-        raise ModelFormatError(f"{path / 'config.json'} cannot be used: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ModelFormatError(f"{path} is broken ({error}); {FETCH_AGAIN}") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: those its index names, or its only one."""
-    index = path / "model.safetensors.index.json"
+    """The safetensors files of a directory: those its index names, model.safetensors, or its only one."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
-        files = [path / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    gone = [file.name for file in files if not file.is_file()]
-    if gone:
-        raise ModelFormatError(f"{path} misses {', '.join(gone)}, which {index.name} names; fetch them")
+        return _indexed(index)
+    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelFormatError(_no_weights(path))
+    if len(files) > 1:
+        raise ModelFormatError(
+            f"{path} has {len(files)} safetensors files ({_some(files)}) and no {index.name} that says which belong "
+            f"together: fetch that, or name the right one {single.name}"
+        )
     return files
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, all of its own directory."""
+    places = read_object(index).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) and _are_texts(places.values()) else set()
+    outside = [name for name in names if not name or Path(name).name != name]
+    if not names or outside:
+        what = f"names {brief(outside[0])!r}, which is no file of its directory" if outside else "has no weight_map"
+        raise ModelFormatError(f"{index} is broken: it {what}; {FETCH_AGAIN}")
+    files = [index.parent / name for name in sorted(names)]
+    if gone := [file for file in files if not file.is_file()]:
+        raise ModelFormatError(f"{index.parent} misses {_some(gone)}, which {index.name} names; fetch them")
+    return files
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _some(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - 4} more" if len(files) > 4 else ""
+    return ", ".join(file.name for file in files[:4]) + more
+
+
+def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
+    """The tensors of all files, each of which is in one of them."""
+    found: dict[str, _SafeTensor] = {}
+    for file in files:
+        tensors = _open_safetensors(file)
+        if twice := found.keys() & tensors.keys():
+            raise ModelFormatError(f"{file}: the tensor {brief(min(twice))} is in another file of the model, too")
+        found |= tensors
+    return found
 
 
 def _no_weights(path: Path) -> str:
@@ -172,7 +196,8 @@ def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
         names: list[str] = file.keys()
         return {name: _SafeTensor(file, name, tuple(file.get_slice(name).get_shape())) for name in names}
     except (SafetensorError, OSError) as error:
-        raise ModelFormatError(f"{path}: broken or truncated safetensors file ({error}); {FETCH_AGAIN}") from error
+        broken = f"{path}: broken or truncated safetensors file ({brief(error)}); {FETCH_AGAIN}"
+        raise ModelFormatError(broken) from error
 
 
 # GGUF files and loaded models
@@ -182,10 +207,7 @@ def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: b
     file = GGUFFile(path)
     config = gguf_config.native_config(file)
     stored = gguf_config.tensors(file, config)
-    try:
-        return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
-    except ModelFormatError as error:
-        raise error if path.name in str(error) else ModelFormatError(f"{path}: {error}") from error
+    return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
@@ -194,7 +216,7 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
         fits = model.dtype == dtype and model.device == device
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
-    where = model.config.name_or_path or type(model).__name__
+    where = name_of(model)
     return _transformer(native, weights.HUGGINGFACE[native.family], stored, where, dtype, device, progress=False)
 
 
