@@ -1,5 +1,6 @@
 """Documentation cannot rot: the README's Python runs, its commands and flags exist, its links lead somewhere."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -27,7 +28,30 @@ def test_the_pythons_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> No
     real_models.find("smollm2-135m")
     (code,) = blocks(ROOT / "README.md", "python")
     exec(compile(code, "README.md", "exec"), {})
-    assert "green" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    shown = (ROOT / "README.md").read_text().split(code)[1].split("```")[2].strip().splitlines()
+    assert len(said) == len(shown)
+    assert said[0].split("' ")[0] == shown[0].split("' ")[0], "copied text: the same on every machine"
+
+
+def test_the_readmes_table_is_what_the_results_say() -> None:
+    """Its rows are the best modes of the run beside OpenVINO."""
+    run = json.loads((ROOT / "benchmarks/results/peers-qwen-openvino-epyc-zen4.json").read_text())
+    played = [result for result in run["results"] if result["status"] == "ok"]
+
+    def best(peer: str, modes: tuple[str, ...]) -> list[str]:
+        speeds = [
+            max(r["tokens_per_s"] for r in played if (r["peer"], r["batch"]) == (peer, batch) and r["mode"] in modes)
+            for batch in (1, 4, 8)
+        ]
+        return [f"{speed:.0f}" for speed in speeds]
+
+    rows = [re.findall(r"\d+", line) for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    assert rows[2:5] == [
+        best("paceline-int8", ("plain",)),
+        best("paceline-int8", ("ngram", "draft")),
+        best("openvino", ("plain", "ngram", "draft")),
+    ]
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
