@@ -170,12 +170,23 @@ def test_a_path_is_kept_as_text() -> None:
 
 def test_parameters_come_from_json_over_others() -> None:
     base = SamplingParams(temperature=0.5, max_tokens=7)
-    given = {"logit_bias": {"7": 1}, "top_k": -1, "structured_outputs": {"regex": "a+"}, "max_tokens": 9}
+    given = {
+        "logit_bias": {"7": 1},
+        "top_k": -1,
+        "seed": -1,
+        "stop": ["", "a"],
+        "structured_outputs": {"regex": "a+"},
+        "max_tokens": 9,
+    }
     made = SamplingParams.from_mapping(given, base)
     assert made == SamplingParams(
-        temperature=0.5, max_tokens=9, logit_bias={7: 1}, structured_outputs=StructuredOutputs(regex="a+")
+        temperature=0.5,
+        max_tokens=9,
+        logit_bias={7: 1},
+        stop="a",
+        structured_outputs=StructuredOutputs(regex="a+"),
     )
-    assert SamplingParams.from_mapping({}) == SamplingParams()
+    assert SamplingParams.from_mapping({}) == SamplingParams.from_mapping({"stop": ""}) == SamplingParams()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -163,15 +163,14 @@ class SamplingParams:
     def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
         """``base``, or the defaults, with what was given instead; for everything that comes as JSON.
 
-        What JSON cannot spell may be spelled otherwise: logit_bias has its token ids as strings; a top_k of -1 is 0.
+        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is 0 for top_k
+        and None for seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
         Raises ParameterError, also for what is no parameter.
         """
         check_names(cls, given)
-        values = dict(given)
-        if isinstance(bias := values.get("logit_bias"), Mapping):
-            values["logit_bias"] = {_token_id(token): number for token, number in bias.items()}
-        if is_whole(values.get("top_k")) and values["top_k"] == -1:
-            values["top_k"] = 0
+        values: dict[str, Any] = {
+            name: _SPELLED[name](value) if name in _SPELLED else value for name, value in given.items()
+        }
         return replace(cls() if base is None else base, **values)
 
     @property
@@ -179,10 +178,32 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def _minus_one(meaning: int | None) -> Callable[[object], object]:
+    return lambda value: meaning if is_whole(value) and value == -1 else value
+
+
+def _filled(stop: object) -> object:
+    if isinstance(stop, list):
+        return [text for text in stop if text != ""]
+    return () if stop == "" else stop
+
+
+def _by_token(bias: object) -> object:
+    return {_token_id(key): number for key, number in bias.items()} if isinstance(bias, Mapping) else bias
+
+
 def _token_id(key: object) -> object:
     """A number spelled as JSON's keys are, one spelling each; what is none stays to be refused."""
     spelled = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal() and str(int(key)) == key
     return int(key) if spelled else key  # type: ignore[call-overload]
+
+
+_SPELLED: Mapping[str, Callable[[object], object]] = {
+    "top_k": _minus_one(0),
+    "seed": _minus_one(None),
+    "stop": _filled,
+    "logit_bias": _by_token,
+}
 
 
 @dataclass(frozen=True)

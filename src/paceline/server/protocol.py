@@ -97,7 +97,7 @@ Positive = Annotated[float, Field(gt=0)]
 _SAMPLING = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "num_speculative_tokens",
+    "logit_bias", "num_speculative_tokens",
 )  # fmt: skip
 
 
@@ -177,31 +177,13 @@ class GenerationRequest(Strict):
     def sampling(self, max_tokens: int, logprobs: int | None, n: int | None = None) -> SamplingParams:
         """As the engine takes it. Raises ParameterError."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if n is not None:
-            given["n"] = n
-        if given.get("top_k") == -1:  # others' way to say "all"
-            given["top_k"] = 0
-        if given.get("seed") == -1:  # others' way to say "any"
-            del given["seed"]
-        if "stop" in given:
-            given["stop"] = _stops(given["stop"])
-        bias = {_token_id(token): value for token, value in (self.logit_bias or {}).items()}
-        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias)
-
-
-def _stops(given: str | list[str]) -> list[str]:
-    """An empty string, which forms send where nothing was filled in, stops nothing."""
-    return [stop for stop in ([given] if isinstance(given, str) else given) if stop]
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs} | ({} if n is None else {"n": n})
+        return SamplingParams.from_mapping(given)
 
 
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
     """Whether it is one of them, type for type: 0 is no false."""
     return any(type(value) is type(each) and value == each for each in harmless)
-
-
-def _token_id(text: str) -> Any:
-    """JSON's keys are strings; what is no number stays for SamplingParams to refuse."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else text
 
 
 class CompletionRequest(GenerationRequest):
