@@ -106,4 +106,24 @@ def test_the_proxies_pass_events_on_at_once_and_bodies_as_long_as_the_server_tak
     assert "proxy_buffering off;" in nginx
     assert "gzip off;" in nginx
     assert f"client_max_body_size {ServerConfig.max_body_bytes >> 20}m;" in nginx
-    assert "flush_interval -1" in (DEPLOY / "Caddyfile").read_text()
+    assert "limit_conn_status 429;" in nginx
+    caddy = (DEPLOY / "Caddyfile").read_text()
+    assert "flush_interval -1" in caddy
+    assert f"max_size {ServerConfig.max_body_bytes >> 20}MiB" in caddy
+
+
+def test_all_that_the_server_can_do_is_installed() -> None:
+    wanted = "[serve,structured]"
+    assert wanted in (DEPLOY / "Dockerfile").read_text()
+    installs = re.findall(r"pip install '?paceline(\[[a-z,]+\])", (DEPLOY.parent / "docs" / "serving.md").read_text())
+    assert installs
+    assert set(installs) == {wanted}
+
+
+def test_the_dashboard_and_stats_divide_by_the_same_thing() -> None:
+    (panel,) = [panel for panel in PANELS if panel["title"] == "Acceptance length"]
+    (target,) = panel["targets"]
+    assert re.findall(r"paceline:(\w+)", target["expr"]) == [
+        "spec_decode_num_accepted_tokens_total",
+        "decode_num_row_rounds_total",
+    ]

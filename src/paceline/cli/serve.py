@@ -7,13 +7,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
 from paceline.errors import MissingPackageError, ParameterError
 from paceline.params import DrafterName, EngineConfig, LogFormat, ServerConfig
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
 
 SERVER = "Server"
 KEYS_VARIABLE = "PACELINE_API_KEYS"
@@ -41,15 +44,46 @@ class ServerFlags:
     max_waiting: Annotated[
         int, _option("--max-waiting", text="Answers that may wait for a row; more are refused with 429.")
     ] = ServerConfig.max_waiting
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _option(
+            "--allowed-hosts",
+            text="A name that requests may call this server by, besides localhost and --host; repeatable; '*': any.",
+        ),
+    ] = None
+    max_connections: Annotated[int, _option("--max-connections", text="Connections open at a time.")] = (
+        ServerConfig.max_connections
+    )
+    max_connections_per_client: Annotated[
+        int, _option("--max-connections-per-client", text="Connections open at a time from one address.")
+    ] = ServerConfig.max_connections_per_client
+    header_timeout: Annotated[
+        float, _option("--header-timeout", text="Seconds in which a request's headers must have arrived.")
+    ] = ServerConfig.header_timeout
+    keep_alive_timeout: Annotated[
+        float, _option("--keep-alive-timeout", text="Seconds that a connection stays open between requests.")
+    ] = ServerConfig.keep_alive_timeout
+    send_timeout: Annotated[
+        float, _option("--send-timeout", text="Seconds after which a client that reads nothing is given up.")
+    ] = ServerConfig.send_timeout
     max_body_bytes: Annotated[int, _option("--max-body-bytes", text="Longest body of a request.")] = (
         ServerConfig.max_body_bytes
     )
+    body_timeout: Annotated[
+        float, _option("--body-timeout", text="Seconds in which a request's body must have arrived.")
+    ] = ServerConfig.body_timeout
+    max_bodies_bytes: Annotated[
+        int, _option("--max-bodies-bytes", text="Bodies of all requests that have not been answered, together.")
+    ] = ServerConfig.max_bodies_bytes
     request_timeout: Annotated[
         float | None, _option("--request-timeout", text="Seconds after which a request is given up. Default: never.")
     ] = ServerConfig.request_timeout
     shutdown_timeout: Annotated[
         float, _option("--shutdown-timeout", text="Seconds that running requests may take when the server ends.")
     ] = ServerConfig.shutdown_timeout
+    stall_timeout: Annotated[
+        float, _option("--stall-timeout", text="Seconds of one step after which /health calls the engine stalled.")
+    ] = ServerConfig.stall_timeout
     log_format: Annotated[LogFormat, _option("--log-format", text="text for people, json for machines.")] = (
         ServerConfig.log_format
     )
@@ -66,6 +100,7 @@ class ServerFlags:
 
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         keys = [*(given.pop("api_key") or ()), *os.environ.get(KEYS_VARIABLE, "").split()]
+        given["allowed_hosts"] = [name for each in given["allowed_hosts"] or () for name in each.split(",")]
         if (path := given.pop("api_key_file")) is not None:
             keys += read_keys(path)
         return ServerConfig(**given, api_keys=keys)
@@ -98,11 +133,15 @@ def serve(
     flags = with_drafter(engine if speculative_config is None else with_json(engine, speculative_config))
     config = server.config()
     EngineConfig(**flags.options())  # refuse bad values before anything is loaded
-    if model in hub.EMBEDDED:
-        hub.pull(model)
     if config.served_model_name is None:
         config = dataclasses.replace(config, served_model_name=model)
-    run(config, lambda: flags.load(model, quiet=True))
+
+    def load() -> LLM:
+        if model in hub.EMBEDDED:
+            hub.pull(model)
+        return flags.load(model, quiet=True)
+
+    run(config, load)
 
 
 def with_drafter(flags: EngineFlags) -> EngineFlags:

@@ -26,6 +26,7 @@ from paceline.server.playground import add_playground
 from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import Events, EventStream
+from paceline.server.tracing import Tracing
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -41,11 +42,12 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         404: "No such model or path",
         408: "The body took too long to arrive",
         413: "The body is too long",
-        415: "The body is not said to be JSON",
+        415: "The body is not said to be JSON, or is encoded",
+        421: "The Host header has a name that this server is not known by",
         422: "Not used: what is refused is refused with 400",
-        429: "The queue is full; Retry-After says when to try again",
+        429: "The queue is full, or one address has its share; Retry-After says when to try again",
         500: "The engine failed; the log says why",
-        503: "Not ready yet, or shutting down",
+        503: "Not ready yet, too busy, or shutting down",
         504: "Not finished within the request's timeout",
     }.items()
 }
@@ -71,6 +73,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     app.state.context = context
     app.router.route_class = route_class(context.bodies)
     app.add_middleware(Gate, config=config, meter=context.meter)
+    app.add_middleware(Tracing)  # around the gate
     _add_error_handlers(app, context)
     _add_generation(app, context)
     _add_texts(app, context)
@@ -129,6 +132,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         context.check_model(name)
         return document(_card(context))
 
+    @app.post("/v1/tokenize", response_model=replies.Tokens)
     @app.post("/tokenize", response_model=replies.Tokens)
     async def tokenize(body: TokenizeRequest) -> Response:
         """A text's tokens, or a conversation's."""
@@ -143,6 +147,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
             found.token_strs = [context.spelling.text_of(token) for token in tokens]
         return document(found)
 
+    @app.post("/v1/detokenize", response_model=replies.Text)
     @app.post("/detokenize", response_model=replies.Text)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones left out."""
@@ -164,10 +169,13 @@ def _card(context: Context) -> replies.ModelCard:
 
 
 def _add_operations(app: FastAPI, context: Context) -> None:
+    @app.head("/ping", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/ping", response_model=replies.Health, responses={503: {"model": replies.Health}})
     @app.get("/health", response_model=replies.Health, responses={503: {"model": replies.Health}})
     async def health() -> Response:
-        """200 once the model is loaded and warm."""
-        state = context.service.state
+        """200 once the model is loaded and warm, and while the engine goes on."""
+        state = context.service.health
         return document(replies.Health(status=state), 200 if state == "ready" else 503)
 
     @app.get("/version", response_model=replies.Version)
@@ -180,6 +188,11 @@ def _add_operations(app: FastAPI, context: Context) -> None:
         """For Prometheus."""
         return Response(context.meter.exposition(), media_type=PROMETHEUS)
 
+    @app.get("/load", response_model=replies.Load)
+    async def load() -> Response:
+        """How many answers run or wait, in vLLM's words."""
+        return document(replies.Load(server_load=context.admission.inside))
+
     @app.get("/stats", response_model=Stats)
     async def stats() -> Response:
         """How things stand now, for people and pages."""
@@ -188,7 +201,7 @@ def _add_operations(app: FastAPI, context: Context) -> None:
 
 def _add_error_handlers(app: FastAPI, context: Context) -> None:
     def answer(error: errors.ApiError) -> JSONResponse:
-        context.meter.refused(error.status)
+        context.meter.refused(error)
         return error.response()
 
     @app.exception_handler(PacelineError)

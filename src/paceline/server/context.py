@@ -42,7 +42,7 @@ class Context:
     def __init__(self, config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None]) -> None:
         self.config = config
         self.meter = Meter(config.log_interval)
-        self.service = EngineService(load, self.meter, on_end)
+        self.service = EngineService(load, self.meter, on_end, config.stall_timeout)
         self.admission = Admission(config.max_waiting)
         self.created = int(time.time())
         self._start, self._count = secrets.token_hex(4), itertools.count()

@@ -17,6 +17,7 @@ from paceline.errors import (
     StructureError,
 )
 from paceline.server.limits import MAX_FAULT, MAX_FAULTS, MAX_MESSAGE, MAX_SHOWN
+from paceline.server.shares import Full
 
 INVALID = "invalid_request_error"
 
@@ -85,6 +86,29 @@ def too_large(limit: int) -> ApiError:
     """413."""
     message = f"the request's body is longer than {limit} bytes, the most this server reads"
     return ApiError(413, INVALID, message, code="request_too_large")
+
+
+def misdirected(host: str) -> ApiError:
+    """421: somebody else's name points here."""
+    message = (
+        f"this server is not known as {host[:100]!r}; if it should be, start it with --allowed-hosts NAME"
+        " (or '*' for any name), which without API keys is checked against pages from elsewhere"
+    )
+    return ApiError(421, INVALID, message, code="unknown_host")
+
+
+def encoded() -> ApiError:
+    """415."""
+    message = "the request's body has a Content-Encoding; this server reads bodies as they are: send it uncompressed"
+    return ApiError(415, INVALID, message, code="unsupported_encoding")
+
+
+def busy(what: str, full: Full) -> ApiError:
+    """503 where all clients together have as much as this server takes, 429 where this one alone has its share."""
+    if full == "server":
+        return unavailable(f"there are as many {what} as this server takes at a time; try again", "busy")
+    message = f"there are as many {what} from your address as this server takes at a time; try again"
+    return ApiError(429, "rate_limit_error", message, code="too_many_of_one_client", retry_after=1)
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:

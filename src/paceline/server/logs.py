@@ -1,16 +1,37 @@
-"""Log lines, for people or for machines."""
+"""Log lines, for people or for machines. Whoever reads them, or does not, never holds up what writes them."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 import time
+from collections import deque
+from contextvars import ContextVar
 from typing import Any
 
 from paceline.params import LogFormat
 
 LOGGERS = ("paceline", "uvicorn")
+REFUSALS = "paceline.server.refusals"
+AT_WILL = (REFUSALS, "uvicorn.error")  # loggers of lines that clients can cause
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+_MOST_LINES = 4096  # that wait to be written; more are dropped
+_MOST_LETTERS = 16384  # of a line
+_BURST, _A_SECOND = 50, 10  # lines that others can cause at will
+_STDERR = 2
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the HTTP request that is being served
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was passed as extra={"fields": {...}}, and which HTTP request it is about."""
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    found = request_id.get()
+    return fields if found is None else {**fields, "request_id": found}
 
 
 class JsonFormatter(logging.Formatter):
@@ -21,8 +42,8 @@ class JsonFormatter(logging.Formatter):
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": record.getMessage()[:_MOST_LETTERS],
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -36,20 +57,119 @@ class TextFormatter(logging.Formatter):
         super().__init__(_TEXT, "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
-        fields = getattr(record, "fields", {})
-        tail = "".join(f" {name}={_short(value)}" for name, value in fields.items() if value is not None)
-        return super().formatMessage(record) + tail
+        tail = "".join(f" {name}={_short(value)}" for name, value in _fields(record).items() if value is not None)
+        return super().formatMessage(record)[:_MOST_LETTERS] + tail
 
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
+class Writer(logging.Handler):
+    """Writes lines to a file descriptor in a thread of its own.
+
+    While it cannot, lines wait, and when there are too many the latest are dropped. A full disk loses the lines that it
+    has no room for. What was dropped is counted, and said with the next line.
+    """
+
+    def __init__(self, descriptor: int = _STDERR) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: deque[str] = deque()
+        self._changed = threading.Condition()
+        self._dropped = 0
+        self._writing = False
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        with self._changed:
+            if len(self._lines) >= _MOST_LINES:
+                self._dropped += 1
+                return
+            if self._dropped:
+                self._lines.append(self._say_dropped())
+            self._lines.append(line)
+            self._changed.notify_all()
+
+    def _say_dropped(self) -> str:
+        dropped, self._dropped = self._dropped, 0
+        text = f"{dropped} log lines were dropped: nobody took them"
+        record = logging.LogRecord("paceline.server", logging.WARNING, "", 0, text, (), None)
+        return self.format(record)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+                while not self._lines:
+                    self._changed.wait()
+                line, self._writing = self._lines.popleft(), True
+            self._write(f"{line}\n".encode("utf-8", "backslashreplace"))
+
+    def _write(self, rest: bytes) -> None:
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except BlockingIOError:  # somebody made it non-blocking
+            self._lose()
+            time.sleep(0.01)
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        with self._changed:
+            self._dropped += 1
+
+    def wait_until_written(self, seconds: float) -> bool:
+        """Whether all lines are out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._lines and not self._writing, seconds)
+
+
+class Throttle(logging.Filter):
+    """For lines that clients can cause at will: so many at once and then so many a second of each kind.
+
+    A line's kind is its message before its arguments, and the status it tells of. How many were left out is said with
+    the next one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state: dict[
+            object, tuple[float, float, int]
+        ] = {}  # when it was last looked at, tokens left, lines left out
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            return True
+        kind = str(record.msg), getattr(record, "fields", {}).get("status")
+        at, tokens, left_out = self._state.get(kind, (record.created, float(_BURST), 0))
+        tokens = min(_BURST, tokens + max(0.0, record.created - at) * _A_SECOND)
+        if tokens < 1:
+            self._state[kind] = record.created, tokens, left_out + 1
+            return False
+        self._state[kind] = record.created, tokens - 1, 0
+        if left_out:
+            record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
+        return True
+
+
 def configure(log_format: LogFormat) -> None:
     """Send paceline's and uvicorn's lines to stderr, and nowhere else."""
-    handler = logging.StreamHandler()
+    handler = Writer()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
+    for name in AT_WILL:
+        logging.getLogger(name).filters = [Throttle()]
+
+
+def flush(seconds: float = 1.0) -> None:
+    """Give what was logged a moment to be written."""
+    for handler in logging.getLogger(LOGGERS[0]).handlers:
+        if isinstance(handler, Writer):
+            handler.wait_until_written(seconds)

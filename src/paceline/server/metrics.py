@@ -20,13 +20,17 @@ from pydantic import BaseModel
 from paceline.batch import HostVerdict
 from paceline.engine import Engine
 from paceline.outputs import CompletionOutput, RequestOutput
+from paceline.server.errors import ApiError
+from paceline.server.logs import REFUSALS
 
 log = logging.getLogger("paceline.server")
+refusals = logging.getLogger(REFUSALS)
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 5.0)
 _RECENT_ROUNDS = 64
 _RECENT_SECONDS = 10.0
+_MOST_LETTERS = 200  # of a refusal's reason in the log: it may repeat what the client sent
 
 
 class PlayedRound(NamedTuple):
@@ -87,6 +91,7 @@ class Meter:
             return Counter(f"paceline:{name}", text, labels, registry=self.registry)
 
         self._drafts = counter("spec_decode_num_drafts", "Drafts: rows of rounds that had guesses.")
+        self._row_rounds = counter("decode_num_row_rounds", "Rounds, each counted once for every row that it decoded.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens guessed.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses kept.")
         self._accepted_at = counter(
@@ -107,6 +112,11 @@ class Meter:
         self._usage_gauge = gauge("kv_cache_usage_perc", "Share of the cache that is filled; 1 is all of it.")
         self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
         self._length = gauge("num_speculative_tokens", "The longest draft of the last round.")
+        self._step = gauge("engine_step_seconds", "How long the engine has been at its present step; 0: nothing to do.")
+
+    def watch_steps(self, seconds: Callable[[], float]) -> None:
+        """Ask this, whenever somebody asks for the metrics, how long the present step has taken."""
+        self._step.set_function(seconds)
 
     def _make_histograms(self) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
@@ -153,6 +163,7 @@ class Meter:
     def _count(self, verdict: HostVerdict, played: PlayedRound) -> None:
         self._batch_size.set(played.rows)
         self._length.set(played.k)
+        self._row_rounds.inc(played.rows)
         if played.drafted:
             self._drafts.inc(sum(drafted > 0 for drafted in verdict.drafted))
             self._draft_tokens.inc(played.drafted)
@@ -214,9 +225,11 @@ class Meter:
 
     # --- for the event loop ------------------------------------------------------
 
-    def refused(self, status: int) -> None:
-        """A request was answered with an error."""
-        self._errors.labels(status).inc()
+    def refused(self, error: ApiError) -> None:
+        """A request was answered with an error: a count and a line."""
+        self._errors.labels(error.status).inc()
+        fields = {"status": error.status, "code": error.code, "why": str(error)[:_MOST_LETTERS]}
+        refusals.info("refused", extra={"fields": fields})
 
     def stats(self) -> Stats:
         """How things stand now."""
@@ -241,7 +254,7 @@ class Meter:
 
 
 def _acceptance(rounds: list[PlayedRound]) -> tuple[float | None, float | None]:
-    """Acceptance rate and mean acceptance length."""
+    """Acceptance rate and mean acceptance length, which is 1 + accepted / rounds of rows, as ``outputs.Metrics``."""
     drafted, accepted = sum(played.drafted for played in rounds), sum(played.accepted for played in rounds)
     rows = sum(played.rows for played in rounds)
     return accepted / drafted if drafted else None, 1 + accepted / rows if rows else None

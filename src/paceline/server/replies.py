@@ -209,8 +209,14 @@ class Version(BaseModel):
     version: str
 
 
+class Load(BaseModel):
+    """``/load``."""
+
+    server_load: int
+
+
 class Health(BaseModel):
-    """``/health``: status is "ready", or with 503 what is still to be done."""
+    """``/health``: status is "ready", or with 503 what is still to be done, or "stalled"."""
 
     status: str
 

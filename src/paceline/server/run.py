@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import os
+import math
+import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,52 +17,68 @@ from fastapi import FastAPI
 from paceline.params import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
+from paceline.server.connections import MAX_HEADER_BYTES, Connection, Lobby
 from paceline.server.context import Context
+from paceline.server.ending import watch_signals
+from paceline.server.sockets import ACCEPTED_AT_ONCE, hear, listen
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
 
-EXIT_AT_ONCE = 130
 _LAST_WORDS = 2  # seconds for the answers that say "given up" to leave
+_LAST_STEP = 3  # seconds for the engine to end its step, and for all to be tidied up
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Server(uvicorn.Server):
-    """uvicorn, ending as ``ServerConfig.shutdown_timeout`` says."""
+    """uvicorn with our connections, ending as ``ServerConfig.shutdown_timeout`` says."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
-        patience = int(config.shutdown_timeout) + _LAST_WORDS
         super().__init__(
             uvicorn.Config(
                 app,
-                host=config.host,
-                port=config.port,
+                loop="asyncio",  # what is tested, whatever else is installed; see also connections.py
+                http=cast(Any, functools.partial(Connection, Lobby(config))),
+                ws="none",
+                backlog=ACCEPTED_AT_ONCE,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=math.ceil(config.keep_alive_timeout),
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=patience,
+                timeout_graceful_shutdown=int(config.shutdown_timeout) + _LAST_WORDS,
             )
         )
         self._context: Context = app.state.context
-        self._limit = config.shutdown_timeout
+        self._settings = config
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on these sockets, or on those that the configuration says. Raises ParameterError."""
+        super().run(listen(self._settings) if sockets is None else sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        hear(sockets or [])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal is a request, the second an order."""
-        if self.should_exit:
-            os._exit(EXIT_AT_ONCE)
-        log.info("ending: requests may run for %g s more; a second signal ends at once", self._limit)
+        """The first signal is a request; ``ending`` sees to it that it is followed, and to the second."""
+        if not self.should_exit:
+            limit = self._settings.shutdown_timeout
+            log.info("ending: requests may run for %g s more; a second signal ends at once", limit)
         self.should_exit = True
 
-    async def shutdown(self, sockets: list[asyncio.base_events.socket.socket] | None = None) -> None:  # type: ignore[name-defined]
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gone = errors.unavailable("the server is shutting down", "shutting_down")
-        asyncio.get_running_loop().call_later(self._limit, self._context.service.fail_all, gone)
+        limit = self._settings.shutdown_timeout
+        asyncio.get_running_loop().call_later(limit, self._context.service.fail_all, gone)
         await super().shutdown(sockets)
 
 
 def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
-    """Serve until a signal comes. Raises what ``load`` raises."""
+    """Serve until a signal comes. Raises ParameterError if it cannot listen, and what ``load`` raises."""
+    sockets = listen(config)  # a port that is taken is found out before the model is loaded
     logs.configure(config.log_format)
     _warn_if_exposed(config)
     servers: list[Server] = []
@@ -69,11 +87,21 @@ def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
         servers[0].should_exit = True
 
     app = make_app(config, load, end)
+    service = app.state.context.service
     servers.append(Server(app, config))
-    servers[0].run()
-    failure = app.state.context.service.failure
-    if failure is not None:
-        raise failure
+    watch_signals(config.shutdown_timeout + _LAST_WORDS + _LAST_STEP, lambda: service.is_loading)
+    log.info("listening on %s", ", ".join(map(_address, sockets)))
+    try:
+        servers[0].run(sockets)
+    finally:
+        logs.flush()
+    if service.failure is not None:
+        raise service.failure
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _warn_if_exposed(config: ServerConfig) -> None:

@@ -1,10 +1,11 @@
-"""The gate in front of all routes: keys, and how long a body may be."""
+"""The gate in front of all routes: names, keys, how many requests at a time, and how long their bodies may be."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.errors import ParameterError
 from paceline.params import ServerConfig
 from paceline.server import errors
+from paceline.server.connections import most_requests
+from paceline.server.generation import ClientGoneError
 from paceline.server.metrics import Meter
+from paceline.server.shares import Shares
 
-OPEN_PATHS = frozenset({"/", "/health"})  # what a load balancer and a browser need before there is a key
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # what a load balancer and a browser need before there is a key
 OPEN_TREE = "/playground/"  # the page's scripts and styles
 
 
@@ -49,65 +53,166 @@ def read_keys(path: Path) -> list[str]:
     return keys
 
 
+class Hosts:
+    """The names that a request may call this server by.
+
+    A page from elsewhere can have its own name point to this machine (DNS rebinding) and would then be let in by the
+    browser as if it came from here; its requests still carry that name. Addresses in numbers cannot be bent that way.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        names = config.allowed_hosts
+        self._any = "*" in names or (bool(config.api_keys) and not names)  # such a page has no key
+        self._names = {"localhost", config.host.lower(), *(name.lower().rstrip(".") for name in names)}
+
+    def check(self, header: bytes) -> None:
+        """Raises ApiError (421) for a Host header with another name; without one no browser sent it."""
+        name = _host_name(header.decode("latin-1"))
+        if not (self._any or not name or name in self._names or _is_address(name)):
+            raise errors.misdirected(name)
+
+
+def _host_name(header: str) -> str:
+    """A Host header without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 class Gate:
-    """Refuses requests without a good key (401) and bodies that are too long (413) or too slow (408)."""
+    """Refuses requests before a byte of their body is read: to unknown names (421), without a good key (401), too many
+    at a time (429 from one address, 503 from all), with an encoded body (415); and bodies that are too long (413), too
+    slow (408) or too much together (429, 503). Open paths pass, and their bodies are never read.
+    """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, meter: Meter) -> None:
         self._app, self._config, self._meter = app, config, meter
-        self._keys = KeyRing(config.api_keys)
+        self._keys, self._hosts = KeyRing(config.api_keys), Hosts(config)
+        self._requests = Shares(most_requests(config.max_connections), most_requests(config.max_connections_per_client))
+        self._bytes = Shares(config.max_bodies_bytes, config.max_bodies_bytes // 2)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+        elif _is_open(scope["path"]):
+            await self._app(scope, _replay(b"", receive), send)
+        else:
+            await self._guarded(scope, receive, send)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = _client(scope)
+        try:
+            self._check(scope)
+            _take(self._requests, client, 1, "requests")
+        except errors.ApiError as error:
+            await self._refuse(error, scope, receive, send)
             return
         try:
-            self._check_key(scope)
-            body = await self._body(scope, receive)
-        except errors.ApiError as error:
-            self._meter.refused(error.status)
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, _replay(body, receive), send)
+            await self._with_body(client, scope, receive, send)
+        finally:
+            self._requests.give(client)
 
-    def _check_key(self, scope: Scope) -> None:
-        path = scope["path"]
-        if path in OPEN_PATHS or path.startswith(OPEN_TREE):
-            return
+    def _check(self, scope: Scope) -> None:
+        self._hosts.check(_header(scope, b"host"))
         if not self._keys.admits(_header(scope, b"authorization")):
             raise errors.unauthorized()
-
-    async def _body(self, scope: Scope, receive: Receive) -> list[Message]:
-        limit, announced = self._config.max_body_bytes, _header(scope, b"content-length")
+        if _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+            raise errors.encoded()
+        announced, limit = _header(scope, b"content-length"), self._config.max_body_bytes
         if announced.isdigit() and int(announced) > limit:
             raise errors.too_large(limit)
+
+    async def _with_body(self, client: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Its bytes count until it is answered: that is how long something keeps them."""
+        body = _Body(self._bytes, client, self._config.max_body_bytes)
         try:
-            async with asyncio.timeout(self._config.body_timeout):
-                return await _read(receive, limit)
+            if scope["method"] == "POST":  # no other has a body that means anything
+                await self._read(body, receive)
+        except ClientGoneError:
+            return
+        except errors.ApiError as error:
+            await self._refuse(error, scope, receive, send)
+        else:
+            await self._app(scope, _replay(bytes(body.data), receive), send)
+        finally:
+            body.give_back()
+
+    async def _read(self, body: _Body, receive: Receive) -> None:
+        seconds = self._config.body_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await body.read(receive)
         except TimeoutError:
-            message = f"the request's body did not arrive within {self._config.body_timeout:g} s"
+            message = f"the request's body did not arrive within {seconds:g} s"
             raise errors.ApiError(408, errors.INVALID, message, code="body_timeout") from None
 
-
-async def _read(receive: Receive, limit: int) -> list[Message]:
-    messages, size, more = [], 0, True
-    while more:
-        message = await receive()
-        messages.append(message)
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise errors.too_large(limit)
-        more = bool(message.get("more_body", False))
-    return messages
+    async def _refuse(self, error: errors.ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._meter.refused(error)
+        await error.response()(scope, receive, send)
 
 
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """The messages that were read, then whatever comes."""
-    left = iter(messages)
+class _Body:
+    """A body that is being received, charged byte by byte."""
+
+    def __init__(self, shares: Shares, client: str, limit: int) -> None:
+        self._shares, self._client, self._limit = shares, client, limit
+        self._charged = 0
+        self.data = bytearray()
+
+    async def read(self, receive: Receive) -> None:
+        """All of it. Raises ApiError, or ClientGoneError."""
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            more = bool(message.get("more_body", False))
+            self._add(message.get("body", b""))
+
+    def _add(self, chunk: bytes) -> None:
+        if len(self.data) + len(chunk) > self._limit:
+            raise errors.too_large(self._limit)
+        _take(self._shares, self._client, len(chunk), "bytes of bodies")
+        self._charged += len(chunk)
+        self.data += chunk
+
+    def give_back(self) -> None:
+        """Nothing keeps it any more."""
+        self._shares.give(self._client, self._charged)
+
+
+def _take(shares: Shares, client: str, units: int, name: str) -> None:
+    """Raises ApiError: 503 where all have too much, 429 where this client has."""
+    full = shares.take(client, units)
+    if full is not None:
+        raise errors.busy(name, full)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_TREE)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body, then nothing until the client hangs up."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
-        return next(left, None) or await receive()
+        return left.pop() if left else await receive()
 
     return next_message
+
+
+def _client(scope: Scope) -> str:
+    """The address that a request came from, as far as that is known."""
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

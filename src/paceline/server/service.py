@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.engine import Request
 from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput, TokenLogprob
-from paceline.params import SamplingParams
+from paceline.params import SamplingParams, ServerConfig
 from paceline.scoring import PromptScorer
 from paceline.server import errors
 from paceline.server.delta import Growth, Update
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
-State = Literal["loading", "warming up", "ready", "stopped"]
+State = Literal["loading", "warming up", "ready", "stalled", "stopped"]
 News = Update | errors.ApiError
 _WARM_UP_TOKENS = 8
 
@@ -81,14 +82,23 @@ class EngineService:
     """Runs an ``LLM``'s engine in a thread of its own.
 
     load: makes the LLM, in that thread. on_end: called there when the thread ends by itself, ``failure`` being set.
+    stall_timeout: seconds after which a step that has not ended makes ``health`` "stalled".
     The other methods are for the event loop that called ``start``.
     """
 
-    def __init__(self, load: Callable[[], LLM], meter: Meter, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        load: Callable[[], LLM],
+        meter: Meter,
+        on_end: Callable[[], None] = lambda: None,
+        stall_timeout: float = ServerConfig.stall_timeout,
+    ) -> None:
         self.state: State = "loading"
         self.failure: BaseException | None = None
         self.meter = meter
-        self._load, self._on_end = load, on_end
+        self._load, self._on_end, self._stall_timeout = load, on_end, stall_timeout
+        self._step_began: float | None = None  # on the clock of time.monotonic; None: nothing is to be done
+        meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
         self._scorings: deque[_Scoring] = deque()
@@ -109,6 +119,22 @@ class EngineService:
         if self._llm is None or self.state != "ready":
             raise errors.unavailable(f"the server is {self.state}", "not_ready")
         return self._llm
+
+    @property
+    def is_loading(self) -> bool:
+        return self.state in ("loading", "warming up")
+
+    def step_seconds(self) -> float:
+        """How long the engine has been at its present step; 0 while it has nothing to do."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def health(self) -> State:
+        """``state``, but "stalled" while a step takes too long."""
+        if self.state == "ready" and self.step_seconds() > self._stall_timeout:
+            return "stalled"
+        return self.state
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a prompt. Its ``request_id`` must be new."""
@@ -149,7 +175,7 @@ class EngineService:
             self._fail_all(errors.unavailable("the engine has stopped", "engine_stopped"))
             self._on_end()
         finally:
-            self.state = "stopped"
+            self.state, self._step_began = "stopped", None
 
     def _prepare(self) -> None:
         self._llm = self._load()
@@ -172,7 +198,11 @@ class EngineService:
     def _turn(self) -> None:
         """Commands first; then one round, and one piece of one scoring."""
         idle = not self.engine.busy and not self._scorings
-        for command in self._inbox.take(wait=idle):
+        if idle:
+            self._step_began = None
+        commands = self._inbox.take(wait=idle)
+        self._step_began = time.monotonic()
+        for command in commands:
             command()
         if self.engine.busy:
             self._round()

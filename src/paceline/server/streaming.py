@@ -54,7 +54,7 @@ class EventStream(Response):
                         begun = True
                     await _send(send, b"".join(map(event, documents)))
             except errors.ApiError as error:
-                self._meter.refused(error.status)
+                self._meter.refused(error)
                 if not begun:
                     await error.response()(scope, receive, send)
                     return

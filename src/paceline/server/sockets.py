@@ -1,0 +1,83 @@
+"""Sockets to listen on, taken before anything slow begins; and how many open files that needs."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+from typing import Any
+
+from paceline.errors import ParameterError
+from paceline.params import ServerConfig
+
+ACCEPTED_AT_ONCE = 64  # so many new connections before those that are here are looked at again
+_BACKLOG = 2048  # that the kernel keeps for us meanwhile
+_OTHER_FILES = 256  # the model's, the log, libraries'
+
+
+def listen(config: ServerConfig) -> list[socket.socket]:
+    """One socket for each address of the host. Raises ParameterError if the port is taken or the host is not ours."""
+    _allow_open_files(config.max_connections + ACCEPTED_AT_ONCE + _OTHER_FILES)
+    sockets: list[socket.socket] = []
+    port = config.port
+    for family, address in _addresses(config):
+        try:
+            sockets.append(_bind(family, (address[0], port, *address[2:])))
+        except OSError as error:
+            for each in sockets:
+                each.close()
+            raise _explain(error, config) from error
+        port = sockets[0].getsockname()[1]  # 0 means any, but the same for all
+    return sockets
+
+
+def hear(sockets: list[socket.socket]) -> None:
+    """Let the kernel keep more new connections than are accepted at once."""
+    for each in sockets:
+        each.listen(_BACKLOG)
+
+
+def _addresses(config: ServerConfig) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ParameterError("host", config.host, f"a name or address of this machine: {error}") from error
+    return [(family, address) for family, _, _, _, address in dict.fromkeys(found)]
+
+
+def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+        made.listen(ACCEPTED_AT_ONCE)  # another server's bind fails only beside one that listens
+        made.setblocking(False)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _explain(error: OSError, config: ServerConfig) -> ParameterError:
+    if error.errno == errno.EADDRINUSE:
+        return ParameterError("port", config.port, f"a free port: something listens on {config.host} there already")
+    if error.errno == errno.EACCES:
+        return ParameterError("port", config.port, "a port that this user may listen on, 1024 or above")
+    return ParameterError("host", config.host, f"an address of this machine: {error.strerror}")
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise this process's limit as far as it needs. Raises ParameterError if it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        most = hard - ACCEPTED_AT_ONCE - _OTHER_FILES
+        raise ParameterError("max_connections", wanted - ACCEPTED_AT_ONCE - _OTHER_FILES, _too_few(most, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _too_few(most: int, hard: int) -> str:
+    return f"at most {most}: this process may open {hard} files (ulimit -n)"

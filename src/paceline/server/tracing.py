@@ -1,0 +1,39 @@
+"""A name for every HTTP request: in its answer's header ``X-Request-Id`` and in all log lines about it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.server.logs import request_id
+
+HEADER = b"x-request-id"
+_CLEAN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class Tracing:
+    """Takes the client's own name for the request if it is short and clean, else makes one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = _name(scope)
+
+        async def send_with_name(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, name)]}
+            await send(message)
+
+        request_id.set(name.decode())
+        await self._app(scope, receive, send_with_name)
+
+
+def _name(scope: Scope) -> bytes:
+    given = next((bytes(value) for key, value in scope["headers"] if key == HEADER), b"")
+    return given if _CLEAN.fullmatch(given) else b"req-" + secrets.token_hex(8).encode()

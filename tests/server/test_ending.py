@@ -1,0 +1,269 @@
+"""The server's beginning and end when something hangs: the engine, loading, whoever should read the log, the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.errors import ParameterError
+from paceline.params import ServerConfig
+from paceline.server.ending import EXIT_STUCK
+from paceline.server.logs import JsonFormatter, Throttle, Writer, request_id
+from paceline.server.sockets import listen
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = """
+import sys, time
+from server_support import load
+from paceline.params import ServerConfig
+from paceline.server.run import serve
+
+model, port, hangs = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def make():
+    if hangs == "loading":
+        time.sleep(1000)
+    llm = load(model)
+    play, add = llm.engine.step, llm.engine.add
+    asked = []
+
+    def watched(request):
+        asked.extend([1] * (request.params.max_tokens == 7))
+        return add(request)
+
+    def step():
+        if asked:
+            time.sleep(1000)  # as native code does: without the interpreter's lock
+        return play()
+
+    llm.engine.add, llm.engine.step = watched, step
+    return llm
+
+serve(ServerConfig(port=port, shutdown_timeout=0.5, stall_timeout=0.5, log_format="json"), make)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def serving(model: str, hangs: str, stderr: Any) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    port = free_port()
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    command = [sys.executable, "-c", SCRIPT, model, str(port), hangs]
+    process = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": paths})
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def wait_for(process: subprocess.Popen[bytes], url: str, status: str) -> None:
+    end = time.monotonic() + 120
+    while True:
+        try:
+            if httpx.get(f"{url}/health").json()["status"] == status:
+                return
+        except httpx.TransportError:
+            pass
+        assert process.poll() is None
+        assert time.monotonic() < end, f"never {status}"
+        time.sleep(0.02)
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe that takes nothing more until somebody reads."""
+    reader, full = os.pipe()
+    os.set_blocking(full, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(full, b"\n" * 64):
+            pass
+    os.set_blocking(full, True)
+    return reader, full
+
+
+def test_an_engine_that_hangs_is_seen_and_does_not_keep_the_process_and_nobody_reads_the_log(tiny: str) -> None:
+    unread, full = full_pipe()
+    with serving(tiny, "engine", full) as (process, url):
+        wait_for(process, url, "ready")
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 7}, timeout=0.3)
+        wait_for(process, url, "stalled")
+        assert httpx.get(f"{url}/health").status_code == 503
+        for _ in range(60):
+            assert httpx.get(f"{url}/nowhere").status_code == 404  # each a line that nobody takes
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(0.5 + 2 + 3 + 5) == EXIT_STUCK
+    os.close(unread)
+    os.close(full)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_while_loading_one_signal_ends_at_once_and_a_full_disk_ends_nothing(tiny: str) -> None:
+    with Path("/dev/full").open("w") as full, serving(tiny, "loading", full) as (process, url):
+        wait_for(process, url, "loading")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+
+
+def test_a_stalled_engine_is_reported_until_it_goes_on(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for live in start(ServerConfig(port=0, stall_timeout=0.1), tiny):
+        go_on, play = threading.Event(), live.context.llm.engine.step
+
+        def step(go_on: threading.Event = go_on, play: Any = play) -> Any:
+            go_on.wait(20)
+            return play()
+
+        monkeypatch.setattr(live.context.llm.engine, "step", step)
+        asked = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "a", "max_tokens": 2}))
+        asked.start()
+        wait_until(live, "stalled", 503)
+        assert value(live, "engine_step_seconds") > 0.1
+        go_on.set()
+        asked.join(20)
+        wait_until(live, "ready", 200)
+        assert value(live, "engine_step_seconds") == 0
+
+
+def wait_until(live: Live, status: str, code: int) -> None:
+    end = time.monotonic() + 10
+    while (reply := live.get("/health")).json()["status"] != status:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert reply.status_code == code
+
+
+def value(live: Live, name: str) -> float:
+    lines = live.get("/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"paceline:{name} "))
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_found_out_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = ["serve", "no-such-model", "--port", str(port)]
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"port={port}" in result.output
+    assert "listens on 127.0.0.1 there already" in result.output
+
+
+def test_every_address_of_a_name_gets_the_same_port() -> None:
+    sockets = listen(ServerConfig(host="localhost", port=0))
+    try:
+        assert len({each.getsockname()[1] for each in sockets}) == 1
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (ServerConfig(host="no-such-host.invalid", port=0), "host="),
+        (ServerConfig(host="203.0.113.7", port=0), "an address of this machine"),
+        (ServerConfig(max_connections=2**20, port=0), "max_connections=1048576.*ulimit"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_said_in_one_sentence(
+    config: ServerConfig, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    with pytest.raises(ParameterError, match=says):
+        listen(config)
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def record(text: str = "a line", **fields: Any) -> logging.LogRecord:
+    made = logging.LogRecord("paceline.server", logging.INFO, "", 0, text, (), None)
+    made.fields = fields
+    return made
+
+
+def test_lines_that_nobody_takes_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.server.logs._MOST_LINES", 100)
+    reader, full = full_pipe()
+    writer = Writer(full)
+    for number in range(5000):
+        writer.emit(record(f"{number} " + 200 * "x"))
+    assert not writer.wait_until_written(0.05)
+    text = io.StringIO()
+    taking = threading.Thread(target=lambda: text.write(read_all(reader)))
+    taking.start()
+    assert writer.wait_until_written(5)
+    writer.emit(record("the next"))
+    assert writer.wait_until_written(5)
+    os.close(full)
+    taking.join(5)
+    lines = text.getvalue().strip().splitlines()
+    assert lines[-1] == "the next"
+    dropped = [int(line.split()[0]) for line in lines if line.endswith("log lines were dropped: nobody took them")]
+    assert sum(dropped) + len(lines) - len(dropped) == 5001
+    assert sum(dropped) > 0
+
+
+def read_all(descriptor: int) -> str:
+    with open(descriptor) as file:
+        return file.read()
+
+
+def test_lines_for_which_there_is_no_room_are_counted() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        writer = Writer(full.fileno())
+        writer.emit(record())
+        assert writer.wait_until_written(5)
+        assert writer._dropped == 1
+
+
+def test_a_flood_of_refusals_is_a_few_lines() -> None:
+    throttle = Throttle()
+    refused = [record("refused", status=401) for _ in range(1000)]
+    for number, each in enumerate(refused):
+        each.created = 1e9 + number / 1000
+    passed = [each for each in refused if throttle.filter(each)]
+    assert 50 <= len(passed) <= 61
+    assert throttle.filter(record("refused", status=400))  # another kind
+    late = record("refused", status=401)
+    late.created = 1e9 + 60
+    assert throttle.filter(late)
+    assert late.fields["left_out"] + len(passed) + sum(e.fields.get("left_out", 0) for e in passed) == 1000
+
+
+def test_a_line_says_which_request_it_is_about() -> None:
+    token = request_id.set("req-1")
+    line = json.loads(JsonFormatter().format(record("refused", status=400)))
+    request_id.reset(token)
+    assert (line["request_id"], line["status"], line["message"]) == ("req-1", 400, "refused")
+    assert "request_id" not in json.loads(JsonFormatter().format(record()))

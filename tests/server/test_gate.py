@@ -1,0 +1,279 @@
+"""What stands in front of the routes: connections, names, keys, bodies, and a name for every request."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.params import ServerConfig
+from paceline.server.errors import ApiError
+from paceline.server.security import Hosts
+from paceline.server.shares import Shares
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KEY = {"Authorization": "Bearer secret"}
+HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def until(condition: Callable[[], Any], seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny: str) -> Iterator[Live]:
+    """Few connections, little time, few bytes."""
+    config = ServerConfig(
+        port=0, served_model_name="tiny", max_connections=32, max_connections_per_client=24, header_timeout=0.3,
+        keep_alive_timeout=0.3, body_timeout=0.5, send_timeout=0.3, max_body_bytes=100_000, max_bodies_bytes=200_000,
+    )  # fmt: skip
+    yield from start(config, tiny)
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny: str) -> Iterator[Live]:
+    yield from start(ServerConfig(port=0, api_keys=["secret"], max_body_bytes=1 << 20), tiny)
+
+
+def connected(live: Live, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    host, port = live.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), timeout=10, source_address=(source, 0))
+    made.sendall(sent)
+    return made
+
+
+def answer(client: socket.socket) -> bytes:
+    """All until the server closes; b"" if it did so without a word."""
+    try:
+        return b"".join(iter(lambda: client.recv(65536), b""))
+    except ConnectionError:
+        return b""
+
+
+def is_closed(client: socket.socket, sent: bytes) -> bool:
+    """Whether the server will hear no more; a full buffer says nothing."""
+    try:
+        client.sendall(sent)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return False
+
+
+def post(path: str, length: int, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length}", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", HALF], ids=["nothing", "a word", "half"])
+def test_a_connection_that_sends_no_complete_headers_is_closed(narrow: Live, sent: bytes) -> None:
+    began = time.monotonic()
+    with connected(narrow, sent) as client:
+        assert answer(client) == b""
+    assert 0.2 < time.monotonic() - began < 5
+
+
+def test_headers_that_drip_do_not_gain_time(narrow: Live) -> None:
+    with connected(narrow, HALF) as client:
+        until(lambda: is_closed(client, b"X-A: 1\r\n"))
+
+
+def test_a_connection_that_idles_between_requests_is_closed(narrow: Live) -> None:
+    with connected(narrow, HALF + b"\r\n") as client:
+        found = answer(client)
+        assert found.startswith(b"HTTP/1.1 200")
+    with connected(narrow, HALF + b"\r\n" + HALF) as client:  # and one with half a request after a whole one
+        assert answer(client).count(b"HTTP/1.1 200") == 1
+
+
+def test_whoever_asks_at_once_is_heard_however_many_hold_connections_open(narrow: Live) -> None:
+    for source in ("127.0.0.1", "127.0.0.2"):
+        with ExitStack() as stack:
+            for number in range(200):
+                stack.enter_context(connected(narrow, HALF if number % 2 else b"", source=source))
+            assert narrow.get("/health").status_code == 200
+            assert narrow.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@contextmanager
+def slow_bodies(live: Live, count: int, source: str = "127.0.0.1") -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        made = [connected(live, post("/v1/completions", 90), source) for _ in range(count)]
+        for each in made:
+            stack.enter_context(each)
+        yield made
+
+
+def test_slow_bodies_of_one_address_leave_room_for_others(narrow: Live) -> None:
+    with slow_bodies(narrow, 18):  # three quarters of 24
+        until(lambda: narrow.post("/v1/completions", {"prompt": "a"}).status_code == 429)
+        assert narrow.get("/health").status_code == 200
+        body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        headers = "Content-Type: application/json", "Connection: close"
+        with connected(narrow, post("/v1/completions", len(body), *headers) + body, "127.0.0.2") as other:
+            assert answer(other).startswith(b"HTTP/1.1 200")
+    until(lambda: narrow.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200)
+
+
+def test_when_all_places_are_taken_health_still_answers(narrow: Live) -> None:
+    with slow_bodies(narrow, 12), slow_bodies(narrow, 12, "127.0.0.2"):
+        until(lambda: narrow.post("/v1/completions", {"prompt": "a"}).status_code == 503)
+        assert narrow.get("/health").status_code == 200
+
+
+def test_a_body_that_dawdles_is_answered_with_408(narrow: Live) -> None:
+    with slow_bodies(narrow, 1) as (client,):
+        assert answer(client).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_reads_nothing_is_given_up(narrow: Live) -> None:
+    page = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(narrow) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(0.05)
+        until(lambda: is_closed(client, page * 100), seconds=60)
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def flood(client: socket.socket, sent: bytes, megabytes: int) -> int:
+    """Bytes of a body that the server took before it hung up or stopped reading."""
+    client.sendall(sent)
+    client.settimeout(0.5)
+    taken, chunk = 0, bytes(1 << 16)
+    try:
+        while taken < megabytes << 20:
+            taken += client.send(chunk)
+    except (TimeoutError, ConnectionError):
+        pass
+    return taken
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/playground/main.js", "/v1/completions", "/stats", "/nowhere"])
+def test_without_a_key_no_body_is_kept_and_little_is_read(guarded: Live, path: str) -> None:
+    with connected(guarded) as client:
+        assert flood(client, post(path, 1 << 30), 64) < 16 << 20  # the kernel's own buffers take some
+
+
+def test_a_refusal_is_read_by_a_client_that_sends_its_body_first(guarded: Live) -> None:
+    reply = guarded.post("/v1/completions", {"prompt": "a" * 900_000})
+    assert reply.status_code == 401
+    assert httpx.request("GET", f"{guarded.url}/health", content=b"hello").status_code == 200
+
+
+def test_bodies_together_have_a_limit_and_give_it_back(narrow: Live) -> None:
+    with ExitStack() as stack:
+        for source in ("127.0.0.1", "127.0.0.2"):
+            held = stack.enter_context(connected(narrow, post("/v1/completions", 100_000), source))
+            held.sendall(bytes(99_000))
+        until(lambda: narrow.post("/v1/completions", {"prompt": "a" * 5000}).status_code in (429, 503))
+    until(lambda: narrow.post("/v1/completions", {"prompt": "a" * 5000}).status_code == 400)  # too long, but taken
+
+
+def test_encoded_bodies_are_refused(narrow: Live) -> None:
+    bomb = gzip.compress(bytes(50 << 20))
+    assert len(bomb) < 100_000
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    reply = httpx.post(f"{narrow.url}/v1/completions", content=bomb, headers=headers)
+    assert reply.status_code == 415
+    assert "uncompressed" in reply.json()["error"]["message"]
+
+
+def test_a_share_is_a_limit_for_all_and_one_for_each() -> None:
+    shares = Shares(10, 6)
+    assert shares.take("a", 6) is None
+    assert shares.take("a") == "client"
+    assert shares.take("b", 5) == "server"
+    assert shares.take("b", 4) is None
+    shares.give("a", 6)
+    assert shares.take("b", 2) is None
+    shares.give("b", 6)
+    assert (shares.taken, dict(shares._by_client)) == (0, {})
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_from_elsewhere_does_not_reach_a_server_without_keys(live: Live) -> None:
+    reply = live.get("/v1/models", headers={"Host": "evil.example:8000"})
+    assert reply.status_code == 421
+    assert "--allowed-hosts" in reply.json()["error"]["message"]
+    assert live.get("/health", headers={"Host": "evil.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7", ""]
+)
+def test_names_that_cannot_be_bent_are_let_in(host: str) -> None:
+    Hosts(ServerConfig()).check(host.encode())
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "passes"),
+    [
+        (ServerConfig(host="box.lan"), "box.lan:8000", True),
+        (ServerConfig(host="0.0.0.0"), "box.lan", False),
+        (ServerConfig(host="0.0.0.0", api_keys=["k"]), "box.lan", True),
+        (ServerConfig(api_keys=["k"], allowed_hosts=["box.lan"]), "other", False),
+        (ServerConfig(allowed_hosts=["box.lan"]), "Box.Lan:1", True),
+        (ServerConfig(allowed_hosts=["*"]), "anything", True),
+        (ServerConfig(), "localhost.evil.example", False),
+        (ServerConfig(), "127.0.0.1.evil.example", False),
+        (ServerConfig(), "2130706433", False),
+    ],
+)
+def test_which_names_are_let_in(config: ServerConfig, host: str, passes: bool) -> None:
+    with nullcontext() if passes else pytest.raises(ApiError, match="--allowed-hosts"):
+        Hosts(config).check(host.encode())
+
+
+def test_no_page_from_elsewhere_may_read_or_ask(live: Live) -> None:
+    origin = {"Origin": "https://evil.example"}
+    replies = [live.get("/v1/models", headers=origin), httpx.options(f"{live.url}/v1/completions", headers=origin)]
+    assert [name for reply in replies for name in reply.headers if name.startswith("access-control")] == []
+    simple = httpx.post(
+        f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}
+    )
+    assert simple.status_code in (400, 415)  # what a page may send without asking first
+
+
+# --- names of requests ------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_says_which_request_it_is_for(live: Live) -> None:
+    assert live.get("/health", headers={"X-Request-Id": "my-1.2_3"}).headers["x-request-id"] == "my-1.2_3"
+    for unclean in ("a b", "x" * 65, "a\tb", '"'):
+        made = live.get("/nowhere", headers={"X-Request-Id": unclean}).headers["x-request-id"]
+        assert made.startswith("req-")
+    first, second = (live.get("/v1/models").headers["x-request-id"] for _ in range(2))
+    assert first != second
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+
+
+def test_health_by_other_names_and_without_a_body(live: Live) -> None:
+    for path in ("/health", "/ping"):
+        assert live.get(path).json() == {"status": "ready"}
+        head = httpx.head(live.url + path)
+        assert (head.status_code, head.content) == (200, b"")
+    assert live.get("/load").json() == {"server_load": 0}
+    assert live.post("/v1/tokenize", {"prompt": "abc"}).json() == live.post("/tokenize", {"prompt": "abc"}).json()
+    assert live.post("/v1/detokenize", {"tokens": [70]}).json() == live.post("/detokenize", {"tokens": [70]}).json()
