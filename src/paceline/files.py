@@ -43,9 +43,9 @@ def check_output(option: str, *paths: Path | None) -> None:
 
 
 def _check_one(option: str, path: Path) -> None:
-    if path.is_dir():
-        raise ParameterError(option, str(path), "a file; this is a directory")
     try:
+        if path.is_dir():
+            raise IsADirectoryError("this is a directory")
         if _is_special(path):
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
             return

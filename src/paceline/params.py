@@ -165,8 +165,8 @@ class SamplingParams:
     def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
         """``base``, or the defaults, with what was given instead; for everything that comes as JSON.
 
-        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is 0 for top_k
-        and None for seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
+        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is 0 for
+        top_k and None for seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
         Raises ParameterError, also for what is no parameter.
         """
         check_names(cls, given)

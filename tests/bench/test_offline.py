@@ -15,10 +15,11 @@ class Scripted:
     name: str
     seconds: list[float]
     log: list[str]
+    room: int = 1000
 
     def time(self, prompts: Sequence[list[int]], tokens: int) -> Timing:
         self.log.append(f"{self.name} {tokens}")
-        return Timing(0.5, self.seconds.pop(0), rounds=tokens)
+        return Timing(0.5, self.seconds.pop(0), rounds=tokens, tokens=len(prompts) * min(tokens, self.room))
 
 
 def test_prefill_and_decoding_are_told_apart() -> None:
@@ -39,3 +40,11 @@ def test_sides_take_turns_after_a_warm_up_and_the_median_counts() -> None:
     assert [result.speed_up for result in results] == [1.0, 0.75], "turn by turn: 0.75, 0.25 and 2"
     assert results[0].decode_seconds_of_all == [3.0, 1.0, 2.0]
     assert (results[0].prompt_tokens, results[0].tokens_per_second, results[0].ms_per_token) == (3, 16.0, 125.0)
+
+
+def test_tokens_that_came_are_counted_and_not_those_asked_for() -> None:
+    sides = [Scripted("a", [9.0, 2.0], [], room=10), Scripted("b", [9.0, 4.0], [], room=40)]
+    short, long = measure(sides, [[1, 2], [3, 4]], tokens=4000, repeats=1)
+    assert (short.max_tokens, short.output_tokens, short.tokens_per_second, short.ms_per_token) == (4000, 10, 10, 200)
+    assert (long.output_tokens, long.tokens_per_second) == (40, 20)
+    assert long.speed_up == 2.0, "token for token"

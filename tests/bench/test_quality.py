@@ -28,3 +28,8 @@ def test_what_was_lost_is_counted() -> None:
     assert quality.standard_error == pytest.approx(math.exp(0.2) * math.sqrt(0.04 / 3) / 2)
     assert quality.top_token_agreement == 0.75
     assert quality.greedy_agreement == 6 / 8  # what follows the first difference does not count
+
+
+def test_a_single_token_has_no_standard_error() -> None:
+    same = predictions([-1.0], [4], [[1]])
+    assert compare("bfloat16", same, same, 10).standard_error is None

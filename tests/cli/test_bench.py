@@ -23,6 +23,48 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     assert document["dtype"] == "float32"
 
 
+def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any, tiny: str) -> None:
+    options = ["--batch-sizes", "1", "--max-tokens", "400", "--repeats", "1", "--max-model-len", "80"]
+    result = paceline("bench", "offline", tiny, *options, "--prompts", "open", "--dtype", "float32")
+    (measured,) = json.loads(result.stdout.splitlines()[-1])["results"]
+    came = 80 - measured["prompt_tokens"]
+    assert (measured["max_tokens"], measured["tokens"], measured["output_tokens"]) == (400, came, came)
+    assert measured["tokens_per_second"] == pytest.approx(came / measured["decode_seconds"])
+    assert "at most 400 tokens" in result.stderr
+
+
+MEASURING = [
+    ["bench", "offline", "no-model"],
+    ["bench", "traffic", "no-model"],
+    ["bench", "traffic-http", "http://127.0.0.1:9"],
+    ["bench", "phases", "no-model"],
+    ["bench", "quality", "no-model"],
+    ["bench", "gpu", "--device", "cuda:99"],
+    ["bench", "attention", "--device", "cuda:99"],
+    ["profile", "no-model"],
+]
+
+
+@pytest.mark.parametrize("command", MEASURING, ids=" ".join)
+def test_output_paths_are_looked_at_before_anything_else(paceline: Any, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "there").write_text("kept")
+    for path in (tmp_path / "absent" / "a.json", tmp_path, tmp_path / "there" / "a.json", tmp_path / ("x" * 300)):
+        result = paceline(*command, "--output", str(path))
+        assert result.exit_code == 2
+        (error,) = result.stderr.splitlines()
+        assert error.startswith("error: --output=")
+    right = paceline(*command, "--output", str(tmp_path / "there"))
+    assert "--output" not in right.stderr, "there was another fault, which is found next"
+    assert (tmp_path / "there").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("command", [["bench", "traffic"], ["bench", "phases"], ["profile"]], ids=" ".join)
+def test_a_document_is_not_overwritten_by_its_plot(paceline: Any, tmp_path: Path, command: list[str]) -> None:
+    result = paceline(*command, "no-model", "--output", str(tmp_path / "a.png"))
+    assert "ends in .png" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value"), [("--batch-sizes", "1,none"), ("--batch-sizes", "0"), ("--max-tokens", "1")]
 )

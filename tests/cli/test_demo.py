@@ -1,13 +1,15 @@
 """``paceline demo``: both sides, a table, and an honest verdict."""
 
+import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline import LLM
 from paceline.bench.measure import BatchRun
-from paceline.cli.demo import compare, verdict
+from paceline.cli.demo import compare, show, verdict
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,15 @@ def test_the_demo_shows_texts_table_and_verdict(paceline: Any, tiny: str) -> Non
     words = ("tokens/s", "speed-up", "plain", "speculation", "Rename the variable total", "equal, token by token")
     assert all(word in result.stdout for word in words)
     assert "copy, correct or edit a text" in " ".join(result.stdout.split())
+
+
+def test_the_table_fits_a_terminal_of_80_columns(llm: LLM) -> None:
+    out = io.StringIO()
+    show(Console(file=out, width=80), llm, *compare(llm, max_tokens=4, repeats=1))
+    lines = out.getvalue().splitlines()
+    text = "\n".join(lines[next(number for number, line in enumerate(lines) if "tokens/s" in line) - 2 :])
+    assert "\u2026" not in text
+    assert all(word in text for word in ("tokens/s", "ms/token", "acceptance", "length", "rounds", "speed-up"))
 
 
 def test_both_sides_decode_the_same_tokens(llm: LLM) -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the of " * 40)
@@ -16,6 +18,28 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     assert fp32["perplexity_change"] == 0
     assert 0 < abs(bf16["perplexity_change"]) < 0.1
     assert bf16["weight_bytes"] < fp32["weight_bytes"]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_short_text_is_counted_as_it_is(paceline: Any, tiny: str, tmp_path: Path, mark: str) -> None:
+    (tmp_path / "text").write_text(mark + "ab", encoding="utf-8")
+    result = paceline("bench", "quality", tiny, "--precisions", "float32", "--text", str(tmp_path / "text"))
+    assert result.exit_code == 0, result.output
+    last = result.stdout.splitlines()[-1]
+    document = json.loads(last, parse_constant=pytest.fail)  # NaN is no JSON
+    assert document["tokens"] == 2
+    assert document["results"][0]["standard_error"] is None
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x80", b"", b"a"])
+def test_a_text_that_is_none_is_one_clear_error(
+    paceline: Any, tiny: str, tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    result = paceline("bench", "quality", tiny, "--precisions", "float32", "--text", str(tmp_path / "text"))
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: --text=")
 
 
 def test_an_unknown_precision_is_named(paceline: Any, tiny: str) -> None:

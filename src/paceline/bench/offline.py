@@ -4,7 +4,8 @@ Prefill and decoding are told apart: until every answer has its first token it t
 round), until all have N tokens P + R x r seconds in R rounds. So r = (long - short) / (R - 1) and P = short - r;
 decoding took R x r. (Of a side that does not tell when its first tokens came, a run of one token is timed before.)
 Prompts that need several prefill chunks blur this: what the first rows gain meanwhile counts as prefill, on all sides.
-Every answer has exactly N tokens (no end-of-text token ends it), so all sides do the same work. Sides take turns within
+Every answer has exactly N tokens (no end-of-text token ends it), or as many as the longest sequence has room for; what
+came is counted, so all sides are compared by their time for a token. Sides take turns within
 one process, after a warm-up of each, and each repeat begins with another one. The median of the repeats counts, and the
 speed-up is the median of each repeat's own: what slows a machine down for a while slows both of its sides.
 """
@@ -41,11 +42,15 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Timing:
-    """One batch on one side, once. acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave."""
+    """One batch on one side, once. tokens: of all its answers, as many as came.
+
+    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave.
+    """
 
     prefill_seconds: float
     decode_seconds: float
     rounds: int
+    tokens: int
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
 
@@ -54,21 +59,26 @@ class Timing:
 class Result:
     """One side at one batch size: the repeat with the median decoding time, and the decoding times of all repeats.
 
+    output_tokens: of an answer, the mean of those that came, fewer than ``max_tokens`` where prompts leave less room.
     ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
-    speed_up: over the first side, plain decoding.
+    speed_up: over the first side, plain decoding, token for token.
     """
 
     side: str
     batch_size: int
     prompt_tokens: int
-    output_tokens: int
+    max_tokens: int
     median: Timing
     decode_seconds_of_all: list[float]
     speed_up: float
 
     @property
+    def output_tokens(self) -> float:
+        return self.median.tokens / self.batch_size
+
+    @property
     def tokens_per_second(self) -> float:
-        return self.batch_size * self.output_tokens / self.median.decode_seconds
+        return self.median.tokens / self.median.decode_seconds
 
     @property
     def ms_per_token(self) -> float:
@@ -78,7 +88,8 @@ class Result:
         """Everything, for JSON."""
         document = asdict(self) | asdict(self.median)
         del document["median"]
-        return document | {"tokens_per_second": self.tokens_per_second, "ms_per_token": self.ms_per_token}
+        names = ("output_tokens", "tokens_per_second", "ms_per_token")
+        return document | {name: getattr(self, name) for name in names}
 
 
 class Side(Protocol):
@@ -107,7 +118,7 @@ class Paceline:
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
         run = run_batch(self.llm, prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
         prefill, decode = split_times(run.seconds_to_last_first_token, run.seconds, run.rounds)
-        return Timing(prefill, decode, run.rounds, run.acceptance_rate, run.mean_acceptance_length)
+        return Timing(prefill, decode, run.rounds, run.tokens, run.acceptance_rate, run.mean_acceptance_length)
 
 
 class Transformers:
@@ -132,7 +143,7 @@ class Transformers:
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
         prefill, decode = split_times(self._run(prompts, 1), self._run(prompts, tokens), tokens)
-        return Timing(prefill, decode, tokens)
+        return Timing(prefill, decode, tokens, len(prompts) * tokens)
 
     def _run(self, prompts: Sequence[Ids], tokens: int) -> float:
         import torch
@@ -205,11 +216,12 @@ def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats:
         for side in turn:
             timings[side.name].append(side.time(prompts, tokens))
     prompt_tokens = round(statistics.fmean(map(len, prompts)))
-    base = [timing.decode_seconds for timing in timings[sides[0].name]]
+    base = [timing.decode_seconds / timing.tokens for timing in timings[sides[0].name]]
     for name, repeated in timings.items():
         ordered = sorted(repeated, key=lambda timing: timing.decode_seconds)
         every = [timing.decode_seconds for timing in repeated]
-        speed_up = statistics.median(theirs / own for theirs, own in zip(base, every, strict=True))
+        pace = [timing.decode_seconds / timing.tokens for timing in repeated]
+        speed_up = statistics.median(theirs / own for theirs, own in zip(base, pace, strict=True))
         yield Result(name, len(prompts), prompt_tokens, tokens, ordered[(len(ordered) - 1) // 2], every, speed_up)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.errors import PacelineError
+from paceline.files import written_whole
 
 Axes: TypeAlias = Any  # matplotlib's
 Figure: TypeAlias = Any
@@ -28,11 +29,12 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
 
 
 def save(figure: Figure, path: Path, title: str) -> None:
-    """Write the file and let go of the figure."""
+    """Write the file, whole or not at all, and let go of the figure."""
     from matplotlib import pyplot
 
     lines = [wrapped for line in title.splitlines() for wrapped in textwrap.wrap(line, TITLE_WIDTH)]
     figure.suptitle("\n".join(lines), fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as part:
+        figure.savefig(part, dpi=120)
     pyplot.close(figure)

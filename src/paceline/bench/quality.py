@@ -41,13 +41,14 @@ class Predictions:
 class Quality:
     """A precision beside the first one. Changes are relative; agreements are shares of 1.
 
-    standard_error: of perplexity_change. greedy_agreement: tokens before the answers part, of all.
+    standard_error: of perplexity_change; None where a single token was predicted.
+    greedy_agreement: tokens before the answers part, of all.
     """
 
     precision: str
     perplexity: float
     perplexity_change: float
-    standard_error: float
+    standard_error: float | None
     top_token_agreement: float
     greedy_agreement: float
     weight_bytes: int
@@ -88,12 +89,12 @@ def _piece(model: AnyModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
 def compare(precision: str, here: Predictions, first: Predictions, weight_bytes: int) -> Quality:
     """``here`` beside ``first``, which predicted the same tokens."""
     difference = (first.logprobs - here.logprobs).double()
-    ratio = math.exp(difference.mean())
+    ratio, count = math.exp(difference.mean()), len(difference)
     return Quality(
         precision=precision,
         perplexity=math.exp(-here.logprobs.double().mean()),
         perplexity_change=ratio - 1,
-        standard_error=ratio * float(difference.std()) / math.sqrt(len(difference)),
+        standard_error=None if count < 2 else ratio * float(difference.std()) / math.sqrt(count),
         top_token_agreement=float((here.top == first.top).float().mean()),
         greedy_agreement=_agreement(here.answers, first.answers),
         weight_bytes=weight_bytes,

@@ -14,7 +14,8 @@ from paceline.lengths.base import selected
 class Round:
     """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for.
 
-    drafted, accepted: guesses verified and kept, row by row.
+    drafted, accepted: guesses verified and kept, row by row. surplus: tokens beyond the ends of their answers, which
+    nobody gets.
     """
 
     began: float
@@ -22,6 +23,7 @@ class Round:
     k: int
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
+    surplus: int = 0
 
     @property
     def rows(self) -> int:
@@ -29,7 +31,7 @@ class Round:
 
     @property
     def tokens(self) -> int:
-        return sum(self.accepted) + self.rows
+        return sum(self.accepted) + self.rows - self.surplus
 
     @property
     def mean_drafted(self) -> float:
@@ -62,7 +64,9 @@ class Recorder:
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
         accepted, drafted = tuple(verdict.host.accepted), tuple(verdict.host.drafted)
-        self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted, drafted))
+        beyond = zip(batch.lengths[: batch.rows], batch.limits[: batch.rows], strict=True)
+        surplus = sum(max(0, length - limit) for length, limit in beyond)
+        self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted, drafted, surplus))
 
 
 def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:

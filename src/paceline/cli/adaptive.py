@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.console import note, stderr, table
+from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.errors import ParameterError
 
@@ -47,6 +45,7 @@ def traffic(
     from paceline.bench.offline import machine, versions
     from paceline.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
 
+    plot = checked_plot(output)
     wanted = _known_traces(traces)
     _check_intervals(interval, cv)
     load = Load(requests, interval, cv, max_tokens, engine.max_batch_size)
@@ -60,7 +59,6 @@ def traffic(
         rows = [_traffic_row(result) for result in as_json(results)]
         columns = ["", "mean s", "p50 s", "p99 s", "tokens/s", "rows", "k"]
         stderr().print(table(f"latency, {load.requests} requests, median of {repeats}", columns, rows))
-    plot = output.with_suffix(".png")
     draw(results, plot, llm.engine.describe())
     document = {"load": asdict(load), "summary": summary(results), "results": as_json(results)}
     _finish(document | {"machine": machine(), "versions": versions()}, llm.engine.describe(), output, plot, quiet)
@@ -93,6 +91,7 @@ def traffic_http(
     from paceline.bench.traffic import Load, as_json
     from paceline.bench.traffic_http import compared, draw, measure, served
 
+    plot = checked_plot(output)
     _check_intervals(interval, cv)
     load = Load(requests, interval, cv, max_tokens, max_batch_size=0)  # the server's own
     policies = served(servers)
@@ -101,7 +100,6 @@ def traffic_http(
         rows = [_http_row(result) for result in as_json(results)]
         columns = ["", "mean s", "p50 s", "p99 s", "first token s", "tokens/s"]
         stderr().print(table(f"latency over HTTP, {load.requests} requests, median of {repeats}", columns, rows))
-    plot = output.with_suffix(".png")
     where = ", ".join(dict.fromkeys(policy.url for policy in policies))
     draw(results, plot, where)
     sent = {name: value for name, value in asdict(load).items() if name != "max_batch_size"}
@@ -127,6 +125,7 @@ def phases(
     from paceline.bench.offline import machine, versions
     from paceline.bench.phases import PHASES, Phase, Stage, compare, draw
 
+    plot = checked_plot(output)
     llm = engine.load(model, quiet)
     if quick:
         stage = Stage(llm, [Phase(1, 0.9), Phase(2, 0.1)], tokens=8)
@@ -142,7 +141,6 @@ def phases(
             for name, run in comparison.runs.items()
         ]
         stderr().print(table("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
-    plot = output.with_suffix(".png")
     draw(comparison, plot, stage.engine.describe())
     _finish(document | {"machine": machine(), "versions": versions()}, stage.engine.describe(), output, plot, quiet)
 
@@ -183,8 +181,6 @@ def _http_row(result: dict[str, Any]) -> list[str]:
 
 def _finish(document: dict[str, Any], engine: str, output: Path, plot: Path, quiet: bool) -> None:
     """The document to the file and, as the last line, to stdout."""
-    whole = {"command": shlex.join(["paceline", *sys.argv[1:]]), "engine": engine, "plot": str(plot)} | document
-    output.write_text(json.dumps(whole) + "\n")
+    end({"command": command_line(), "engine": engine, "plot": str(plot)} | document, output)
     if not quiet:
         note(f"written: {output}, {plot}")
-    typer.echo(json.dumps(whole))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from paceline.cli.adaptive import phases, traffic, traffic_http
-from paceline.cli.console import stderr, table, working
+from paceline.cli.console import Sheet, stderr, table, working
+from paceline.cli.document import command_line, end
 from paceline.cli.gpu import attention, gpu
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers, with_flags
 from paceline.cli.quality import quality
 from paceline.errors import ParameterError
+from paceline.files import check_output
 
 if TYPE_CHECKING:
     from paceline.bench.offline import Result
@@ -53,6 +52,7 @@ def offline(
     """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
     from paceline.bench.offline import Transformers, document, measure, prompts_for, sides_for
 
+    check_output("--output", output)
     sizes = whole_numbers("--batch-sizes", batch_sizes)
     if max_tokens < 2:
         raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
@@ -65,10 +65,7 @@ def offline(
             batch = prompts_for(llm, prompts, size)
             results += measure(sides_for(llm, size, each, wrong_guesses, others), batch, max_tokens, repeats)
     stderr().print(_table(results, max_tokens, prompts))
-    text = json.dumps(document(llm, shlex.join(["paceline", *sys.argv[1:]]), results))
-    if output is not None:
-        output.write_text(text + "\n")
-    typer.echo(text)
+    end(document(llm, command_line(), results), output)
 
 
 app.command()(with_flags(offline))
@@ -80,7 +77,7 @@ app.command()(gpu)
 app.command()(attention)
 
 
-def _table(results: list[Result], tokens: int, prompts: str) -> object:
+def _table(results: list[Result], tokens: int, prompts: str) -> Sheet:
     columns = ["", "batch", "prefill s", "decode s", "tokens/s", "ms/token\na sequence", "accepted", "speed-up"]
     rows = []
     for result in results:
@@ -97,4 +94,6 @@ def _table(results: list[Result], tokens: int, prompts: str) -> object:
                 f"{result.speed_up:.2f}x",
             ]
         )
-    return table(f"{tokens} tokens an answer, {prompts} prompts, greedy, median", columns, rows)
+    fewer = any(result.output_tokens < tokens for result in results)
+    title = f"{'at most ' if fewer else ''}{tokens} tokens an answer, {prompts} prompts, greedy, median"
+    return table(title, columns, rows)

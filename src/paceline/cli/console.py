@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -38,11 +41,67 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+@dataclass(frozen=True)
+class Sheet:
+    """A table whose first column is text and whose others are numbers.
+
+    Headings and texts wrap at spaces; no word and no number is ever cut. What is too wide for the terminal continues
+    below, beside the first column again.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in self._parts(options.max_width):
+            yield self._drawn(part, options.max_width)
+
+    def _parts(self, room: int) -> list[list[int]]:
+        """The columns of each table: the first, and as many of the others as fit."""
+        parts: list[list[int]] = []
+        for column in range(1, len(self.columns)):
+            here = [*parts[-1], column] if parts else [0, column]
+            if parts and self._wide(here) <= room:
+                parts[-1] = here
+            else:
+                parts.append([0, column])
+        return parts
+
+    def _wide(self, columns: Sequence[int]) -> int:
+        return sum(map(self._least, columns)) + _GAP * len(columns)
+
+    def _texts(self, column: int) -> list[str]:
+        return [self.columns[column], *(row[column] for row in self.rows)]
+
+    def _least(self, column: int) -> int:
+        """Characters of the longest word; a number with what belongs to it is one word."""
+        words = self.columns[column].split() + [
+            word for row in self.rows for word in (row[column].split() if column == 0 else [row[column]])
+        ]
+        return max(map(cell_len, words), default=1)
+
+    def _most(self, column: int) -> int:
+        return max(cell_len(line) for text in self._texts(column) for line in text.split("\n"))
+
+    def _drawn(self, columns: Sequence[int], room: int) -> Table:
+        drawn = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        spare = max(0, room - self._wide(columns))
+        for column in columns:
+            width = min(self._most(column), self._least(column) + spare)
+            width = max(width, self._least(column))
+            spare -= width - self._least(column)
+            drawn.add_column(
+                Text(self.columns[column]), justify="right" if column else "left", width=width, vertical="bottom"
+            )
+        for row in self.rows:
+            drawn.add_row(*(Text(row[column]) for column in columns))
+        return drawn
+
+
+_GAP = 2  # characters after each column
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Sheet:
     """A table whose first column is text and whose others are numbers."""
-    drawn = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if number else "left", no_wrap=number == 0, vertical="bottom")
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
+    return Sheet(title, columns, list(rows))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import note
+from paceline.cli.document import as_text, command_line, end
 from paceline.errors import ParameterError
+from paceline.files import check_output, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +29,16 @@ Output = Annotated[Path | None, typer.Option("--output", help="Write the JSON do
 
 def gpu(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, output: Output = None) -> None:
     """Rounds on a GPU beside their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON document."""
+    check_output("--output", output)
     place = _device(device, tiny)
     from paceline.bench.gpu import Bench, Options
     from paceline.bench.gpu_cells import Axes
 
     options = Options.tiny_on(place, budget) if tiny else Options(place, Axes(), budget)
-    bench = Bench(options, _command(), _say, _writer(output))
+    bench = Bench(options, command_line(), _say, _writer(output))
     report = bench.run()
     _show(bench.lines())
-    _end(report.as_json(bench.lines()), output)
+    end(report.as_json(bench.lines()), output)
 
 
 def attention(
@@ -49,6 +49,7 @@ def attention(
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw PAD, SPLIT, ragged and torch over rows.")] = None,
 ) -> None:
     """Padded, split and ragged attention beside torch's own. The last line of stdout is one JSON document."""
+    check_output("--output", output, plot)
     place = _device(device, tiny)
     import torch
 
@@ -59,7 +60,7 @@ def attention(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     ceiling, wanted = measure_ceiling(place, dtype, small=tiny), bench.cases(tiny=tiny)
     document: dict[str, Any] = {
-        "command": _command(),
+        "command": command_line(),
         "device": device_name(place),
         "copy_gb_s": ceiling.copy_bytes / 1e9,
         "versions": versions(),
@@ -73,7 +74,7 @@ def attention(
         write(document)
     if plot is not None and timed:
         bench.draw(timed, plot, f"{document['device']}: attention of one layer")
-    _end(document, output)
+    end(document, output)
 
 
 def _device(name: str, tiny: bool) -> torch.device:
@@ -87,29 +88,18 @@ def _device(name: str, tiny: bool) -> torch.device:
     return resolve_device(name)
 
 
-def _command() -> str:
-    return shlex.join(["paceline", *sys.argv[1:]])
-
-
 def _say(text: str) -> None:
     note(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def _writer(output: Path | None) -> Callable[[dict[str, Any]], None]:
-    """Writes what is known so far, whole or not at all."""
+    """Writes what is known so far."""
 
     def write(document: dict[str, Any]) -> None:
         if output is not None:
-            part = output.with_name(output.name + ".part")
-            part.write_text(json.dumps(document) + "\n")
-            part.replace(output)
+            write_text(output, as_text(document) + "\n")
 
     return write
-
-
-def _end(document: dict[str, Any], output: Path | None) -> None:
-    _writer(output)(document)
-    typer.echo(json.dumps(document))
 
 
 def _show(lines: Sequence[Line]) -> None:

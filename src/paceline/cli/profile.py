@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import note, stdout, table
+from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
 
 if TYPE_CHECKING:
@@ -40,6 +38,7 @@ def profile(
 
     from paceline.bench.profile import PROMPTS, Sweep, draw, run_profile
 
+    plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
     llm = replace(engine, num_speculative_tokens=str(sweep.max_k)).load(model, quiet)
@@ -51,13 +50,11 @@ def profile(
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     measured, fit = run_profile(llm, prompts, sweep, progress)
     measured.save(output)
-    plot = output.with_suffix(".png")
     draw(measured, fit, plot, llm.engine.describe())
     if not quiet:
         _show(measured, fit)
         note(f"written: {output}, {plot}")
-    document = {"command": shlex.join(["paceline", *sys.argv[1:]]), "plot": str(plot)} | measured.as_json()
-    typer.echo(json.dumps(document))
+    end({"command": command_line(), "plot": str(plot)} | measured.as_json(), None)
 
 
 def _show(profile: Profile, fit: PaperFit) -> None:

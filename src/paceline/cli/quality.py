@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import stderr, table, working
+from paceline.cli.console import Sheet, stderr, table, working
+from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.errors import ParameterError
-from paceline.files import read_text
+from paceline.files import check_output, read_text
 from paceline.params import EngineOptions
 
 if TYPE_CHECKING:
@@ -42,22 +40,21 @@ def quality(
     from paceline.bench.offline import machine, versions
     from paceline.bench.quality import python_reference
 
+    check_output("--output", output)
     wanted = _known(precisions)
     content = python_reference() if text is None else read_text("--text", text)
-    results = _measure(model, wanted, content, tokens)
+    results, used = _measure(model, wanted, content, tokens)
     stderr().print(_table(results))
     document = {
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "command": command_line(),
         "model": model,
         "text": "the reference that comes with Python" if text is None else text.name,
-        "tokens": tokens,
+        "tokens": used,
         "results": [result.as_document() for result in results],
         "machine": machine(),
         "versions": versions(),
     }
-    if output is not None:
-        output.write_text(json.dumps(document) + "\n")
-    typer.echo(json.dumps(document))
+    end(document, output)
 
 
 def _known(precisions: str) -> list[str]:
@@ -67,36 +64,41 @@ def _known(precisions: str) -> list[str]:
     return wanted
 
 
-def _measure(model: str, precisions: list[str], text: str, tokens: int) -> list[Quality]:
-    """One model in memory at a time."""
+def _measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple[list[Quality], int]:
+    """One model in memory at a time; and how many tokens of the text there were. Raises ParameterError."""
     from paceline.bench.quality import compare, predict
     from paceline.llm import LLM
 
     first: Predictions | None = None
-    results = []
+    results: list[Quality] = []
+    used = 0
     for precision in precisions:
         with working(f"{model} in {precision}"):
             options: EngineOptions = {"max_batch_size": 8, "max_model_len": 512, **PRECISIONS[precision]}
             llm = LLM(model, **options)
             assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-            here = predict(llm, llm.tokenizer.encode(text)[:tokens])
+            ids = llm.tokenizer.encode(text)[:tokens]
+            if (used := len(ids)) < 2:
+                raise ParameterError("--text", f"{used} tokens", "a text of at least 2 tokens")
+            here = predict(llm, ids)
             first = first or here
             results.append(compare(precision, here, first, llm.engine.models.target.weight_bytes()))
             llm.close()
-    return results
+    return results, used
 
 
-def _table(results: list[Quality]) -> object:
+def _table(results: list[Quality]) -> Sheet:
     columns = ["", "perplexity", "change", "top token\nequal", "greedy tokens\nequal", "weights MB"]
     rows = [
         [
             result.precision,
             f"{result.perplexity:.3f}",
-            f"{result.perplexity_change:+.2%} ± {result.standard_error:.2%}",
+            f"{result.perplexity_change:+.2%}" + ("" if error is None else f" ± {error:.2%}"),
             f"{result.top_token_agreement:.1%}",
             f"{result.greedy_agreement:.1%}",
             f"{result.weight_bytes / 1e6:.0f}",
         ]
         for result in results
+        for error in [result.standard_error]
     ]
     return table("beside the first precision", columns, rows)

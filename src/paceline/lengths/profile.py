@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ProfileError
+from paceline.files import write_text
 from paceline.hardware import cpu_name
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel
@@ -101,7 +102,7 @@ class Profile:
         }
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.as_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Profile:

@@ -1,0 +1,49 @@
+"""How a measurement ends: one JSON document, in a file and as the last line of stdout."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from paceline.files import check_output, write_text
+
+
+def command_line() -> str:
+    """What was called."""
+    return shlex.join(["paceline", *sys.argv[1:]])
+
+
+def checked_plot(output: Path) -> Path:
+    """The plot's path, beside the document's; both are looked at before anything is measured. Raises ParameterError."""
+    plot = output.with_suffix(".png")
+    check_output("--output", output, plot)
+    return plot
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """One line. JSON knows neither nan nor infinity: what is no number is null."""
+    return json.dumps(_finite(document), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def end(document: dict[str, Any], output: Path | None) -> None:
+    """To the file, if there is one, and to stdout whatever becomes of the file."""
+    text = as_text(document)
+    try:
+        if output is not None:
+            write_text(output, text + "\n")
+    finally:
+        typer.echo(text)
