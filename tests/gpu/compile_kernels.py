@@ -56,23 +56,23 @@ def attention() -> dict[str, Any]:
     from paceline.attention.ragged import attend_kernel, join_kernel
 
     found: dict[str, Any] = {}
-    shapes = [  # head width, tile, tokens, shared heads, stretch, window, tree
-        (128, 16, 1, 1, 0, False, False),
-        (128, 32, 8, 4, 0, False, False),
-        (128, 64, 33, 4, 256, True, False),
-        (64, 16, 4, 4, 256, False, True),
+    shapes = [  # head width, tile, shared heads, stretch, window, tree
+        (128, 16, 1, 0, False, False),
+        (128, 32, 4, 0, False, False),
+        (128, 64, 4, 256, True, False),
+        (64, 16, 4, 256, False, True),
     ]
     cases = [(POINTERS["bf16"], shape) for shape in shapes] + [(POINTERS["fp32"], shapes[1])]
     if FEW:
         cases = [cases[1], cases[3]]
-    for element, (dim, tile, length, shared, split, window, tree) in cases:
+    for element, (dim, tile, shared, split, window, tree) in cases:
         constants = {
-            "GROUPS": 8, "SHARED": shared, "LENGTH": length, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
-            "BLOCK_D": dim, "SPLITS": 8, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
+            "GROUPS": 8, "SHARED": shared, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
+            "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
         }  # fmt: skip
-        key = f"attend {element} D={dim} L={length} tile={tile}"
+        key = f"attend {element} D={dim} tile={tile}"
         found[key] = build(attend_kernel, constants, q=element, k=element, v=element)
-        constants = {"DIM": dim, "BLOCK_D": dim, "SPLITS": 8, "BLOCK_S": 8}
+        constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
         found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
     return found
 
@@ -125,7 +125,7 @@ def linears() -> dict[str, Any]:
 def rotary() -> dict[str, Any]:
     from paceline.gpu.rotary import rotary_kernel
 
-    shape = {"HEADS": 32, "GROUPS": 8, "LENGTH": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8}
+    shape = {"HEADS": 32, "GROUPS": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8}
     found = {}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = dict.fromkeys(("qkv", "cosine", "sine", "norm", "out", "keys", "values"), element)

@@ -24,3 +24,13 @@ def test_every_kernel_compiles_for_sm_90(shapes: str, kernels: int, tmp_path: Pa
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= kernels
+
+
+def test_prompts_of_new_lengths_compile_nothing() -> None:
+    """Thirty prompts after a warm-up of four, with tiles by shape and with fixed ones."""
+    source = str(HERE.parent.parent / "src")
+    command = [sys.executable, str(HERE / "count_compilations.py")]
+    own = {"TRITON_INTERPRET": "0", "PYTHONPATH": source}
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "0"], done.stderr

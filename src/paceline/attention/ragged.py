@@ -24,7 +24,9 @@ _SMALLEST_TILE = 16  # what tl.dot multiplies at least
 _JOINED_AT_ONCE = 16
 
 
-@triton.jit
+# What differs from prompt to prompt and from batch to batch is no compile-time constant, nor is its value looked at when a
+# compiled kernel is chosen: a new length compiles nothing while rows wait.
+@triton.jit(do_not_specialize=["longest", "window", "rows_times_heads", "new_tokens", "splits"])
 def attend_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -46,14 +48,14 @@ def attend_kernel(
     v_row: tl.tensor,
     v_head: tl.tensor,
     v_position: tl.tensor,
+    new_tokens: tl.tensor,
+    splits: tl.tensor,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
-    LENGTH: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     TREE: tl.constexpr,
@@ -67,16 +69,16 @@ def attend_kernel(
     row = (tl.program_id(1) // GROUPS).to(tl.int64)
     group = (tl.program_id(1) % GROUPS).to(tl.int64)
     place = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = place < SHARED * LENGTH
-    head, token = group * SHARED + place // LENGTH, place % LENGTH
+    real = place < SHARED * new_tokens
+    head, token = group * SHARED + place // new_tokens, place % new_tokens
     column = tl.arange(0, BLOCK_D)
     inside = column < DIM
 
-    query_at = tl.load(positions + row * LENGTH + token, mask=real, other=-1).to(tl.int32)
-    base = tl.load(positions + row * LENGTH).to(tl.int32)
-    last = tl.load(positions + row * LENGTH + LENGTH - 1).to(tl.int32)
+    query_at = tl.load(positions + row * new_tokens + token, mask=real, other=-1).to(tl.int32)
+    base = tl.load(positions + row * new_tokens).to(tl.int32)
+    last = tl.load(positions + row * new_tokens + new_tokens - 1).to(tl.int32)
     if TREE:  # the new keys lie side by side from the root's position on, wherever in the text they stand
-        last = base + LENGTH - 1
+        last = base + new_tokens - 1
     end = tl.minimum(last + 1, longest)
     begin = 0
     if WINDOWED:
@@ -85,7 +87,7 @@ def attend_kernel(
         start = tl.maximum(split * SPLIT_SIZE, begin)
         stop = tl.minimum((split + 1) * SPLIT_SIZE, end)
     else:
-        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
         start = begin + split * share
         stop = tl.minimum(start + share, end)
 
@@ -103,7 +105,7 @@ def attend_kernel(
         if TREE:
             new = key_at - base
             among = there & (new >= 0)
-            line = ancestors + (row * LENGTH + token[:, None]) * LENGTH + new[None, :]
+            line = ancestors + (row * new_tokens + token[:, None]) * new_tokens + new[None, :]
             kept = tl.load(line, mask=real[:, None] & among[None, :], other=0) != 0
             visible = there[None, :] & tl.where(among[None, :], kept, True)
         else:
@@ -123,21 +125,21 @@ def attend_kernel(
 
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
-    line = split.to(tl.int64) * rows_times_heads * LENGTH + (row * LENGTH + token) * (GROUPS * SHARED) + head
-    some = place < tl.where(start < stop, SHARED * LENGTH, 0)  # where there is no key, the level alone says so
+    line = split.to(tl.int64) * rows_times_heads * new_tokens + (row * new_tokens + token) * (GROUPS * SHARED) + head
+    some = place < tl.where(start < stop, SHARED * new_tokens, 0)  # where there is no key, the level alone says so
     tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some[:, None] & inside[None, :])
     tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "splits"])
 def join_kernel(
     partial: tl.tensor,
     levels: tl.tensor,
     out: tl.tensor,
     lines: tl.tensor,
+    splits: tl.tensor,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:
     """Grid (B * L * H): partial [splits, lines, D] and levels [splits, lines] -> out [lines, D], in a fixed order."""
@@ -147,9 +149,9 @@ def join_kernel(
     top = -float("inf")
     total = 0.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, SPLITS, BLOCK_S):
+    for first in range(0, splits, BLOCK_S):
         split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
-        level = tl.load(levels + split * lines + line, mask=split < SPLITS, other=float("-inf"))
+        level = tl.load(levels + split * lines + line, mask=split < splits, other=float("-inf"))
         higher = tl.maximum(top, tl.max(level, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(level - safe)
@@ -238,14 +240,14 @@ class RaggedAttention:
             *q.stride()[:3],
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
+            length,
+            splits,
             GROUPS=groups,
             SHARED=shared,
-            LENGTH=length,
             DIM=dim,
             BLOCK_M=tile,
             BLOCK_N=self.tiles.positions,
             BLOCK_D=block_d,
-            SPLITS=splits,
             SPLIT_SIZE=split_size,
             WINDOWED=window is not None,
             TREE=ancestors is not None,
@@ -258,10 +260,10 @@ class RaggedAttention:
             levels,
             out,
             lines,
+            splits,
             DIM=dim,
             BLOCK_D=block_d,
-            SPLITS=splits,
-            BLOCK_S=_JOINED_AT_ONCE if split_size else min(_JOINED_AT_ONCE, triton.next_power_of_2(splits)),
+            BLOCK_S=_JOINED_AT_ONCE,
             num_warps=1,
         )
         return out.transpose(1, 2)

@@ -23,7 +23,7 @@ def normed(x: tl.tensor, y: tl.tensor, mean_square: tl.tensor, weight: tl.tensor
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(y.dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["new_tokens"])  # a prompt of another length compiles nothing
 def rotary_kernel(
     qkv: tl.tensor,
     cosine: tl.tensor,
@@ -42,9 +42,9 @@ def rotary_kernel(
     v_row: tl.tensor,
     v_head: tl.tensor,
     v_position: tl.tensor,
+    new_tokens: tl.tensor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
-    LENGTH: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -76,7 +76,7 @@ def rotary_kernel(
         value = tl.where(turned, kept + other * sin[None, :], value)
     found = value.to(x.dtype)
 
-    row = token // LENGTH
+    row = token // new_tokens
     position = tl.minimum(tl.load(positions + token), last_position)
     to_query = (head < HEADS)[:, None] & inside
     tl.store(out + (token * HEADS + head[:, None]) * DIM + column[None, :], found, mask=to_query)
@@ -113,9 +113,9 @@ def turn_and_store(packed: PackedHeads, positions: Tensor, keys: Tensor, values:
         table.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
+        length,
         HEADS=packed.heads,
         GROUPS=packed.kv_heads,
-        LENGTH=length,
         DIM=dim,
         BLOCK_D=triton.next_power_of_2(dim),
         BLOCK_H=_HEADS_AT_ONCE,
