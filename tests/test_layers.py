@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
         "kernels",
         "gpu",
         "hardware",
+        "cgroups",
     },
     {"models", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},

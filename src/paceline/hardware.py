@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +10,8 @@ from pathlib import Path
 
 import torch
 
+from paceline import cgroups
 from paceline.errors import ParameterError
-
-_CGROUP_LIMITS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
-
 
 _DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
@@ -28,10 +24,18 @@ def available_memory(device: torch.device) -> int:
     import psutil  # which a machine that runs on its GPU need not have
 
     free = int(psutil.virtual_memory().available)
-    for limit, current in _CGROUP_LIMITS:
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            free = min(free, max(0, int(text) - int(current.read_text())))
-    return free
+    limited = cgroups.free_memory()
+    return free if limited is None else min(free, limited)
+
+
+def default_threads() -> int:
+    """CPU threads where nobody asked for a number: torch's own choice, and no more than a container's quota can run.
+
+    Threads beyond the quota would wait for those that the kernel stopped until its next period.
+    """
+    quota = cgroups.cpu_quota()
+    threads = torch.get_num_threads()
+    return threads if quota is None else min(threads, max(1, math.ceil(quota)))
 
 
 def native_bfloat16(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
 from paceline.errors import PacelineError, ParameterError
-from paceline.hardware import resolve_device, resolve_dtype
+from paceline.hardware import default_threads, resolve_device, resolve_dtype
 from paceline.inputs import Message, Prompt, as_conversations, as_documents, as_prompts
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
@@ -296,5 +296,4 @@ def _check_source(name: str, source: object) -> None:
 
 
 def _set_threads(config: EngineConfig) -> None:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or default_threads())

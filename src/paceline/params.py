@@ -236,7 +236,7 @@ class EngineConfig:
     max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
     prefill_chunk: most prompt tokens fed in one step, all rows together, so that a long prompt does not stall the rest.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
-    threads: CPU threads; None leaves torch's own choice.
+    threads: CPU threads; None: torch's own choice, and no more than a container's CPU quota can run.
     memory_limit: bytes the engine may take; None is what the machine has free.
     """
 

@@ -104,9 +104,10 @@ class EngineFlags:
         int | None, engine_option("--max-model-len", text="Most tokens of a sequence. Default: the model's limit.")
     ] = EngineConfig.max_model_len
     device: Annotated[str, engine_option("--device", text="cpu, cuda, cuda:1, ...")] = EngineConfig.device
-    threads: Annotated[int | None, engine_option("--threads", text="CPU threads. Default: torch's choice.")] = (
-        EngineConfig.threads
-    )
+    threads: Annotated[
+        int | None,
+        engine_option("--threads", text="CPU threads. Default: torch's choice, at most a container's quota."),
+    ] = EngineConfig.threads
     reference_document: Annotated[
         list[Path] | None,
         engine_option("--reference-document", text="A text file the n-gram drafter may copy from; repeatable."),
