@@ -266,6 +266,40 @@ def test_a_damaged_file_costs_a_warning_and_is_mended(
     assert answers(make(checkpoint)) == first
 
 
+DEEP = "[" * 100_000
+HEADERS: dict[str, dict[str, str | None]] = {
+    "no tied": {"tied": None},
+    "tied is a text": {"tied": '"no"'},
+    "tied is a number": {"tied": "1"},
+    "tied is no JSON": {"tied": "tru"},
+    "tied is deep": {"tied": DEEP},
+    "no crc32": {"crc32": None},
+    "crc32 is a number": {"crc32": "7"},
+    "crc32 is an object": {"crc32": "{}"},
+    "crc32 holds texts": {"crc32": '["7"]'},
+    "crc32 is empty": {"crc32": "[]"},
+    "crc32 is no JSON": {"crc32": "[1, "},
+    "crc32 is deep": {"crc32": DEEP},
+    "no origin": {"origin": None},
+    "nothing": {"origin": None, "tied": None, "crc32": None, "source": None},
+}
+
+
+@pytest.mark.parametrize("how", HEADERS)
+def test_a_damaged_header_costs_a_warning_and_is_mended(
+    how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = kept(checkpoint)
+    with safe_open(str(there.path), framework="pt") as file:
+        said = file.metadata() | HEADERS[how]
+    save_file(load_file(there.path), there.path, {name: text for name, text in said.items() if text is not None})
+    assert there.load() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(there.path) in caplog.text
+    assert len(caplog.text) < 1000
+    assert kept(checkpoint).load() is not None
+
+
 def test_large_weights_are_read_and_checked_in_blocks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 4096)
     monkeypatch.setattr(module, "_AT_ONCE", 1024)

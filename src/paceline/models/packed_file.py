@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,7 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.pack import LAYOUT_VERSION
 from paceline.models import hub, loading
+from paceline.models.boundary import reading
 from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.weights import shapes
 from paceline.params import AttentionName, QuantizationName
@@ -98,15 +99,22 @@ class PackedFile:
     def load(self) -> NativeModel | None:
         """The model from disk; None if it is not there, or not usable (then with a warning)."""
         started = time.perf_counter()
-        try:
-            model = self._read()
-        except (FileNotFoundError, NotADirectoryError):
+        if not self._is_there():
             return None
-        except (OSError, SafetensorError, ModelFormatError) as error:
-            log.warning("%s cannot be used (%s); packing %s anew", self.path, error, self.source)
+        try:
+            with reading(self.path):
+                model = self._read()
+        except ModelFormatError as error:
+            log.warning("%s; packing %s anew", error, self.source)
             return None
         log.info("packed weights of %s read from %s in %.1f s", self.source, self.path, time.perf_counter() - started)
         return model
+
+    def _is_there(self) -> bool:
+        try:
+            return self.path.exists()
+        except OSError:  # a directory that may not be looked into
+            return True
 
     def save(self, model: NativeModel) -> None:
         """Keep a model's packed weights; warns if that is not possible."""
@@ -139,13 +147,25 @@ class PackedFile:
         config = loading.native_config(self.source)
         if config is None:
             raise ModelFormatError("the model is of no native family")
-        config = dataclasses.replace(config, tied=json.loads(said["tied"]))
+        tied, checksums = _header(said)
+        config = dataclasses.replace(config, tied=tied)
 
         def contents(memory: Tensor) -> None:
-            _read_into(memory, self.path, json.loads(said["crc32"]))
+            _read_into(memory, self.path, checksums)
 
         spec = spec_of(config, shapes(config))
         return NativeModel(spec, str(self.source), quantization=self.quantization, contents=contents)
+
+
+def _header(said: Mapping[str, str]) -> tuple[bool, list[int]]:
+    """Whether embedding and head are tied, and the blocks' checksums."""
+    try:
+        tied, checksums = (json.loads(said[name]) for name in ("tied", "crc32"))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ModelFormatError("its header is damaged") from error
+    if not isinstance(tied, bool) or not isinstance(checksums, list) or {type(sum_) for sum_ in checksums} - {int}:
+        raise ModelFormatError("its header is damaged")
+    return tied, checksums
 
 
 def _fingerprint(file: Path) -> list[str | int]:
