@@ -84,6 +84,19 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
     "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),
+    "afmoe": (
+        "afmoe",
+        _LLAMA
+        | {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+            "sliding_window": 4,
+        },
+    ),
+    "jetmoe": ("jetmoe", _LLAMA | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 

@@ -1,11 +1,15 @@
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
 from paceline.errors import ModelFormatError
 from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import load_model
+from paceline.models.loading import eos_token_ids, load_model
 
 _BASE = NATIVE["llama"][1]
 _REFUSED = {
@@ -98,3 +102,71 @@ def test_a_model_whose_logits_would_differ_is_refused() -> None:
     theirs.gpt_neox.layers[1].post_mlp_dropout = _Meddler()
     with pytest.raises(ModelFormatError, match="logits differ"):
         load_model(theirs, dtype=torch.float32)
+
+
+_BERTS = {
+    "bert": _BASE,
+    "roberta": _BASE | {"max_position_embeddings": 80},
+    "gemma3_text": FOREIGN["gemma3"][1] | {"use_bidirectional_attention": True},
+}
+
+
+@pytest.mark.parametrize("kind", _BERTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_a_model_that_sees_later_tokens_is_refused_in_every_precision(
+    kind: str, dtype: torch.dtype, scale: float
+) -> None:
+    theirs = tiny(kind, _BERTS[kind])
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(scale if parameter.dim() > 1 else 1)
+    with pytest.raises(ModelFormatError, match="not causal"):
+        load_model(theirs.to(dtype), dtype=dtype)
+
+
+_SIGHTED = {
+    "text_config": FOREIGN["gemma3"][1],
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+
+
+@torch.no_grad()
+def test_a_model_with_eyes_runs_as_its_text_model(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma3", **_SIGHTED, eos_token_id=[1, 7])
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    tokens, where = random_tokens(1, 9), torch.arange(9)[None]
+    for source in (theirs, tmp_path):
+        ours = load_model(source, dtype=torch.float32)
+        assert (Runner(ours, 1)(tokens, where) - theirs(tokens).logits).abs().max() < 1e-3
+        assert ours.weight_bytes() < sum(parameter.nbytes for parameter in theirs.parameters())
+        assert eos_token_ids(source) == (1, 7)
+
+
+def test_a_model_that_writes_no_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=r"kind 'vit' do not write text"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
+def test_what_a_library_says_is_passed_on_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tiny(*FOREIGN["gpt_neox"])
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a line\n" * 1000)
+
+    monkeypatch.setattr(HuggingFaceModel, "hidden", fail)
+    with pytest.raises(ModelFormatError, match="cannot be run with paceline's cache") as caught:
+        load_model(theirs, dtype=torch.float32)
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)

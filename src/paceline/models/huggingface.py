@@ -17,18 +17,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from paceline.attention.base import Attend
 from paceline.attention.reference import ReferenceAttention
 from paceline.cache import KVCache
-from paceline.errors import ModelFormatError
+from paceline.errors import ModelFormatError, PacelineError
+from paceline.models.boundary import brief, name_of, reading
 from paceline.models.config import longest_sequence
 
 ATTENTION = "paceline"  # no mask function of this name exists: transformers then builds no masks
 CHECK_LENGTH = 12
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' norm
+LEAK = 1e-5  # likewise, by which later tokens may change earlier logits in float32: rounding only; BERTs have 4e-4 and more
 
 
 def _attention(
@@ -53,7 +62,7 @@ def _attention(
         raise ModelFormatError(f"{type(module).__name__} needs {', '.join(special)} in its attention")
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     out = paceline_attend(int(module.layer_idx), query, key, value, scale=scaling, window=window)  # type: ignore[arg-type]
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # transformers' own functions do so, and some models rely on it
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -61,9 +70,11 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @dataclass
 class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
-    """A decoder's output with all that heads look for."""
+    """A decoder's output with all that heads look for: what is not in it is None."""
 
-    cross_attentions: None = None
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Echo(nn.Module):
@@ -109,7 +120,7 @@ class HuggingFaceModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
-        self.name = model.config.name_or_path or type(model).__name__
+        self.name = name_of(model)
         self.vocab_size = int(config.vocab_size)
         self.dtype, self.device = model.dtype, model.device
         self._refuse_unless(hasattr(config, "max_position_embeddings"), "its configuration gives no longest sequence")
@@ -124,8 +135,9 @@ class HuggingFaceModel:
     @classmethod
     def from_directory(cls, path: Path, *, dtype: torch.dtype, device: torch.device) -> HuggingFaceModel:
         """The model of a directory with safetensors files. Raises ModelFormatError, also if any weight is missing."""
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+        with reading(path, "cannot be loaded by transformers"):
+            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            model, info = _auto_class(config, path).from_pretrained(
                 str(path),
                 dtype=dtype,
                 local_files_only=True,
@@ -133,11 +145,9 @@ class HuggingFaceModel:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except Exception as error:  # transformers raises many kinds
-            raise ModelFormatError(f"{path}: transformers cannot load this model: {error}") from error
         wrong = [f"{kind}: {name}" for kind, names in info.items() for name in list(names)[:4]]
         if wrong:
-            raise ModelFormatError(f"{path}: the weights do not fit the configuration ({'; '.join(map(str, wrong))})")
+            raise ModelFormatError(f"{path}: the weights do not fit the configuration ({brief('; '.join(wrong))})")
         return cls(model.to(device))
 
     def _refuse_unless(self, fine: bool, reason: str) -> None:
@@ -156,7 +166,8 @@ class HuggingFaceModel:
         head = copy.copy(wired)
         head._modules = {**wired._modules, wired.base_model_prefix: _Echo()}
         self._refuse_unless(wired.base_model is not wired, "it has no separate decoder")
-        return wired.base_model, head
+        mixed = wired.config.get_text_config() is not wired.config  # images or sounds, too: only its text model is kept
+        return wired.get_decoder() if mixed else wired.base_model, head
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -189,8 +200,10 @@ class HuggingFaceModel:
     def _attempt(self, what: Callable[[], Any]) -> Any:
         try:
             return what()
+        except PacelineError:
+            raise
         except Exception as error:  # somebody else's code, which may fail in any way
-            raise ModelFormatError(f"{self.name} cannot be run with paceline's cache: {error}") from error
+            raise ModelFormatError(f"{self.name} cannot be run with paceline's cache: {brief(error)}") from error
 
     def _probe(self) -> _Probe:
         """One pass that shows which layers call the attention, and with what."""
@@ -219,12 +232,28 @@ class HuggingFaceModel:
     def _check_logits(self, model: PreTrainedModel) -> None:
         """Prefill, then rows at different positions, against the model's own forward pass."""
         tokens, cached = self._tokens(), self._new_cache()
-        with torch.no_grad():
-            expected = self._attempt(lambda: model(input_ids=tokens, use_cache=False).logits.float())
+        expected = self._own_logits(model, tokens)
+        self._check_causal(model, tokens, expected)
         everywhere = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
         ragged = torch.stack((everywhere[0, -4:], everywhere[0, -7:-3]))
         for positions in (everywhere[:, :-4], ragged):
             self._attempt(partial(self._compare, tokens, positions, cached, expected))
+
+    @torch.no_grad()
+    def _own_logits(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
+        logits: Tensor = self._attempt(lambda: model(input_ids=tokens, use_cache=False).logits.float())
+        return logits
+
+    def _check_causal(self, model: PreTrainedModel, tokens: Tensor, logits: Tensor) -> None:
+        """No token may change the logits before it. Low precision can hide that, so float32 has the last word."""
+        others, half = tokens.clone(), CHECK_LENGTH // 2
+        others[:, half:] = (others[:, half:] + 1 + self.vocab_size // 2) % self.vocab_size
+        leak = _distance(self._own_logits(model, others)[:, :half], logits[:, :half])
+        if leak > 0 and self.dtype != torch.float32:
+            exact = copy.deepcopy(model).float()
+            before, after = (self._own_logits(exact, given)[:, :half] for given in (tokens, others))
+            leak = _distance(after, before)
+        self._refuse_unless(leak <= LEAK, f"it is not causal, later tokens change its earlier logits by {leak:.2g}")
 
     def _new_cache(self) -> KVCache:
         return KVCache(self.layers, 2, self.kv_heads, CHECK_LENGTH, self.head_dim, self.dtype, self.device)
@@ -241,7 +270,20 @@ class HuggingFaceModel:
 
         found = self.logits(self.hidden(tokens.gather(1, positions), positions, attend))
         wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
-        error = float((found - wanted).norm() / wanted.norm())
+        error = _distance(found, wanted)
         self._refuse_unless(
             error <= TOLERANCE.get(self.dtype, 0.1), f"its logits differ from transformers' own by {error:.2g}"
         )
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """How far apart logits are, as a part of their norm."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _auto_class(config: PretrainedConfig, path: Path) -> Any:
+    """transformers' class for models of this kind that write text."""
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ModelFormatError(f"{path}: models of the kind {config.model_type!r} do not write text one token at a time")

@@ -83,11 +83,17 @@ def eos_token_ids(source: Found) -> tuple[int, ...]:
     """The tokens that end a text: from generation_config, else config, or from a GGUF file's metadata."""
     if isinstance(source, PreTrainedModel):
         generation = source.generation_config.eos_token_id if source.generation_config else None
-        return _token_ids(source.config.eos_token_id if generation is None else generation)
+        return _token_ids(_eos(source.config) if generation is None else generation)
     if source.is_file():
         return gguf_config.eos_token_ids(GGUFFile(source))
     generation = read_object(source / "generation_config.json").get("eos_token_id")
-    return _token_ids(_directory_config(source).eos_token_id if generation is None else generation)
+    return _token_ids(_eos(_directory_config(source)) if generation is None else generation)
+
+
+def _eos(config: PretrainedConfig) -> Any:
+    """What a configuration says, or that of its text model where it has images, too."""
+    found = getattr(config, "eos_token_id", None)
+    return getattr(config.get_text_config(), "eos_token_id", None) if found is None else found
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
