@@ -320,6 +320,8 @@ class ServerConfig:
     host, port: where it listens. served_model_name: what requests call the model; None: its own name.
     api_keys: requests must carry one of them; none: everybody who reaches the server may use it.
     max_waiting: answers that may wait for a row; requests beyond them are refused with 429.
+    max_waiting_tokens: likewise tokens, of prompts to read and of answers to make at their longest; None: as many as
+        max_waiting answers of the model's length have.
     allowed_hosts: names that requests may call this server by, besides loopback names, ``host`` and addresses in
         numbers; "*": any. None given: names are checked only if there are no keys.
     max_connections: open at a time; three quarters of them may hold a request.
@@ -346,6 +348,7 @@ class ServerConfig:
     )
     allowed_hosts: Annotated[Sequence[str], Hosts()] = ()
     max_waiting: Annotated[int, Whole(0, MAX_COUNT)] = 64
+    max_waiting_tokens: Annotated[int, Whole(0, MAX_BYTES)] | None = None
     max_connections: Annotated[int, Whole(16, MAX_CONNECTIONS)] = 512
     max_connections_per_client: Annotated[int, Whole(4, MAX_CONNECTIONS)] = 256
     header_timeout: Seconds = 10.0

@@ -44,6 +44,13 @@ class ServerFlags:
     max_waiting: Annotated[
         int, _option("--max-waiting", text="Answers that may wait for a row; more are refused with 429.")
     ] = ServerConfig.max_waiting
+    max_waiting_tokens: Annotated[
+        int | None,
+        _option(
+            "--max-waiting-tokens",
+            text="Likewise tokens, of prompts and of answers at their longest. Default: those of as many long answers.",
+        ),
+    ] = ServerConfig.max_waiting_tokens
     allowed_hosts: Annotated[
         list[str] | None,
         _option(

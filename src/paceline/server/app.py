@@ -20,6 +20,7 @@ from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
+from paceline.server.documents import written
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
@@ -87,37 +88,38 @@ def _add_generation(app: FastAPI, context: Context) -> None:
     @app.post("/v1/completions", response_model=replies.Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        job = await CompletionJob.prepare(context, body)
+        job = await CompletionJob.prepare(context, body, context.client_of(request))
         return await _respond(context, request, job.stream if body.stream else job.answer)
 
     @app.post("/v1/chat/completions", response_model=replies.Chat)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Continue a conversation."""
-        job = await ChatJob.prepare(context, body)
+        job = await ChatJob.prepare(context, body, context.client_of(request))
         return await _respond(context, request, job.stream if body.stream else job.answer)
 
 
 async def _respond(
-    context: Context, request: Request, play: Callable[[], Events] | Callable[[], Awaitable[BaseModel]]
+    context: Context, request: Request, play: Callable[[], Events] | Callable[[], Awaitable[bytes]]
 ) -> Response:
     """A stream of events, or one document; whoever hangs up frees the rows."""
     played = play()
     if not isinstance(played, Awaitable):
         return EventStream(played, context.meter)
     try:
-        return document(await while_connected(request.receive, _await(played)))
+        reply = await while_connected(request.receive, _await(played))
+        return Response(reply, media_type="application/json")
     except ClientGoneError:
         log.info("a client hung up")
         return Response(status_code=499)  # nobody reads it
 
 
-async def _await(played: Awaitable[BaseModel]) -> BaseModel:
+async def _await(played: Awaitable[bytes]) -> bytes:
     return await played
 
 
 def document(reply: BaseModel, status: int = 200) -> Response:
     """As JSON; fields that were not set are left out."""
-    return Response(reply.model_dump_json(exclude_unset=True), status, media_type="application/json")
+    return Response(written(reply), status, media_type="application/json")
 
 
 def _add_texts(app: FastAPI, context: Context) -> None:
@@ -137,22 +139,28 @@ def _add_texts(app: FastAPI, context: Context) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """A text's tokens, or a conversation's."""
         context.check_model(body.model)
-        tokenizer = context.tokenizer
         if body.messages is None:
-            tokens = await context.in_thread(tokenizer.encode, body.prompt or "", body.add_special_tokens)
+            tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
-            tokens = await context.in_thread(tokenizer.chat, [message.plain() for message in body.messages])
-        found = replies.Tokens(count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens)
-        if body.return_token_strs:
-            found.token_strs = [context.spelling.text_of(token) for token in tokens]
-        return document(found)
+            tokens = await context.encode_chat([message.plain() for message in body.messages])
+
+        def found() -> replies.Tokens:
+            result = replies.Tokens(count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens)
+            if body.return_token_strs:
+                result.token_strs = [context.spelling.text_of(token) for token in tokens]
+            return result
+
+        return Response(await context.written(found, len(tokens)), media_type="application/json")
 
     @app.post("/v1/detokenize", response_model=replies.Text)
     @app.post("/detokenize", response_model=replies.Text)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones left out."""
         context.check_model(body.model)
-        vocabulary = context.llm.engine.models.target.vocab_size
+        engine = context.llm.engine
+        vocabulary = engine.models.target.vocab_size
+        if len(body.tokens) > engine.max_model_len:
+            raise errors.invalid(f"at most {engine.max_model_len} tokens at a time, the model's length", "tokens")
         if any(token >= vocabulary for token in body.tokens):
             raise errors.invalid(f"token ids go from 0 to {vocabulary - 1}", "tokens")
         return document(replies.Text(prompt=await context.in_thread(context.tokenizer.decode, body.tokens)))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from email.message import Message
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -94,8 +94,7 @@ def route_class(pool: Executor) -> type[APIRoute]:
             handler, field = super().get_route_handler(), self.body_field
             if field is None:
                 return handler
-            model = field.field_info.annotation
-            assert model is not None
+            model = cast("type[BaseModel]", field.field_info.annotation)
 
             async def handle(request: Request) -> Response:
                 return await handler(await read_body(model, request))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.engine import Request
-from paceline.outputs import CompletionOutput, TokenLogprob
+from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.server.completions import extras_of
-from paceline.server.context import Context, Tally, log_request, usage_of
+from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.protocol import ChatRequest
@@ -35,6 +36,7 @@ class ChatJob:
     context: Context
     body: ChatRequest
     request: Request
+    terms: Terms
     id: str = field(init=False)
     created: int = field(init=False)
 
@@ -42,23 +44,27 @@ class ChatJob:
         self.id, self.created = self.context.new_id("chatcmpl"), int(time.time())
 
     @classmethod
-    async def prepare(cls, context: Context, body: ChatRequest) -> ChatJob:
+    async def prepare(cls, context: Context, body: ChatRequest, client: str) -> ChatJob:
         """Raises ApiError."""
         context.check_model(body.model)
-        tokens = await context.in_thread(context.tokenizer.chat, body.conversation)
+        context.check_answers(body.n or 1)
+        tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
-        params = replace(params, structured_outputs=body.structure)
-        request = await context.in_thread(
-            context.llm.request, tokens, params, max_time=body.max_time, request_id=context.new_id("prompt")
-        )
-        context.check([request])
-        return cls(context, body, request)
+        params = replace(params, structured_outputs=await context.in_thread(lambda: body.structure))
+        terms = Terms.of(body, client)
+        (request,) = await context.requests([tokens], params, terms)
+        context.check_logprobs([request], params.logprobs)
+        return cls(context, body, request, terms)
 
-    async def answer(self) -> Chat:
+    async def answer(self) -> bytes:
         """Everything at once. Raises ApiError."""
-        async with self.context.generate([self.request], self.body.timeout, streaming=False) as generation:
+        async with self.context.generate([self.request], self.terms) as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
+        entries = generation.made * (1 + (self.body.top_logprobs or 0))
+        return await self.context.written(lambda: self._chat(output), entries)
+
+    def _chat(self, output: RequestOutput) -> Chat:
         return Chat(
             id=self.id,
             object="chat.completion",
@@ -72,14 +78,14 @@ class ChatJob:
         """Documents as the engine makes them. Raises ApiError."""
         begun: set[int] = set()
         tally = Tally(len(self.request.prompt_token_ids))
-        async with self.context.generate([self.request], self.body.timeout, streaming=True) as generation:
+        async with self.context.generate([self.request], self.terms) as generation:
             async for update in generation.updates():
-                if documents := self._chunks(update, begun, tally):
-                    yield documents
+                yield await self.context.events(functools.partial(self._chunks, update, begun, tally), update.entries)
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
-            yield [self._chunk([], usage_of([output.prompt_token_ids], [output]))]
+            usage = usage_of([output.prompt_token_ids], [output])
+            yield await self.context.events(lambda: [self._chunk([], usage)], 0)
 
     def _chunks(self, update: Update, begun: set[int], tally: Tally) -> list[ChatChunk]:
         documents = []

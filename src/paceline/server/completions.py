@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from paceline.engine import Request
 from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.params import COMPLETION_MAX_TOKENS
 from paceline.server import errors
-from paceline.server.context import Context, Tally, log_request, usage_of
+from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
+from paceline.server.generation import Generation
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from paceline.server.protocol import CompletionRequest
 from paceline.server.replies import (
@@ -44,6 +47,7 @@ class CompletionJob:
     body: CompletionRequest
     tokens: list[list[int]]
     requests: list[Request]
+    terms: Terms
     id: str = field(init=False)
     created: int = field(init=False)
     echoes: list[Echo] = field(default_factory=list)
@@ -52,26 +56,29 @@ class CompletionJob:
         self.id, self.created = self.context.new_id("cmpl"), int(time.time())
 
     @classmethod
-    async def prepare(cls, context: Context, body: CompletionRequest) -> CompletionJob:
+    async def prepare(cls, context: Context, body: CompletionRequest, client: str) -> CompletionJob:
         """Raises ApiError."""
         context.check_model(body.model)
-        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        context.check_answers(len(body.prompts) * (body.best_of or body.n or 1))
         params = body.sampling(_max_tokens(body) or 1, _logprobs(body), body.best_of)
-        requests = [
-            context.llm.request(prompt, params, max_time=body.max_time, request_id=context.new_id("prompt"))
-            for prompt in tokens
-        ]
-        context.check(requests)
-        return cls(context, body, tokens, requests)
+        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        terms = Terms.of(body, client)
+        requests = await context.requests(tokens, params, terms)
+        context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
+        return cls(context, body, tokens, requests, terms)
 
     # --- whole -------------------------------------------------------------------
 
-    async def answer(self) -> Completion:
+    async def answer(self) -> bytes:
         """Everything at once. Raises ApiError."""
-        async with self.context.generate(self._to_generate(), self.body.timeout, streaming=False) as generation:
+        async with self._generation() as generation:
             await self._make_echoes()
             outputs = await generation.finish() or self._nothing()
         log_request(self.id, outputs, self.body.user)
+        entries = generation.made * _entries(self.body) + self._echoed(len(self.echoes))
+        return await self.context.written(functools.partial(self._completion, outputs), entries)
+
+    def _completion(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = [
             self._whole(number, place, answer)
             for number, output in enumerate(outputs)
@@ -79,8 +86,17 @@ class CompletionJob:
         ]
         return self._document(choices, usage=usage_of(self.tokens, outputs))
 
-    def _to_generate(self) -> list[Request]:
-        return [] if _max_tokens(self.body) == 0 else self.requests
+    def _generation(self) -> AbstractAsyncContextManager[Generation]:
+        scored = bool(self.body.echo) and self.body.logprobs is not None
+        return self.context.generate(self.requests, self.terms, only_read=self._only_read, scored=scored)
+
+    @property
+    def _only_read(self) -> bool:
+        return _max_tokens(self.body) == 0
+
+    def _echoed(self, echoes: int) -> int:
+        """Entries of the first so many echoes, each repeated in every answer."""
+        return sum(map(len, self.tokens[:echoes])) * (self.body.n or 1) * _entries(self.body)
 
     def _nothing(self) -> list[RequestOutput]:
         """With max_tokens = 0 only the prompt is looked at."""
@@ -117,35 +133,49 @@ class CompletionJob:
     async def stream(self) -> Events:
         """Documents as the engine makes them. Raises ApiError."""
         letters: dict[int, int] = {}
-        async with self.context.generate(self._to_generate(), self.body.timeout, streaming=True) as generation:
+        async with self._generation() as generation:
             await self._make_echoes()
-            if self.echoes:
-                yield self._opening(letters)
-            tally = Tally(sum(map(len, self.tokens)))
-            async for update in generation.updates():
-                if documents := self._chunks(update, letters, tally):
-                    yield documents
+            if not self._only_read:
+                async for events in self._growing(generation, letters):
+                    yield events
             outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._nothing()
         log_request(self.id, outputs, self.body.user)
-        if not self._to_generate():
-            yield [
-                self._document([self._choice(number, Delta.whole(answer), 0)])
-                for number, output in enumerate(outputs)
-                for answer in output.outputs
-            ]
+        if self._only_read:  # the engine is done with it, whenever the client reads it
+            async for events in self._opening(letters):
+                yield events
+            yield await self.context.events(lambda: self._endings(outputs), 0)
         if self.body.include_usage:
-            yield [self._document([], usage=usage_of(self.tokens, outputs))]
+            yield await self.context.events(lambda: [self._document([], usage=usage_of(self.tokens, outputs))], 0)
 
-    def _opening(self, letters: dict[int, int]) -> list[Completion]:
-        """The echoed prompts."""
-        documents = []
-        for number, echo in enumerate(self.echoes):
-            for place in range(self.body.n or 1):
-                index = self._index(number, place)
-                letters[index] = len(echo.text)
-                choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs, finish_reason=None)
-                documents.append(self._document([choice]))
+    async def _growing(self, generation: Generation, letters: dict[int, int]) -> Events:
+        async for events in self._opening(letters):
+            yield events
+        tally = Tally(sum(map(len, self.tokens)))
+        async for update in generation.updates():
+            chunks = functools.partial(self._chunks, update, letters, tally)
+            yield await self.context.events(chunks, update.entries)
+
+    async def _opening(self, letters: dict[int, int]) -> Events:
+        """The echoed prompts, one after the other."""
+        for number in range(len(self.echoes)):
+            echo = functools.partial(self._echo, number, letters)
+            yield await self.context.events(echo, self._echoed(number + 1) - self._echoed(number))
+
+    def _echo(self, number: int, letters: dict[int, int]) -> list[Completion]:
+        echo, documents = self.echoes[number], []
+        for place in range(self.body.n or 1):
+            index = self._index(number, place)
+            letters[index] = len(echo.text)
+            choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs, finish_reason=None)
+            documents.append(self._document([choice]))
         return documents
+
+    def _endings(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
+        return [
+            self._document([self._choice(number, Delta.whole(answer), 0)])
+            for number, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
 
     def _chunks(self, update: Update, letters: dict[int, int], tally: Tally) -> list[Completion]:
         documents = []
@@ -193,18 +223,19 @@ class CompletionJob:
     async def _make_echoes(self) -> None:
         if not self.body.echo:
             return
-        for tokens, prompt in zip(self.tokens, self.body.prompts, strict=True):
+        for request, prompt in zip(self.requests, self.body.prompts, strict=True):
             given = prompt if isinstance(prompt, str) else None
-            pieces = await self.context.in_thread(_pieces, self.context, tokens)
+            pieces = await self.context.in_thread(_pieces, self.context, request.prompt_token_ids)
             text = "".join(pieces) if given is None else given
-            self.echoes.append(Echo(text, await self._prompt_logprobs(tokens, pieces)))
+            self.echoes.append(Echo(text, await self._prompt_logprobs(request, pieces)))
 
-    async def _prompt_logprobs(self, tokens: Sequence[int], pieces: Sequence[str]) -> CompletionLogprobs | None:
+    async def _prompt_logprobs(self, request: Request, pieces: Sequence[str]) -> CompletionLogprobs | None:
         top = self.body.logprobs
         if top is None:
             return None
-        scored: list[TokenLogprob] = await self.context.service.score(tokens, top)
-        return prompt_logprobs(self.context.spelling, tokens, scored, pieces, top)
+        scored: list[TokenLogprob] = await self.context.service.score(request, top)
+        tokens, spelling = request.prompt_token_ids, self.context.spelling
+        return await self.context.in_thread(prompt_logprobs, spelling, tokens, scored, pieces, top)
 
 
 def extras_of(delta: Delta) -> Extras:
@@ -216,7 +247,12 @@ def extras_of(delta: Delta) -> Extras:
 
 
 async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
-    return await context.in_thread(context.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+    return await context.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _entries(body: CompletionRequest) -> int:
+    """Of one token: itself, and the likely ones beside it."""
+    return 1 + (body.logprobs or 0)
 
 
 def _max_tokens(body: CompletionRequest) -> int:

@@ -8,22 +8,29 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel
+
 from paceline.engine import Request
 from paceline.errors import PacelineError
 from paceline.outputs import Metrics, RequestOutput
-from paceline.params import ServerConfig
+from paceline.params import SamplingParams, ServerConfig
 from paceline.server import errors
-from paceline.server.admission import Admission
+from paceline.server.admission import Admission, Room, Work
+from paceline.server.clients import client_of
 from paceline.server.delta import Delta
+from paceline.server.documents import event, written, written_in_pieces
 from paceline.server.generation import Generation, time_limit
+from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
+from paceline.server.protocol import GenerationRequest
 from paceline.server.replies import Usage
 from paceline.server.service import EngineService
 from paceline.tokenizer import Tokenizer
@@ -32,21 +39,45 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
+_LONG_TEXT = 2**14  # characters: tokenized in some milliseconds
+_SHORT_REPLY = 512  # tokens and log-probabilities: written down in a millisecond
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a request is served. client: whose turn it is.
+
+    max_time: seconds after which answers end as they are; timeout: seconds after which all is given up.
+    """
+
+    client: str
+    priority: int
+    max_time: float | None
+    timeout: float | None
+    streaming: bool
+
+    @staticmethod
+    def of(body: GenerationRequest, client: str) -> Terms:
+        return Terms(client, body.priority or 0, body.max_time, body.timeout, bool(body.stream))
+
+
 class Context:
-    """One server. Its slow work on texts happens in one thread, so that the event loop stays quick."""
+    """One server. Slow work happens in threads, so that the event loop stays quick: one for bodies, one for texts, one
+    for texts so long that others should not wait for them, one for long replies.
+    """
 
     def __init__(self, config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None]) -> None:
         self.config = config
         self.meter = Meter(config.log_interval)
         self.service = EngineService(load, self.meter, on_end, config.stall_timeout)
-        self.admission = Admission(config.max_waiting)
+        self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())
         self._start, self._count = secrets.token_hex(4), itertools.count()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long texts")
+        self._replies = ThreadPoolExecutor(1, thread_name_prefix="replies")
         self.bodies = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     @property
@@ -80,37 +111,125 @@ class Context:
         return f"{kind}-{self._start}-{next(self._count)}"
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Tokenizing, templates, grammars. Raises ApiError for what paceline raises on purpose."""
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._texts, functools.partial(work, *args, **kwargs))
-        except PacelineError as error:
-            raise errors.from_paceline(error) from error
+        """Templates, grammars, short texts. Raises ApiError for what paceline raises on purpose."""
+        return await _run_in(self._texts, functools.partial(work, *args, **kwargs))
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raises ApiError for what the engine would refuse."""
-        for request in requests:
-            try:
-                self.llm.engine.check(request)
-            except PacelineError as error:
-                raise errors.from_paceline(error) from error
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's tokens. Raises ApiError (400) if it is longer than any prompt can be."""
+        return await self._on_text(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation's tokens, likewise."""
+        letters = sum(len(message["content"]) for message in messages)
+        return await self._on_text(letters, self.tokenizer.chat, messages)
+
+    async def _on_text(self, letters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Work on a text of so many letters."""
+        most = await self.in_thread(lambda: self._most_letters)
+        if letters > most:
+            message = f"the text has {letters} characters, and no prompt of this model has more than {most}"
+            raise errors.invalid(message, code="context_length_exceeded")
+        pool = self._texts if letters <= _LONG_TEXT else self._long_texts
+        return await _run_in(pool, functools.partial(work, *args, **kwargs))
+
+    @functools.cached_property
+    def _most_letters(self) -> int:
+        """Of a text that fits into the model's length."""
+        return self.llm.engine.max_model_len * max(len(spelling or "") for spelling in self.tokenizer.tokens())
+
+    async def written(self, build: Callable[[], BaseModel], entries: int) -> bytes:
+        """A reply as JSON. entries: its tokens and log-probabilities."""
+        if entries <= _SHORT_REPLY:
+            return written(build())
+        return await _run_in(self._replies, lambda: written_in_pieces(build()))
+
+    async def events(self, build: Callable[[], Sequence[BaseModel]], entries: int) -> bytes:
+        """Documents of a stream as its events."""
+        if entries <= _SHORT_REPLY:
+            return b"".join(event(written(document)) for document in build())
+        return await _run_in(
+            self._replies, lambda: b"".join(event(written_in_pieces(document)) for document in build())
+        )
+
+    @property
+    def room(self) -> Room:
+        """What the engine's rows hold."""
+        rows = self.llm.config.max_batch_size
+        return Room(rows, rows * self.llm.engine.max_model_len)
+
+    def client_of(self, request: HttpRequest) -> str:
+        """Whose turn a request is."""
+        return client_of(request, bool(self.config.api_keys))
+
+    def check_answers(self, answers: int) -> None:
+        """Before anything is done for them. Raises ApiError (400) if they are more than there can ever be room for."""
+        self.admission.check(answers, self.room)
+
+    async def requests(self, prompts: Sequence[list[int]], params: SamplingParams, terms: Terms) -> list[Request]:
+        """As the engine takes them, and as it would not refuse them. Raises ApiError."""
+        return await _run_in(self._texts, lambda: [self._request(prompt, params, terms) for prompt in prompts])
+
+    def _request(self, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
+        name = self.new_id("prompt")
+        request = self.llm.request(
+            prompt, params, max_time=terms.max_time, request_id=name, client=terms.client, priority=terms.priority
+        )
+        self.llm.engine.check(request)
+        return request
+
+    def check_logprobs(
+        self, requests: Sequence[Request], top: int | None, *, read: bool = False, made: bool = True
+    ) -> None:
+        """Raises ApiError (400) for a reply that would hold too many. read, made: of prompts, of answers."""
+        if top is None:
+            return
+        places = sum(
+            work.answers * (work.made + read * len(request.prompt_token_ids))
+            for request in requests
+            for work in [self._work(request, only_read=not made, scored=False)]
+        )
+        if places * (1 + top) > MAX_LOGPROB_ENTRIES:
+            message = (
+                f"{places * (1 + top)} log-probabilities were asked for, and one reply has at most "
+                f"{MAX_LOGPROB_ENTRIES}; ask for fewer, or for less max_tokens, n or prompts"
+            )
+            raise errors.invalid(message, "logprobs")
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[Request], timeout: float | None, streaming: bool
+        self, requests: Sequence[Request], terms: Terms, *, only_read: bool = False, scored: bool = False
     ) -> AsyncIterator[Generation]:
-        """The requests in the engine, admitted together. Raises ApiError."""
-        rows = self.llm.config.max_batch_size
-        seconds = self.config.request_timeout if timeout is None else timeout
-        generation = Generation(self.service, requests, streaming)
-        with self.admission.place(generation.answers, rows):
-            async with time_limit(seconds), generation:
+        """The requests in the engine, admitted together. only_read: there is nothing to generate. scored: prompts are
+        read once more, for their log-probabilities. Raises ApiError.
+        """
+        works = [self._work(each, only_read, scored) for each in requests]
+        places = self.admission.enter(terms.client, works, self.room)
+        asked = [] if only_read else zip(requests, places, strict=True)
+        seconds = self.config.request_timeout if terms.timeout is None else terms.timeout
+        try:
+            async with time_limit(seconds), Generation(self.service, asked, terms.streaming) as generation:
                 yield generation
+        finally:
+            for place in places:
+                place.close()
+
+    def _work(self, request: Request, only_read: bool, scored: bool) -> Work:
+        size, params = len(request.prompt_token_ids), request.params
+        made = 0 if only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
+        return Work(params.n, made, size * (scored + (not only_read)))
 
     def close(self) -> None:
         """Nothing is begun any more."""
-        for pool in (self._texts, self.bodies):
+        for pool in (self._texts, self._long_texts, self._replies, self.bodies):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _run_in(pool: Executor, work: Callable[[], T]) -> T:
+    """Raises ApiError for what paceline raises on purpose."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+    except PacelineError as error:
+        raise errors.from_paceline(error) from error
 
 
 @dataclass

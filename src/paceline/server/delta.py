@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
 
 from paceline.outputs import CompletionOutput, RequestOutput, TokenKind, TokenLogprob
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,19 @@ class Delta:
     pieces: Sequence[str]
     logprobs: Sequence[TokenLogprob]
     ended: CompletionOutput | None
+
+    @staticmethod
+    def joined(deltas: Sequence[Delta]) -> Delta:
+        """What an answer gained in several steps."""
+        return Delta(
+            index=deltas[0].index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=_chained(delta.token_ids for delta in deltas),
+            kinds=_chained(delta.kinds for delta in deltas),
+            pieces=_chained(delta.pieces for delta in deltas),
+            logprobs=_chained(delta.logprobs for delta in deltas),
+            ended=deltas[-1].ended,
+        )
 
     @staticmethod
     def whole(answer: CompletionOutput) -> Delta:
@@ -41,6 +59,26 @@ class Update:
     number: int
     deltas: Sequence[Delta]
     output: RequestOutput | None
+
+    @property
+    def entries(self) -> int:
+        """Tokens and log-probabilities: how long it takes to write it down."""
+        return sum(len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs) for delta in self.deltas)
+
+    @staticmethod
+    def joined(updates: Sequence[Update]) -> Update:
+        """News of one prompt from several rounds."""
+        if len(updates) == 1:
+            return updates[0]
+        of_answer: defaultdict[int, list[Delta]] = defaultdict(list)
+        for update in updates:
+            for delta in update.deltas:
+                of_answer[delta.index].append(delta)
+        return Update(updates[0].number, [*map(Delta.joined, of_answer.values())], updates[-1].output)
+
+
+def _chained(parts: Iterable[Sequence[T]]) -> list[T]:
+    return list(chain.from_iterable(parts))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -12,8 +12,10 @@ from starlette.types import Receive
 from paceline.engine import Request
 from paceline.outputs import RequestOutput
 from paceline.server import errors
+from paceline.server.admission import Place
 from paceline.server.delta import Update
-from paceline.server.service import EngineService, News, Ticket
+from paceline.server.mailbox import Mailbox
+from paceline.server.service import EngineService, Ticket
 
 T = TypeVar("T")
 
@@ -23,21 +25,23 @@ class ClientGoneError(Exception):
 
 
 class Generation:
-    """The prompts of one request. ``async with`` submits them; leaving it aborts what is not finished.
+    """The prompts of one request, each with its place. ``async with`` submits them; leaving it aborts what is not
+    finished.
 
     Raises ApiError where it cannot be served.
     """
 
-    def __init__(self, service: EngineService, requests: Sequence[Request], streaming: bool) -> None:
+    def __init__(self, service: EngineService, asked: Iterable[tuple[Request, Place]], streaming: bool) -> None:
         self._service = service
-        self._inbox: asyncio.Queue[News] = asyncio.Queue()
-        self._tickets = [Ticket(n, request, self._inbox, streaming) for n, request in enumerate(requests)]
+        self._inbox = Mailbox()
+        self._tickets = [Ticket(n, request, place, self._inbox, streaming) for n, (request, place) in enumerate(asked)]
         self._open = {ticket.number: ticket for ticket in self._tickets}
         self.outputs: dict[int, RequestOutput] = {}
 
     @property
-    def answers(self) -> int:
-        return sum(ticket.request.params.n for ticket in self._tickets)
+    def made(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(ticket.made for ticket in self._tickets)
 
     async def __aenter__(self) -> Generation:
         for ticket in self._tickets:

@@ -18,6 +18,9 @@ MAX_STOP_TOKEN_IDS = 2**10
 MAX_LOGIT_BIAS = 2**10  # entries
 MAX_LABEL = 512  # characters of a name or a label, which may be repeated in the log
 
+# Of a reply.
+MAX_LOGPROB_ENTRIES = 2**20  # tokens and the likely ones beside them: 100 MB while they are collected
+
 # Of an answer that is no success.
 MAX_FAULTS = 10  # named in one answer
 MAX_SHOWN = 100  # characters of a field's name or value

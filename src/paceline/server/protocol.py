@@ -106,7 +106,8 @@ class GenerationRequest(Strict):
 
     Ranges are those of ``SamplingParams``. user: a label, repeated in the log. timeout: seconds after which the request
     is given up with an error; deadline_ms: milliseconds after which its answers end as they are. metrics: say what each
-    answer cost and how each token came about.
+    answer cost and how each token came about. priority: higher values wait while lower ones do; nobody can ask for less
+    than 0, the default, so that a request may make way for others but not push in.
     """
 
     model: Label | None = None
@@ -133,6 +134,7 @@ class GenerationRequest(Strict):
     timeout: Positive | None = None
     deadline_ms: Positive | None = None
     metrics: bool = False
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -17,8 +17,11 @@ from paceline.outputs import RequestOutput, TokenLogprob
 from paceline.params import SamplingParams, ServerConfig
 from paceline.scoring import PromptScorer
 from paceline.server import errors
+from paceline.server.admission import Place
 from paceline.server.delta import Growth, Update
+from paceline.server.mailbox import Mailbox, News
 from paceline.server.metrics import Meter, Pace
+from paceline.waiting import Waiting
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -26,24 +29,40 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.server")
 
 State = Literal["loading", "warming up", "ready", "stalled", "stopped"]
-News = Update | errors.ApiError
 _WARM_UP_TOKENS = 8
 
 
 @dataclass
 class Ticket:
-    """A prompt to continue and where its news go. streaming: every round's, else only the end."""
+    """A prompt to continue, its place in the queue and where its news go. streaming: every round's, else the end.
+
+    output: what there is so far, once the engine has taken it.
+    """
 
     number: int
     request: Request
-    inbox: asyncio.Queue[News]
+    place: Place
+    inbox: Mailbox
     streaming: bool
+    output: RequestOutput | None = None
+
+    @property
+    def made(self) -> int:
+        """Tokens of its answers so far."""
+        return 0 if self.output is None else sum(len(answer.token_ids) for answer in self.output.outputs)
 
 
 @dataclass
 class _Scoring:
-    scorer: PromptScorer
+    """A prompt whose log-probabilities are wanted. scorer: None until it begins, for it takes a cache of its own."""
+
+    request_id: str
+    client: str
+    priority: int
+    token_ids: Sequence[int]
+    top: int
     result: asyncio.Future[list[TokenLogprob]]
+    scorer: PromptScorer | None = None
 
 
 @dataclass
@@ -51,6 +70,7 @@ class _Live:
     ticket: Ticket
     growth: Growth
     pace: Pace
+    ended: int = 0  # answers
 
 
 Command = Callable[[], None]
@@ -101,7 +121,8 @@ class EngineService:
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
-        self._scorings: deque[_Scoring] = deque()
+        self._scorings: Waiting[_Scoring] = Waiting()
+        self._scoring: _Scoring | None = None  # the one that has begun
         self._llm: LLM | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -148,12 +169,14 @@ class EngineService:
         """Give up everything that is not finished."""
         self._inbox.put(lambda: self._fail_all(error))
 
-    async def score(self, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-        """Log-probabilities of a prompt's tokens but the first, worked out between rounds."""
-        if len(token_ids) < 2:
+    async def score(self, request: Request, top: int) -> list[TokenLogprob]:
+        """Log-probabilities of a prompt's tokens but the first, worked out between rounds; clients take turns."""
+        if len(request.prompt_token_ids) < 2:
             return []
         result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        self._inbox.put(lambda: self._start_scoring(token_ids, top, result))
+        name, tokens = str(request.request_id), request.prompt_token_ids
+        scoring = _Scoring(name, request.client, request.priority, tokens, top, result)
+        self._inbox.put(lambda: self._scorings.extend([scoring]))
         return await result
 
     async def stop(self) -> None:
@@ -197,7 +220,7 @@ class EngineService:
 
     def _turn(self) -> None:
         """Commands first; then one round, and one piece of one scoring."""
-        idle = not self.engine.busy and not self._scorings
+        idle = not self.engine.busy and not self._has_scorings
         if idle:
             self._step_began = None
         commands = self._inbox.take(wait=idle)
@@ -206,7 +229,7 @@ class EngineService:
             command()
         if self.engine.busy:
             self._round()
-        if self._scorings:
+        if self._has_scorings:
             self._score_some()
         self.meter.queues(self.engine)
 
@@ -222,29 +245,32 @@ class EngineService:
         self._pass_on(changed)
 
     def _pass_on(self, changed: Sequence[RequestOutput]) -> None:
-        """All news of a round in one call to the event loop."""
-        news = [item for output in changed if (item := self._news(output)) is not None]
-        if news:
-            self._deliver(news)
+        """All news of a round in one call to the event loop; places first, which need no client."""
+        live = [(each, output) for output in changed if (each := self._live.get(output.request_id)) is not None]
+        ended = [(each.ticket.place, count) for each, output in live if (count := _newly_ended(each, output))]
+        news = [(each.ticket, item) for each, output in live if (item := self._news(each, output)) is not None]
+        if news or ended:
+            self._deliver(news, ended)
 
-    def _news(self, output: RequestOutput) -> tuple[Ticket, News] | None:
-        live = self._live.get(output.request_id)
-        if live is None:
-            return None
+    def _news(self, live: _Live, output: RequestOutput) -> News | None:
         self.meter.gained(live.pace, output)
         if output.finished:
             del self._live[output.request_id]
         elif not live.ticket.streaming:
             return None
         if output.error is not None:
-            return live.ticket, errors.failed(output.error)
+            return errors.failed(output.error)
         deltas = live.growth.news() if live.ticket.streaming else []
-        return live.ticket, Update(live.ticket.number, deltas, output if output.finished else None)
+        return Update(live.ticket.number, deltas, output if output.finished else None)
 
-    def _deliver(self, news: list[tuple[Ticket, News]]) -> None:
+    def _deliver(self, news: list[tuple[Ticket, News]], ended: Sequence[tuple[Place, int]] = ()) -> None:
         def put() -> None:
+            for place, count in ended:
+                place.end(count)
             for ticket, item in news:
-                ticket.inbox.put_nowait(item)
+                if isinstance(item, errors.ApiError):
+                    ticket.place.close()
+                ticket.inbox.put(item)
 
         self._call(put)
 
@@ -260,6 +286,7 @@ class EngineService:
                 log.exception("request %s could not be taken", ticket.request.request_id)
             self._deliver([(ticket, errors.failed(error))])
             return
+        ticket.output = output
         self._live[output.request_id] = _Live(ticket, Growth(output), Pace.of(output))
 
     def _abort(self, request_id: str) -> None:
@@ -275,34 +302,39 @@ class EngineService:
         for name in names:
             self.engine.abort(name)
         self._fail(names, error)
-        while self._scorings:
-            self._settle(self._scorings.popleft().result, error)
+        for scoring in [*([self._scoring] if self._scoring else []), *self._scorings]:
+            self._settle(scoring, error)
+        self._scorings.clear()
 
     def _stop(self) -> None:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
 
-    def _start_scoring(self, token_ids: Sequence[int], top: int, result: asyncio.Future[list[TokenLogprob]]) -> None:
-        try:
-            self._scorings.append(_Scoring(self.engine.scorer(token_ids, top), result))
-        except Exception as error:
-            log.exception("log-probabilities of a prompt could not be begun")
-            self._settle(result, errors.failed(error))
+    @property
+    def _has_scorings(self) -> bool:
+        return self._scoring is not None or bool(self._scorings)
 
     def _score_some(self) -> None:
-        scoring = self._scorings[0]
+        """A piece of one, from its beginning to its end; nobody waits any more for those that were cancelled."""
+        scoring = self._scoring = self._scoring or self._scorings.turn(1)[0]
+        if scoring.result.cancelled():
+            self._scoring = None
+            return
         try:
+            if scoring.scorer is None:
+                scoring.scorer = self.engine.scorer(scoring.token_ids, scoring.top)
             self.engine.score_some(scoring.scorer)
         except Exception as error:
             log.exception("log-probabilities of a prompt failed")
-            self._settle(self._scorings.popleft().result, errors.failed(error))
+            self._settle(scoring, errors.failed(error))
             return
-        if scoring.scorer.finished or scoring.result.cancelled():
-            self._settle(self._scorings.popleft().result, scoring.scorer.logprobs)
+        if scoring.scorer.finished:
+            self._settle(scoring, scoring.scorer.logprobs)
 
-    def _settle(
-        self, result: asyncio.Future[list[TokenLogprob]], outcome: list[TokenLogprob] | errors.ApiError
-    ) -> None:
+    def _settle(self, scoring: _Scoring, outcome: list[TokenLogprob] | errors.ApiError) -> None:
+        self._scoring = None
+        result = scoring.result
+
         def settle() -> None:
             if result.done():
                 return
@@ -312,3 +344,9 @@ class EngineService:
                 result.set_result(outcome)
 
         self._call(settle)
+
+
+def _newly_ended(live: _Live, output: RequestOutput) -> int:
+    """Answers that have ended since the last call."""
+    before, live.ended = live.ended, sum(answer.finished for answer in output.outputs)
+    return live.ended - before

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.server import errors
+from paceline.server.documents import event
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Meter
 
 log = logging.getLogger("paceline.server")
 DONE = b"data: [DONE]\n\n"
-Events = AsyncGenerator[Sequence[BaseModel], None]
-
-
-def event(document: BaseModel) -> bytes:
-    """One event; fields that were not set are left out."""
-    return b"data: " + document.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+Events = AsyncGenerator[bytes, None]
 
 
 class EventStream(Response):
-    """Sends each batch of documents when it comes. The generator is closed as soon as the client hangs up.
+    """Sends events when they come. The generator is closed as soon as the client hangs up.
 
-    What fails before the first document has its own status; what fails later is a document {"error": ...}, the last.
+    What fails before the first event has its own status; what fails later is an event {"error": ...}, the last.
     """
 
     media_type = "text/event-stream"
@@ -48,17 +43,17 @@ class EventStream(Response):
         begun = False
         async with aclosing(self._events) as events:
             try:
-                async for documents in events:
-                    if not begun:
+                async for some in events:
+                    if some and not begun:
                         await self._begin(send)
                         begun = True
-                    await _send(send, b"".join(map(event, documents)))
+                    await _send(send, some)
             except errors.ApiError as error:
                 self._meter.refused(error)
                 if not begun:
                     await error.response()(scope, receive, send)
                     return
-                await _send(send, f"data: {json.dumps(error.body)}\n\n".encode())
+                await _send(send, event(json.dumps(error.body).encode()))
         if not begun:
             await self._begin(send)
         await _send(send, DONE, more=False)

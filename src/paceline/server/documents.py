@@ -1,0 +1,42 @@
+"""Replies as JSON. Long ones are written piece by piece, beside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+_DEEP = 5  # document, choices, choice, log-probabilities, tokens: what is deeper is short
+
+
+def written(document: BaseModel) -> bytes:
+    """At once; fields that were not set are left out."""
+    return document.model_dump_json(exclude_unset=True).encode()
+
+
+def written_in_pieces(document: BaseModel) -> bytes:
+    """The same bytes. pydantic holds Python's lock while it writes: between short pieces others have their turn."""
+    return b"".join(_pieces(document, _DEEP))
+
+
+def event(document: bytes) -> bytes:
+    """A document as an event of a stream."""
+    return b"data: " + document + b"\n\n"
+
+
+def _pieces(value: object, depth: int) -> Iterator[bytes]:
+    if isinstance(value, BaseModel) and depth:
+        yield b"{"
+        for number, name in enumerate(name for name in type(value).model_fields if name in value.model_fields_set):
+            yield b'%s"%s":' % (b"," if number else b"", name.encode())
+            yield from _pieces(getattr(value, name), depth - 1)
+        yield b"}"
+    elif isinstance(value, list) and depth and isinstance(next(iter(value), None), (BaseModel, dict)):
+        yield b"["
+        for number, item in enumerate(value):
+            yield b"," if number else b""
+            yield from _pieces(item, depth - 1)
+        yield b"]"
+    else:
+        yield written(value) if isinstance(value, BaseModel) else to_json(value)

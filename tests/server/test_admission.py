@@ -1,0 +1,356 @@
+"""Who gets in, who waits and who is next: every request is counted in answers and tokens, and nobody has everything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
+from paceline.params import ServerConfig
+from paceline.server import errors, replies
+from paceline.server.admission import Admission, Place, Room, Work
+from paceline.server.completions import CompletionJob
+from paceline.server.delta import Growth, Update
+from paceline.server.documents import written, written_in_pieces
+from paceline.server.mailbox import UNREAD, Mailbox
+from paceline.server.protocol import CompletionRequest
+from paceline.server.streaming import EventStream
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOM = Room(answers=4, tokens=400)
+
+
+def enter(admission: Admission, client: str, answers: int = 1, made: int = 10, read: int = 10) -> Place:
+    (place,) = admission.enter(client, [Work(answers, made, read)], ROOM)
+    return place
+
+
+def refused(admission: Admission, client: str, *numbers: int) -> int:
+    with pytest.raises(errors.ApiError) as caught:
+        enter(admission, client, *numbers)
+    return caught.value.status
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_client_alone_may_have_all_places_and_still_keeps_nobody_out() -> None:
+    admission = Admission(max_waiting=12)
+    held = [enter(admission, "greedy") for _ in range(16)]
+    assert refused(admission, "greedy") == 429
+    held += [enter(admission, "modest") for _ in range(3)]  # a quarter of 12 more
+    assert refused(admission, "modest") == refused(admission, "third") == 429
+    for place in held[:3]:
+        place.close()
+    assert refused(admission, "greedy") == 429, "the places that it gave up are for those with less"
+    enter(admission, "modest")
+
+
+def test_places_are_given_back_answer_by_answer_and_never_twice() -> None:
+    admission = Admission(max_waiting=0)
+    place = enter(admission, "a", 4)
+    place.end(3)
+    assert admission.inside == 1
+    enter(admission, "a", 3).close()
+    for _ in range(3):
+        place.end(5)
+        place.close()
+    assert admission.inside == 0
+    assert refused(admission, "a", 5) == 400, "so many can never be inside"
+    enter(admission, "a", 4)
+
+
+def test_tokens_count_as_answers_do() -> None:
+    admission = Admission(max_waiting=12, max_waiting_tokens=100)
+    enter(admission, "a", 4, 100, 40)
+    assert refused(admission, "a", 1, 60, 1) == 429
+    assert refused(admission, "a", 1, 400, 101) == 400
+    place = enter(admission, "a", 2, 10, 40)
+    place.end(1)
+    assert refused(admission, "a", 1, 5, 10) == 429, "the prompt is there as long as one answer is"
+    place.end(1)
+    enter(admission, "a", 1, 5, 10)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "echo": True, "max_tokens": 0, "n": HUGE},
+        {"prompt": "a", "echo": True, "max_tokens": 0, "n": HUGE, "stream": True},
+        {"prompt": "a", "echo": True, "max_tokens": 0, "n": 17},
+        {"prompt": ["a"] * 17, "echo": True, "max_tokens": 0, "logprobs": 1},
+        {"prompt": ["a"] * 4000, "max_tokens": 1},
+        {"prompt": ["a"] * 9, "n": 2},
+        {"prompt": "a", "best_of": HUGE},
+        {"messages": [{"role": "user", "content": "a"}], "n": HUGE},
+        {"messages": [{"role": "user", "content": "a"}], "n": 17},
+    ],
+)
+def test_more_answers_than_there_is_room_for_are_refused_at_once(live: Live, body: Any) -> None:
+    reply = live.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert reply.status_code == 400
+    assert len(reply.content) < 1000
+    live.wait_until_idle()
+
+
+@contextmanager
+def held(live: Live) -> Iterator[None]:
+    """The engine does nothing meanwhile."""
+    release = threading.Event()
+    live.context.service._inbox.put(lambda: release.wait(60))
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def wait_for(fact: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not fact():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_prompts_to_score_wait_like_others_and_take_no_cache_before_their_turn(live: Live) -> None:
+    body = {"prompt": ["some prompt"] * 8, "echo": True, "max_tokens": 0, "logprobs": 1}
+    admission, service = live.context.admission, live.context.service
+    with ThreadPoolExecutor(2) as pool:
+        with held(live):
+            first = [pool.submit(live.post, "/v1/completions", body) for _ in range(2)]
+            wait_for(lambda: admission.inside == 16)
+            assert live.post("/v1/completions", body).status_code == 429
+        assert [each.result().status_code for each in first] == [200, 200]
+    assert service._scoring is None
+    with held(live):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{live.url}/v1/completions", json=body, timeout=0.2)
+        wait_for(lambda: admission.inside == 0)
+        wait_for(lambda: service._inbox.commands)
+    live.wait_until_idle()
+    wait_for(lambda: not service._has_scorings)
+
+
+def test_too_many_log_probabilities_and_texts_that_no_prompt_can_be_are_refused(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.context.MAX_LOGPROB_ENTRIES", 1000)
+    asked = {"prompt": "a", "logprobs": 20, "n": 4, "max_tokens": 12}
+    assert "log-probabilities" in live.post("/v1/completions", asked).json()["error"]["message"]
+    assert live.post("/v1/completions", {**asked, "n": 3}).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    assert live.post("/v1/chat/completions", chat).status_code == 400
+
+    def never(*_: Any) -> list[int]:
+        raise AssertionError("was tokenized")
+
+    monkeypatch.setattr(live.context.tokenizer, "encode", never)
+    monkeypatch.setattr(live.context.tokenizer, "chat", never)
+    text = "a" * 200_000
+    for path, long in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/tokenize", {"prompt": text}),
+    ):
+        reply = live.post(path, long)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert live.post("/detokenize", {"tokens": [1] * 100_000}).status_code == 400
+
+
+# --- clients that do not read -----------------------------------------------------------------------------------------
+
+
+def test_a_place_is_free_when_the_engine_is_done_whoever_has_not_read_it(live: Live) -> None:
+    """The stream's first event never leaves; its 64 + 1 pieces of news do not pile up behind it."""
+    context, lengths = live.context, list[int]()
+    body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)
+
+    async def never_read() -> None:
+        job = await CompletionJob.prepare(context, body, "client")
+        sent = asyncio.Event()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                sent.set()
+                await asyncio.Event().wait()
+
+        stream = asyncio.ensure_future(EventStream(job.stream(), context.meter)({}, receive, send))
+        await asyncio.wait_for(sent.wait(), 30)
+        inbox = next(iter(context.service._live.values())).ticket.inbox
+        while context.admission.inside:
+            lengths.append(len(inbox))
+            await asyncio.sleep(0.002)
+        lengths.append(len(inbox))
+        stream.cancel()
+
+    asyncio.run_coroutine_threadsafe(never_read(), context.service._loop).result(60)
+    assert 0 < max(lengths) <= UNREAD
+    live.wait_until_idle()
+
+
+def test_news_that_nobody_fetched_are_joined_and_nothing_is_lost() -> None:
+    async def play() -> None:
+        box, outputs = Mailbox(), [_output(f"{n}") for n in range(2)]
+        growths = [Growth(output) for output in outputs]
+        for token in range(1000):
+            for number, output in enumerate(outputs):
+                for answer in output.outputs:
+                    _gain(answer, token, last=token == 999)
+                box.put(Update(number, growths[number].news(), output if token == 999 else None))
+            assert len(box) <= UNREAD
+        box.put(errors.round_failed())
+        found: dict[tuple[int, int], list[int]] = {}
+        texts: Counter[str] = Counter()
+        while not isinstance(news := await box.get(), errors.ApiError):
+            for delta in news.deltas:
+                found.setdefault((news.number, delta.index), []).extend(delta.token_ids)
+                assert len(delta.token_ids) == len(delta.pieces) == len(delta.kinds) == len(delta.logprobs)
+                texts[f"{news.number} {delta.index}"] += len(delta.text)
+        assert set(map(tuple, found.values())) == {tuple(range(1000))}
+        assert len(found) == 4
+        assert set(texts.values()) == {2000}
+
+    asyncio.run(play())
+
+
+def _output(name: str) -> RequestOutput:
+    return RequestOutput(name, None, [1], [CompletionOutput(index, logprobs=[]) for index in range(2)])
+
+
+def _gain(answer: CompletionOutput, token: int, last: bool) -> None:
+    answer.token_ids.append(token)
+    answer.token_kinds.append("plain")
+    answer.pieces.append("ab")
+    answer.text += "ab"
+    assert answer.logprobs is not None
+    answer.logprobs.append(TokenLogprob(token, -1.0, ((token, -1.0),)))
+    answer.finish_reason = "length" if last else None
+
+
+def test_long_replies_are_written_in_pieces_as_they_would_be_at_once() -> None:
+    logprobs = replies.CompletionLogprobs(
+        tokens=["a", '"\u2028é'], token_logprobs=[None, -0.5], top_logprobs=[None, {'"': -1e-7}], text_offset=[0, 1]
+    )
+    top = replies.TopLogprob(token="x", logprob=-9999.0, bytes=[1, 2])
+    spelled = replies.ChatLogprob(token="x", logprob=-0.25, bytes=[], top_logprobs=[top, top])
+    choice = replies.CompletionChoice(index=0, text="a\n\x00", logprobs=logprobs, finish_reason=None)
+    choice.stop_reason = None
+    choice.paceline = replies.Extras(
+        token_ids=[1], kinds=["plain"], pieces=["a"], metrics=replies.AnswerMetrics.of(Metrics())
+    )
+    whole = replies.Completion(id="1", object="text_completion", created=1, model="m", choices=[choice, choice])
+    message = replies.ChatMessage(role="assistant", content="a", refusal=None)
+    said = replies.ChatChoice(
+        index=0, message=message, logprobs=replies.ChatLogprobs(content=[spelled] * 3), finish_reason="stop"
+    )
+    usage = replies.Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    chat = replies.Chat(id="1", object="chat.completion", created=1, model="m", choices=[said], usage=usage)
+    none = replies.Completion(id="1", object="text_completion", created=1, model="m", choices=[])
+    for document in (whole, chat, none, replies.Tokens(count=2, max_model_len=3, tokens=[1, 2], token_strs=[])):
+        assert written_in_pieces(document) == written(document)
+
+
+def test_a_reply_in_pieces_is_the_one_at_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "once upon", "max_tokens": 60, "n": 3, "seed": 1, "logprobs": 5, "echo": True, "metrics": True}
+
+    def choices(stream: bool) -> Any:
+        reply = live.post("/v1/completions", {**body, "stream": stream})
+        if stream:
+            return sorted(line.split('"choices"')[1] for line in reply.text.splitlines() if '"text"' in line)
+        found = reply.json()["choices"]
+        for choice in found:
+            del choice["paceline"]["metrics"]
+        return found
+
+    whole = choices(False)
+    monkeypatch.setattr("paceline.server.context._SHORT_REPLY", 0)
+    assert choices(False) == whole
+    assert choices(True)
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: str) -> Iterator[Live]:
+    yield from start(ServerConfig(port=0, api_keys=("greedy", "modest"), max_waiting=120), tiny)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def ask(keyed: Live, client: httpx.Client) -> Callable[..., httpx.Response]:
+    def post(key: str, **body: Any) -> httpx.Response:
+        whole = {"prompt": "abc", "max_tokens": 8, "ignore_eos": True, "seed": 1, **body}
+        return client.post(f"{keyed.url}/v1/completions", json=whole, headers={"Authorization": f"Bearer {key}"})
+
+    return post
+
+
+@pytest.fixture
+def begun(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose answers got a row, in their order."""
+    scheduler, order = keyed.context.llm.engine.scheduler, list[str]()
+    original = scheduler._start
+
+    def noted(sequence: Any) -> None:
+        order.append(f"{sequence.client} {sequence.params.seed}")
+        original(sequence)
+
+    monkeypatch.setattr(scheduler, "_start", noted)
+    return order
+
+
+def test_a_hundred_requests_of_one_key_delay_anothers_single_one_by_a_turn(
+    keyed: Live, ask: Callable[..., httpx.Response], begun: list[str]
+) -> None:
+    admission = keyed.context.admission
+    with ThreadPoolExecutor(101) as pool:
+        with held(keyed):
+            many = [pool.submit(ask, "greedy", seed=1) for _ in range(100)]
+            wait_for(lambda: admission.inside == 100)
+            single = pool.submit(ask, "modest", seed=2)
+            wait_for(lambda: admission.inside == 101)
+        assert {each.result().status_code for each in (*many, single)} == {200}
+    assert [name.split()[-1] for name in begun].index("2") <= 1, "one turn of the other, no more"
+    assert len({name.split()[1] for name in begun}) == 2
+    keyed.wait_until_idle()
+
+
+def test_a_request_can_make_way_and_cannot_push_in(
+    keyed: Live, ask: Callable[..., httpx.Response], begun: list[str]
+) -> None:
+    admission = keyed.context.admission
+    with ThreadPoolExecutor(9) as pool:
+        with held(keyed):
+            polite = [pool.submit(ask, "modest", seed=1, priority=5) for _ in range(6)]
+            wait_for(lambda: admission.inside == 6)
+            others = [pool.submit(ask, "modest", seed=2) for _ in range(2)]
+            wait_for(lambda: admission.inside == 8)
+        assert {each.result().status_code for each in (*polite, *others)} == {200}
+    assert [name.split()[-1] for name in begun][:2] == ["2", "2"]
+    refused = ask("modest", priority=-1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
