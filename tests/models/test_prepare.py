@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -16,6 +18,13 @@ from paceline.models.transformer import Transformer
 from toy import ToyModel, make_engine, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def fresh_llama() -> Transformer:
+    """One whose layers may be replaced."""
+    return cast(Transformer, copy.deepcopy(tiny_llama()))
+
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -35,7 +44,7 @@ def test_on_cuda_tritons_products_take_the_weights(
     from paceline.gpu.linear import SmallRowLinear
 
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    made = module._with_triton(tiny_llama(), quantization, deterministic)
+    made = module._with_triton(fresh_llama(), quantization, deterministic)
     assert made.precision == precision
     head = cast(SmallRowLinear, made._head)
     assert head.weight.scales is None or quantization is not None
@@ -45,10 +54,24 @@ def test_on_cuda_tritons_products_take_the_weights(
     torch.testing.assert_close(made.logits(hidden), expected, atol=0.3, rtol=0.1)
 
 
+def test_weights_in_8_bits_take_the_place_of_those_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    model = fresh_llama()
+    wide = [weakref.ref(getattr(owner, name).weight) for owner, name in model._linears()]
+    before, embedding = model.weight_bytes(), model._embedding
+    made = module._with_triton(model, "int8", deterministic=False)
+    assert [each for each in wide if each() is not None and each() is not embedding] == []
+    layers = [getattr(owner, name).weight for owner, name in made._linears()]
+    others = sum(tensor.nbytes for tensor in made._kept)
+    assert made.weight_bytes() == sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) + others
+    assert made.weight_bytes() < before / 2
+
+
 def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "require_triton", lambda *_: None)
     with pytest.raises(ParameterError, match=r"quantization='int4'.*'int8' or 'fp8'"):
-        module._with_triton(tiny_llama(), "int4", deterministic=False)
+        module._with_triton(fresh_llama(), "int4", deterministic=False)
     with pytest.raises(ParameterError, match=r"deterministic=True.*native family"):
         module._with_triton(ToyModel(), None, deterministic=True)
 

@@ -23,8 +23,8 @@ def prepare(
 ) -> AnyModel:
     """Pack the model for the native kernels if ``attention`` allows it and they can run it.
 
-    On CUDA, weights in 8 bits and ``deterministic`` products are Triton's. Raises ParameterError if native kernels, a
-    quantization or determinism were asked for and are not possible, and says why.
+    On CUDA, weights in 8 bits and ``deterministic`` products are Triton's; they take the place of the model's own. Raises
+    ParameterError if native kernels, a quantization or determinism were asked for and are not possible, and says why.
     """
     if model.device.type == "cuda" and (quantization is not None or deterministic):
         return _with_triton(model, quantization, deterministic)
@@ -50,7 +50,7 @@ def prepare(
 
 
 def _with_triton(model: Model, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
-    """The same weights, in 8 bits or as they are, multiplied by Triton's kernels."""
+    """The model with its weights in 8 bits, or as they are, multiplied by Triton's kernels."""
     field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
     require_triton(model.device, field, value)
     if not isinstance(model, Transformer):
@@ -60,10 +60,10 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
     from paceline.gpu.linear import Linears
 
     to: Format = "same" if quantization is None else quantization
-    made = Transformer(model.config, model.weights, model.name, linear=Linears(to, deterministic=deterministic))
+    model.replace_linears(Linears(to, deterministic=deterministic))
     if quantization is not None:
-        made.precision = f"{quantization} weights, {model.precision}"
-    return made
+        model.precision = f"{quantization} weights, {model.precision}"
+    return model
 
 
 def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | None:

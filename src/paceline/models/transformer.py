@@ -6,7 +6,7 @@ Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -76,25 +76,20 @@ class _RotaryAngles:
 
 
 class _Parts:
-    """The weights by name; makes a layer's pieces from them and remembers which tensors they keep."""
+    """The weights by name; makes a layer's pieces from them and remembers which tensors they keep beside the linears'."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
         self._config, self._weights, self._linear = config, weights, linear
-        self.kept: dict[int, Tensor] = {}
-
-    def _keep(self, *tensors: Tensor) -> None:
-        self.kept.update({tensor.data_ptr(): tensor for tensor in tensors})
+        self.kept: list[Tensor] = []
 
     def find(self, name: str) -> Tensor | None:
         tensor = self._weights.get(name)
         if tensor is not None:
-            self._keep(tensor)
+            self.kept.append(tensor)
         return tensor
 
     def linear(self, name: str) -> Linear:
-        made = self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
-        self._keep(*made.tensors())
-        return made
+        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def norm(self, name: str) -> Norm:
         width, eps, weight = self._config.width, self._config.norm_eps, self.find(f"{name}.weight")
@@ -111,6 +106,8 @@ class _Parts:
 
 
 class _Attention:
+    linears = ("qkv", "output")
+
     def __init__(self, config: ModelConfig, parts: _Parts, index: int) -> None:
         layer = f"layers.{index}"
         self.index, self.dim = index, config.head_dim
@@ -146,6 +143,8 @@ class _Attention:
 
 
 class _GatedMLP:
+    linears = ("gate_up", "down")
+
     def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
         self.activation = _ACTIVATIONS[config.activation]
         self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
@@ -156,6 +155,8 @@ class _GatedMLP:
 
 
 class _PlainMLP:
+    linears = ("up", "down")
+
     def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
         self.activation = _ACTIVATIONS[config.activation]
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
@@ -194,13 +195,12 @@ class Transformer:
         self.vocab_size, self.layers = config.vocab_size, config.layers
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.max_positions = config.max_positions
-        self.weights = weights
         self._embedding = weights["embed.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         parts = _Parts(config, weights, linear)
         self._build(parts)
-        self._kept = tuple(parts.kept.values())
+        self._kept = tuple(parts.kept)
 
     def _build(self, parts: _Parts) -> None:
         config = self.config
@@ -210,7 +210,23 @@ class Transformer:
         self._angles = _RotaryAngles(config.rotary, self.dtype, self.device) if config.rotary else None
         self._blocks = [_Layer(config, parts, index) for index in range(config.layers)]
         self._norm = parts.norm("norm") if config.final_norm else None
-        self._head = parts.linear("embed" if parts.find("head.weight") is None else "head")
+        self._head = parts.linear("embed" if config.tied else "head")
+
+    def _linears(self) -> Iterator[tuple[object, str]]:
+        """Where the linear layers are kept: an object and its attribute's name."""
+        yield self, "_head"
+        for block in self._blocks:
+            for owner in (block.attention, block.mlp):
+                yield from ((owner, name) for name in owner.linears)
+
+    def replace_linears(self, make: LinearFactory) -> None:
+        """Make every linear layer anew from its weights, one after the other: what ``make`` does not keep is freed at once.
+
+        For a model as it was loaded, whose linear layers are all ``Dense``.
+        """
+        for owner, name in self._linears():
+            dense = getattr(owner, name)
+            setattr(owner, name, make(dense.weight, dense.bias))
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [B, L] int64 -> last hidden states [B, L, embed_width], after the final norm."""
@@ -241,4 +257,6 @@ class Transformer:
 
     def weight_bytes(self) -> int:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
-        return sum(tensor.nbytes for tensor in self._kept)
+        linears: list[Linear] = [getattr(owner, name) for owner, name in self._linears()]
+        tensors = [*self._kept, *(tensor for linear in linears for tensor in linear.tensors())]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
