@@ -6,9 +6,9 @@ import codecs
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jinja2
 from tokenizers import decoders
@@ -18,6 +18,7 @@ from paceline.errors import ModelFormatError, RequestError, VocabularyMismatchEr
 from paceline.inputs import check_message
 from paceline.models import gguf_config
 from paceline.models.boundary import reading
+from paceline.models.control_tokens import ControlTokens
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
 from paceline.models.hub import resolve
@@ -71,18 +72,34 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A conversation through the model's chat template, ready for the answer.
 
+        A control token that a message spells out is text; the template's own are control.
         Raises RequestError, and ParameterError for half a character (a lone surrogate).
         """
         if not self.huggingface.chat_template:
             raise RequestError(f"{self.name} has no chat template; give plain prompts instead of messages")
         checked = [dict(check_message(message)) for message in messages]
         try:
-            ids = self.huggingface.apply_chat_template(
-                checked, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            return self._encode_chat(checked)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error
-        return list(ids)
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        def render(conversation: list[dict[str, Any]], tokenize: bool = False) -> Any:
+            return self.huggingface.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+            )
+
+        if self._control_tokens is None or not self._control_tokens.are_spelled_in(messages):
+            return list(render(messages, tokenize=True))
+        return self._control_tokens.encode(messages, render)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens | None:
+        """None for the few tokenizers that are written in Python: their own way stands."""
+        if not isinstance(self.huggingface, PreTrainedTokenizerFast):
+            return None
+        spellings = filter(None, (self.spelling(index) for index in self._special))
+        return ControlTokens(self.huggingface.backend_tokenizer, spellings)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens by their name; bytes that are no whole character show as U+FFFD."""
