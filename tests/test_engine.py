@@ -455,7 +455,9 @@ def test_the_answers_of_one_request_differ_and_come_again_with_the_seed() -> Non
     assert len({tuple(answer) for answer in first[0]}) == 3
 
 
-@pytest.mark.parametrize("where", ["propose", "verify", "accept", "commit", "observe", "prefill", "settle", "release"])
+@pytest.mark.parametrize(
+    "where", ["propose", "verify", "accept", "commit", "observe", "prefill_rows", "settle", "release"]
+)
 def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=3, prefill_chunk=3)
     parts, scheduler = engine.parts, engine.scheduler
@@ -465,7 +467,7 @@ def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, m
         "accept": parts,
         "commit": engine.batch,
         "observe": parts.drafter,
-        "prefill": parts.target,
+        "prefill_rows": parts.target,
         "settle": scheduler,
         "release": scheduler,
     }[where]

@@ -16,7 +16,7 @@ from paceline.decoder import Decoder
 from paceline.engine import Engine, Request
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import SamplingParams
-from toy import POSITIONS, VOCAB, RandomLength, ToyModel, answers, make_engine, run, slow_answer
+from toy import POSITIONS, VOCAB, FlatToy, RandomLength, ToyModel, answers, make_engine, run, slow_answer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,12 +28,12 @@ class Spy:
 
     def __init__(self, decoder: Decoder, vocab: int = VOCAB) -> None:
         self.chunks: list[list[int]] = []
-        self._prefill, self.decoder = decoder.prefill, decoder
-        decoder.prefill = self.prefill  # type: ignore[method-assign]
+        self._prefill, self.decoder = decoder.prefill_rows, decoder
+        decoder.prefill_rows = self.prefill  # type: ignore[method-assign]
 
-    def prefill(self, batch: Batch, first_row: int, starts: Sequence[int], stops: Sequence[int]) -> None:
+    def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         self.chunks.append([stop - start for start, stop in zip(starts, stops, strict=True)])
-        self._prefill(batch, first_row, starts, stops)
+        self._prefill(batch, rows, starts, stops)
 
     @property
     def tokens(self) -> int:
@@ -124,12 +124,29 @@ def test_answers_that_end_in_their_first_round_share_a_prefill(chunk: int) -> No
     assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(4)]
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_answer_for_which_no_row_was_free_takes_over_a_siblings_row_and_prompt(rows: int, tokens: int) -> None:
+    models = FlatToy(), FlatToy(blur=0.3)
+    engine = make_engine(*models, drafter="model", attention="auto", max_batch_size=rows)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    params = SamplingParams(n=5, max_tokens=tokens, seed=4)
+    output = run(engine, [[3] * 15], [params])[0]
+    assert [spy.tokens for spy in spies] == [14, 14]
+    assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(5)]
+
+
 def test_a_sample_that_comes_after_its_siblings_left_is_prefilled_anew() -> None:
+    """Because it was another client's turn."""
     engine = engine_of(max_batch_size=1)
     spy = Spy(engine.parts.target)
     params = SamplingParams(n=3, max_tokens=4, seed=4)
-    output = run(engine, [[3] * 15], [params])[0]
-    assert spy.tokens == 3 * 14
+    output = add(engine, [3] * 15, params, client="a")
+    other = add(engine, [2] * 9, client="b")
+    while engine.busy:
+        step(engine)
+        assert not other.finished or len(output.outputs[2].token_ids) == 0 or output.outputs[1].finished
+    assert spy.tokens == 14 + 8 + 14
     assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(3)]
 
 
@@ -221,11 +238,14 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
 @given(seed=st.integers(0, 10**6))
 def test_a_soak_of_arrivals_aborts_and_deadlines_leaves_everyone_else_untouched(seed: int) -> None:
     rng = random.Random(seed)
+    kind = rng.choice([ToyModel, FlatToy])
     engine = make_engine(
-        ToyModel(),
-        ToyModel(blur=0.3),
+        kind(),
+        kind(blur=0.3),
         eos=(0,),
         drafter="model",
+        attention="auto",
+        longest_pause=rng.choice([None, 0.001]),
         max_batch_size=rng.randint(1, 5),
         prefill_chunk=rng.choice([1, 3, 8, 100]),
     )

@@ -75,6 +75,13 @@ class KVCache:
         self.keys[:, destination, :, :length] = self.keys[:, source, :, :length]
         self.values[:, destination, :, :length] = self.values[:, source, :, :length]
 
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        """Exchange the first ``length`` positions of two rows."""
+        for table in (self.keys, self.values):
+            held = table[:, one, :, :length].clone()
+            table[:, one, :, :length] = table[:, other, :, :length]
+            table[:, other, :, :length] = held
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU the pages are taken from the system only when a row grows into them."""

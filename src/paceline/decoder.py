@@ -36,6 +36,9 @@ class Decoder:
         self.cache = KVCache(
             model.layers, rows, model.kv_heads, positions, model.head_dim, dtype=model.dtype, device=model.device
         )
+        self._places = list(
+            range(rows)
+        )  # of the rows in the cache; only a FlatModel, told each token's row, has others
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.lag = 1  # of a drafter's: no decoding row's cache lacks more tokens than this
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
@@ -66,11 +69,10 @@ class Decoder:
     ) -> Tensor:
         """Only the real tokens are run."""
         real = None if counts is None else real_places(counts, tokens.shape[1])
+        rows = torch.tensor(self._places[first_row : first_row + tokens.shape[0]])[:, None].expand_as(tokens)
         if real is None or bool(real.all()):
-            rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
             flat = model.forward_flat(tokens.flatten(), rows.flatten(), positions.flatten(), self.cache)
             return flat.view(*tokens.shape, -1)
-        rows = torch.arange(first_row, first_row + tokens.shape[0])[:, None].expand_as(tokens)
         flat = model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
@@ -95,7 +97,7 @@ class Decoder:
         positions: list[int] = []
         for row, guesses in enumerate(draft.guesses):
             tokens += [pending[row], *guesses]
-            rows += [batch.first + row] * (len(guesses) + 1)
+            rows += [self._places[batch.first + row]] * (len(guesses) + 1)
             positions += range(batch.lengths[row] - 1, batch.lengths[row] + len(guesses))
         fed, of_row, at = torch.tensor([tokens, rows, positions])
         if model.vocab_size < self.vocab_size:
@@ -116,17 +118,39 @@ class Decoder:
         self.seen[row] = 0
 
     def prefill(self, batch: Batch, first_row: int, starts: Sequence[int], stops: Sequence[int]) -> None:
-        """Feed tokens starts[i] .. stops[i] - 1 of rows first_row + i, no logits; shorter rows are padded."""
-        width = max(stop - start for start, stop in zip(starts, stops, strict=True))
-        if width > 0:
-            start = torch.tensor(starts, dtype=torch.int64, device=batch.device)
-            place = start[:, None] + torch.arange(width, device=batch.device)
-            rows = slice(first_row - batch.first, first_row - batch.first + len(starts))
-            tokens = batch.tokens[rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-            counts = torch.tensor(stops, dtype=torch.int64, device=batch.device) - start
-            self.forward(tokens, start, max(starts) + width, first_row, counts)
-        for row, stop in enumerate(stops, first_row):
+        """Feed tokens starts[i] .. stops[i] - 1 of rows first_row + i, no logits."""
+        self.prefill_rows(batch, range(first_row, first_row + len(starts)), starts, stops)
+
+    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        """The same for any rows.
+
+        A FlatModel takes them in one pass; for others neighbouring rows run side by side, padded to the longest.
+        """
+        parts = [part for part in zip(rows, starts, stops, strict=True) if part[1] < part[2]]
+        if self._flat is not None and parts:
+            self._prefill_flat(self._flat, batch, parts)
+        else:
+            for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
+                self._prefill_side_by_side(batch, [part for _, part in run])
+        for row, stop in zip(rows, stops, strict=True):
             self.seen[row] = stop
+
+    def _prefill_flat(self, model: FlatModel, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
+        tokens = torch.cat([batch.tokens[row - batch.first, start:stop] for row, start, stop in parts])
+        if model.vocab_size < self.vocab_size:
+            tokens = tokens.clamp(max=model.vocab_size - 1)
+        places = torch.cat([torch.full((stop - start,), self._places[row]) for row, start, stop in parts])
+        model.forward_flat(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts]), self.cache)
+
+    def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Neighbouring rows."""
+        first_row, width = parts[0][0], max(stop - start for _, start, stop in parts)
+        start = torch.tensor([start for _, start, _ in parts], device=batch.device)
+        place = start[:, None] + torch.arange(width, device=batch.device)
+        rows = slice(first_row - batch.first, first_row - batch.first + len(parts))
+        tokens = batch.tokens[rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
+        counts = torch.tensor([stop - start for _, start, stop in parts], device=batch.device)
+        self.forward(tokens, start, max(start for _, start, _ in parts) + width, first_row, counts)
 
     def seen_by(self, batch: Batch) -> Tensor:
         """[B]: how many tokens of each of the batch's decoding rows the cache holds; a view."""
@@ -169,5 +193,32 @@ class Decoder:
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         """Put the first ``length`` positions of a row in the place of another row."""
-        self.cache.copy_row(source, destination, length)
+        self.cache.copy_row(self._places[source], self._places[destination], length)
         self.seen[destination] = self.seen[source].clamp(max=length)
+
+    def move_row(self, source: int, destination: int, length: int) -> None:
+        """The same where nobody needs the source any more: a FlatModel's cache stays where it is."""
+        if self._flat is None:
+            self.copy_row(source, destination, length)
+        else:
+            self.swap_rows(source, destination, length)
+
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        """Exchange two rows, ``length`` positions of their caches."""
+        if self._flat is None:
+            self.cache.swap_rows(one, other, length)
+        else:
+            self._places[one], self._places[other] = self._places[other], self._places[one]
+        self.seen[[one, other]] = self.seen[[other, one]]
+
+    def cut_row(self, row: int, length: int) -> None:
+        """What the cache holds of a row beyond ``length`` positions is of no use any more."""
+        self.seen[row].clamp_(max=length)
+
+    def clear(self) -> None:
+        """No row is in use: whatever an interrupt left behind."""
+        self._places = list(range(self.cache.rows))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every row has a place in the cache, and one of its own."""
+        assert sorted(self._places) == list(range(self.cache.rows)), "two rows share a place in the cache"

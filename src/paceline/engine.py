@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.acceptance import make_rule
 from paceline.attention import AttentionBackend, make_backend
 from paceline.batch import Batch, Verdict
+from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
@@ -103,7 +104,8 @@ class Engine:
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.parts.policy = self._policy()
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
-        self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, config.prefill_chunk)
+        self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
+        self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, self.chunks)
         if isinstance(self.parts.policy, Foreseeing):
             self.scheduler.hopeful = self.parts.policy.hopeful
         self._pipeline = self._make_pipeline()
@@ -325,7 +327,9 @@ class Engine:
         changed += self.scheduler.admit()
         if self.scheduler.running:
             self.batch.draining = self.closed and not self.scheduler.waiting and not self.scheduler.prefilling
+            started = time.perf_counter()
             changed += self._play()
+            self.chunks.round_seconds = time.perf_counter() - started
         if not self.busy:
             if self._pipeline is not None:
                 self._pipeline.forget()

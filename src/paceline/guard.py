@@ -30,7 +30,7 @@ class Guarded:
             return
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (of whatever kind: it is kept and raised where it ends one request)
             self._fault = error
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,35 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if native_bfloat16(device) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+class Stopwatch:
+    """Times work on a device, from its making to ``stop``, without waiting for a device that runs behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._events = [_event(), _event()] if on_cuda else []
+        self._times = [0.0, 0.0]
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        self._times[which] = time.perf_counter()
+        if self._events:
+            self._events[which].record()
+
+    def seconds(self) -> float | None:
+        """None: the device has not come so far."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        first, last = self._events
+        return first.elapsed_time(last) / 1000 if last.query() else None  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

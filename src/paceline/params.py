@@ -234,7 +234,9 @@ class EngineConfig:
     draft_dtype, draft_quantization: the draft model's; "same" is the target's.
     max_batch_size: rows, that is sequences decoded at once.
     max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
-    prefill_chunk: most prompt tokens fed in one step, all rows together, so that a long prompt does not stall the rest.
+    prefill_chunk: most prompt tokens fed in one step, all rows together.
+    longest_pause: seconds between two tokens of a row while prompts are prefilled: chunks are as short as the speed
+        measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
     threads: CPU threads; None: torch's own choice, and no more than a container's CPU quota can run.
     memory_limit: bytes the engine may take; None is what the machine has free.
@@ -255,6 +257,7 @@ class EngineConfig:
     max_batch_size: Annotated[int, Whole(1, MAX_ROWS)] = 16
     max_model_len: Annotated[int, Whole(2, MAX_COUNT)] | None = None
     prefill_chunk: Annotated[int, Whole(1, MAX_PREFILL_CHUNK)] = 1024
+    longest_pause: Seconds | None = 0.1
     device: Name = "auto"
     threads: Annotated[int, Whole(1, MAX_THREADS)] | None = None
     memory_limit: Annotated[int, Whole(1, MAX_BYTES)] | None = None
@@ -389,6 +392,7 @@ class EngineOptions(TypedDict, total=False):
     max_batch_size: int
     max_model_len: int | None
     prefill_chunk: int
+    longest_pause: float | None
     device: str
     threads: int | None
     memory_limit: int | None

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.batch import Batch, RowStart, Verdict
+from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.guard import Guarded
+from paceline.hardware import Stopwatch
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob
 from paceline.params import SamplingParams
 from paceline.waiting import Waiting
@@ -53,25 +55,30 @@ class Sequence:
         return len(self.prompt) - 1
 
     @property
+    def arrival_time(self) -> float:
+        return self.output.metrics.arrival_time
+
+    @property
     def is_prefilled(self) -> bool:
         return self.prefilled == self.prefill_stop
 
 
 @dataclass
 class Scheduler:
-    """Rows 0 .. len(running) - 1 decode, the next len(prefilling) are being prefilled, in the order of their rows.
+    """Rows 0 .. len(running) - 1 decode, the next len(prefilling) are being prefilled, both in the order of their rows.
 
-    Rows join the decoding ones in that order; when a row leaves, the last decoding row takes its place and the
-    prefilling rows move up by one.
+    A prefilled row joins the decoding ones by changing places with the first that is not. When a row leaves, the last
+    of its kind takes its place; on the CPU kernels rows change places without their caches being copied.
 
-    decoders: the target's first. hopeful: whether a batch of so many rows may soon be asked for guesses.
+    decoders: the target's first. chunks: decides what is prefilled next.
+    hopeful: whether a batch of so many rows may soon be asked for guesses.
     in_flight: most tokens that a row may have gained on the device without the host knowing yet.
     """
 
     batch: Batch
     decoders: list[Decoder]
     capacity: int
-    prefill_chunk: int
+    chunks: Chunks
     waiting: Waiting[Sequence] = field(default_factory=Waiting)
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
@@ -101,7 +108,7 @@ class Scheduler:
         for number, sequence in enumerate(turn):
             try:
                 self._start(sequence)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
                 _log_failure(sequence, error)
                 self.waiting.extend(turn[number:])
                 return self.drop(sequence.request_id, "error", error)
@@ -109,9 +116,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         row = len(self.running) + len(self.prefilling)
-        stop_tokens = tuple(sorted(sequence.stop_tokens))
-        start = RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint)
-        self.batch.set_row(row, start)
+        self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.prefilled, sequence.read_by_draft = 0, self.hopeful(self._rows_soon)
         for decoder in self.decoders:
@@ -122,50 +127,71 @@ class Scheduler:
                 self._share(source, row)
                 break
 
+    def _set_row(self, row: int, sequence: Sequence) -> None:
+        stop_tokens = tuple(sorted(sequence.stop_tokens))
+        start = RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint)
+        self.batch.set_row(row, start)
+
     @property
     def _rows_soon(self) -> int:
         return min(self.capacity, len(self.running) + len(self.prefilling) + 1 + len(self.waiting))
 
     def _share(self, source: int, row: int) -> None:
-        """Give a prefilling row the prompt of a decoding one: its cache holds all of it, for nothing is ever erased."""
-        sequence = self.prefilling[row - len(self.running)]
-        sequence.prefilled = sequence.prefill_stop
-        sequence.read_by_draft = self.running[source].read_by_draft
+        """Give a prefilling row the prompt of another: its cache holds all of it, for nothing is ever erased."""
+        sequence, sibling = self.prefilling[row - len(self.running)], [*self.running, *self.prefilling][source]
+        sequence.prefilled, sequence.read_by_draft = sequence.prefill_stop, sibling.read_by_draft
         for decoder in self.decoders:
             decoder.copy_row(source, row, sequence.prefill_stop)
 
     def _prefill(self) -> None:
-        """One chunk: as many prefilling rows, from the first on, as fit side by side into ``prefill_chunk`` tokens."""
-        count, width = 1, 0
-        readers = self.decoders if self.prefilling[0].read_by_draft else self.decoders[:1]
-        requests: set[str] = set()
-        for rows, sequence in enumerate(self.prefilling, 1):
-            if sequence.read_by_draft != self.prefilling[0].read_by_draft or sequence.request_id in requests:
-                break
-            requests.add(sequence.request_id)
-            widest = max(width, sequence.prefill_stop - sequence.prefilled)
-            if rows > 1 and widest * rows > self.prefill_chunk:
-                break
-            count, width = rows, widest
-        width = min(width, self.prefill_chunk)
-        group = self.prefilling[:count]
-        starts = [sequence.prefilled for sequence in group]
-        stops = [min(sequence.prefilled + width, sequence.prefill_stop) for sequence in group]
-        for decoder in readers:
-            decoder.prefill(self.batch, len(self.running), starts, stops)
-        for sequence, stop in zip(group, stops, strict=True):
-            sequence.prefilled = stop
+        """One chunk."""
+        parts = self.chunks.choose(self.prefilling, decoding=bool(self.running))
+        watch = Stopwatch(self.batch.device)
+        for index, decoder in enumerate(self.decoders):
+            read = [part for part in parts if index == 0 or self.prefilling[part.place].read_by_draft]
+            rows = [len(self.running) + part.place for part in read]
+            if read:
+                decoder.prefill_rows(self.batch, rows, [part.start for part in read], [part.stop for part in read])
+        watch.stop()
+        self.chunks.watch(parts, watch)
+        for part in parts:
+            self.prefilling[part.place].prefilled = part.stop
 
     def _join(self) -> None:
-        while self.prefilling and self.prefilling[0].is_prefilled:
-            sequence = self.prefilling.pop(0)
-            self.running.append(sequence)
-            for row, other in enumerate(self.prefilling, len(self.running)):
-                if other.request_id == sequence.request_id and not other.is_prefilled:
-                    self._share(len(self.running) - 1, row)
-            for decoder in self.decoders[1:] if not sequence.read_by_draft else ():
-                decoder.lag = max(decoder.lag, len(sequence.prompt))
+        """Rows that are prefilled decode from now on, and those that wait for a sibling's prompt with them."""
+        self._share_prompts()
+        ready = 0
+        for place, sequence in enumerate(self.prefilling):
+            if sequence.is_prefilled:
+                self._swap(ready, place)
+                ready += 1
+                self._note_lag(sequence)
+        self.running += self.prefilling[:ready]
+        del self.prefilling[:ready]
         self.batch.set_rows(len(self.running))
+
+    def _note_lag(self, sequence: Sequence) -> None:
+        """Draft models have not read its prompt, or have, and then lack nothing."""
+        for decoder in self.decoders[1:] if not sequence.read_by_draft else ():
+            decoder.lag = max(decoder.lag, len(sequence.prompt))
+
+    def _share_prompts(self) -> None:
+        rows = {s.request_id: row for row, s in enumerate(self.prefilling, len(self.running)) if s.is_prefilled}
+        for row, sequence in enumerate(self.prefilling, len(self.running)):
+            if not sequence.is_prefilled and sequence.request_id in rows:
+                self._share(rows[sequence.request_id], row)
+
+    def _swap(self, first: int, place: int) -> None:
+        """Two prefilling rows change places, of which the one at ``first`` has nothing yet but its prompt."""
+        if first == place:
+            return
+        start, prefilling = len(self.running), self.prefilling
+        length = max(prefilling[first].prefilled, prefilling[place].prefilled)
+        for decoder in self.decoders:
+            decoder.swap_rows(start + first, start + place, length)
+        self.batch.copy_row(start + place, start + first)
+        prefilling[first], prefilling[place] = prefilling[place], prefilling[first]
+        self._set_row(start + place, prefilling[place])
 
     def settle(self, verdict: Verdict) -> list[Sequence]:
         """Give each decoding row its new tokens, cut where the answer ends; rows that ended leave. All who gained."""
@@ -178,37 +204,48 @@ class Scheduler:
     def leave(self, played: list[Sequence]) -> list[Sequence]:
         """Free the rows of those who have ended, who are some of these; returns the siblings of those who failed."""
         for row in range(len(self.running) - 1, -1, -1):
-            if self.running[row].output.finished:
+            if self.running[row].output.finished and not self._succeed(row):
                 self.release(row)
         failed = [sequence for sequence in played if sequence.output.error is not None]
         return [other for one in failed for other in self.drop(one.request_id, "error", one.output.error)]
+
+    def _succeed(self, row: int) -> bool:
+        """Where it is the turn of another answer to the same prompt, it takes the row over, and the prompt with it."""
+        leaves = self.running[row]
+        if leaves.output.error is not None or not self.waiting or self.waiting.first.request_id != leaves.request_id:
+            return False
+        (sequence,) = self.waiting.turn(1)
+        self._set_row(row, sequence)
+        sequence.output.metrics.first_scheduled = time.monotonic()
+        sequence.prefilled, sequence.read_by_draft = sequence.prefill_stop, leaves.read_by_draft
+        for decoder in self.decoders:
+            decoder.cut_row(row, sequence.prefill_stop)
+        self._note_lag(sequence)
+        self.running[row] = sequence
+        return True
 
     def release(self, row: int) -> None:
         """Free a row (decoding or prefilling); others move into the hole."""
         if row < len(self.running):
             last = len(self.running) - 1
             self._move(last, row, self.batch.lengths[last] + self.in_flight)
+            self.prefilling.insert(0, self.running[row])  # the hole is now at the border to the prefilling rows
             self.running[row] = self.running[last]
             self.running.pop()
-            row = last  # the hole is now at the border to the prefilling rows
-        else:
-            self.prefilling.pop(row - len(self.running))
-        self._close_prefilling_hole(row)
+            row = last
+        place = row - len(self.running)
+        self._move(len(self.running) + len(self.prefilling) - 1, row, self.prefilling[-1].prefilled)
+        self.prefilling[place] = self.prefilling[-1]
+        self.prefilling.pop()
         self.batch.set_rows(len(self.running))
 
-    def _close_prefilling_hole(self, row: int) -> None:
-        """The prefilling rows after a hole each move up by one: who came first is prefilled first."""
-        first = row - len(self.running)
-        for after, sequence in enumerate(self.prefilling[first:], row + 1):
-            self._move(after, after - 1, sequence.prefilled)
-
     def _move(self, source: int, destination: int, length: int) -> None:
-        """Copy a row, ``length`` positions of its caches."""
+        """Put a row, ``length`` positions of its caches, in the place of one that is free."""
         if source == destination:
             return
         self.batch.copy_row(source, destination)
         for decoder in self.decoders:
-            decoder.copy_row(source, destination, length)
+            decoder.move_row(source, destination, length)
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
         """End every unfinished sequence of a request, wherever it is; returns them."""
@@ -227,6 +264,8 @@ class Scheduler:
         self.waiting.clear()
         self.prefilling.clear()
         self.running.clear()
+        for decoder in self.decoders:
+            decoder.clear()
         self.batch.set_rows(0)
 
     def overdue(self, now: float) -> list[Sequence]:
@@ -250,6 +289,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, rows and caches agree; cheap, called by tests and whenever idle."""
+        for decoder in self.decoders:
+            decoder.check_integrity()
         assert self.batch.rows == len(self.running), "decoding rows and running sequences differ"
         assert len(self.running) + len(self.prefilling) <= self.capacity, "more rows than there are"
         lengths = self.batch.length.tolist()
@@ -268,7 +309,7 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
         if sequence.constraint is not None:
             sequence.constraint.check()
         _gain(sequence, verdict, row, now, at_limit)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
         fail(sequence, error, now)
 
 
@@ -334,7 +375,7 @@ def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
     try:
         if sequence.stream is not None:
             _let_out(sequence, sequence.stream)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
         fail(sequence, error, now)
         return
     sequence.output.finish_reason = reason

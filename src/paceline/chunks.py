@@ -1,0 +1,144 @@
+"""Which prompts are fed between two rounds, and how much of them: no row that decodes waits for long."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_STEP = 512  # positions that are taken to cost the same: a token attends to all before it
+_GUESS = 0.003  # seconds a token, before anything is known
+_LEARN = 0.5  # how much of a surprise is believed: one stall of the machine is not its speed
+_LEAST = 0.25  # of a pause is left to prompts, however long the rounds themselves take
+_ALONE = 5  # pauses long may a chunk be when no row decodes: a short prompt that arrives waits for it
+_OLDEST = 4  # every so many chunks begin with the prompt that came first, so that short ones never starve it
+
+
+class Prompt(Protocol):
+    """A prompt of which ``prefilled`` tokens are cached; prefill ends at ``prefill_stop``."""
+
+    request_id: str
+    priority: int
+    prefilled: int
+
+    @property
+    def prefill_stop(self) -> int: ...
+
+    @property
+    def arrival_time(self) -> float: ...
+
+
+class Watch(Protocol):
+    """Times a chunk."""
+
+    def seconds(self) -> float | None:
+        """That a chunk took; None: it is not over."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens start .. stop - 1 of the prompt number ``place``."""
+
+    place: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Speed:
+    """Seconds that a prompt's token takes at its position, learned from the chunks that were fed."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, float] = {}
+
+    def seconds_per_token(self, position: int) -> float:
+        """Of the nearest position that is known."""
+        step = position // _STEP
+        if step in self._rates or not self._rates:
+            return self._rates.get(step, _GUESS)
+        return self._rates[min(self._rates, key=lambda known: abs(known - step))]
+
+    def learn(self, parts: Sequence[Part], seconds: float) -> None:
+        """A chunk took so long."""
+        tokens = sum(part.size for part in parts)
+        if not self._rates:
+            self._rates[parts[0].start // _STEP] = seconds / tokens
+        before = [self.seconds_per_token(part.start) for part in parts]
+        expected = sum(part.size * rate for part, rate in zip(parts, before, strict=True))
+        surprise = 1 + _LEARN * (seconds / expected - 1)
+        for part, rate in zip(parts, before, strict=True):
+            self._rates[part.start // _STEP] = rate * surprise
+
+
+class Chunks:
+    """Chooses what is fed: the shortest remaining prompts first, as many tokens as the pause that they make allows.
+
+    most: tokens of a chunk, all rows together and padded to the longest. pause: seconds between two tokens of a row
+    that decodes, which is a chunk and a round; None: a chunk may take as long as it likes.
+    """
+
+    def __init__(self, most: int, pause: float | None) -> None:
+        self._most, self._pause = most, pause
+        self._chosen = 0
+        self._watched: deque[tuple[Sequence[Part], Watch]] = deque()
+        self.speed = Speed()
+        self.round_seconds = 0.0  # of the last round
+
+    def choose(self, prompts: Sequence[Prompt], decoding: bool) -> list[Part]:
+        """The next chunk, by place among ``prompts``, of which one at least is not prefilled."""
+        self._learn()
+        parts: list[Part] = []
+        seconds, widest = self._seconds(decoding), 0
+        for place in self._order(prompts):
+            start, rate = prompts[place].prefilled, self.speed.seconds_per_token(prompts[place].prefilled)
+            size = int(min(seconds / rate, prompts[place].prefill_stop - start, self._most))
+            widest = max(widest, size)
+            if parts and (size < 1 or widest * (len(parts) + 1) > self._most):
+                break
+            parts.append(Part(place, start, start + max(1, size)))
+            seconds -= parts[-1].size * rate
+        return parts
+
+    def watch(self, parts: Sequence[Part], watch: Watch) -> None:
+        """Learn from a chunk, as soon as it is known how long it took."""
+        self._watched.append((parts, watch))
+
+    def _learn(self) -> None:
+        while self._watched and (seconds := self._watched[0][1].seconds()) is not None:
+            self.speed.learn(self._watched.popleft()[0], seconds)
+
+    def _seconds(self, decoding: bool) -> float:
+        """That the chunk may take."""
+        if self._pause is None:
+            return math.inf
+        return max(self._pause - self.round_seconds, _LEAST * self._pause) if decoding else _ALONE * self._pause
+
+    def _order(self, prompts: Sequence[Prompt]) -> list[int]:
+        """The places of those to feed: the shortest remaining first, now and then the oldest."""
+        self._chosen += 1
+        order = sorted(_leaders(prompts), key=lambda place: (prompts[place].priority, _remaining(prompts[place])))
+        if self._chosen % _OLDEST == 0:
+            oldest = min(order, key=lambda place: (prompts[place].priority, prompts[place].arrival_time))
+            order.remove(oldest)
+            order.insert(0, oldest)
+        return order
+
+
+def _remaining(prompt: Prompt) -> int:
+    return prompt.prefill_stop - prompt.prefilled
+
+
+def _leaders(prompts: Sequence[Prompt]) -> list[int]:
+    """Of the answers to one prompt only one is fed, the one that is furthest; the others will copy it."""
+    furthest: dict[str, int] = {}
+    for place, prompt in enumerate(prompts):
+        best = furthest.setdefault(prompt.request_id, place)
+        if prompt.prefilled > prompts[best].prefilled:
+            furthest[prompt.request_id] = place
+    return list(furthest.values())

@@ -1,0 +1,204 @@
+"""What is prefilled next, and how much of it: by time, shortest first, nobody starved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from paceline.chunks import Chunks, Part, Speed
+from paceline.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.params import EngineConfig, SamplingParams
+from toy import FlatToy, ToyModel, make_engine, slow_answer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_names = count()
+
+
+@dataclass
+class Text:
+    prefill_stop: int
+    prefilled: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request_id or str(next(_names))
+
+
+def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> Chunks:
+    chunks = Chunks(most, pause)
+    chunks.speed.learn([Part(0, 0, 10)], 10 * seconds_per_token)
+    return chunks
+
+
+def sizes(parts: list[Part]) -> dict[int, int]:
+    return {part.place: part.size for part in parts}
+
+
+# --- by time ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.001, 100), (0.01, 10), (0.00001, 1024), (5.0, 1)])
+def test_a_chunk_takes_as_long_as_a_row_that_decodes_may_pause(rate: float, size: int) -> None:
+    assert sizes(chunks_at(rate).choose([Text(5000)], decoding=True)) == {0: size}
+
+
+def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> None:
+    chunks = chunks_at(0.001)
+    chunks.round_seconds = 0.03
+    assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 70}
+    chunks.round_seconds = 0.5
+    assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 25}
+
+
+def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_as_large_as_allowed() -> None:
+    assert sizes(chunks_at(0.001).choose([Text(5000)], decoding=False)) == {0: 500}
+    assert sizes(chunks_at(0.001, pause=None).choose([Text(5000)], decoding=True)) == {0: 1024}
+    assert sizes(Chunks(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
+
+
+def test_before_anything_is_known_a_chunk_is_small() -> None:
+    assert 1 <= sizes(Chunks(1024, 0.1).choose([Text(5000)], decoding=True))[0] <= 64
+
+
+def test_the_speed_is_learned_by_position_and_one_stall_is_only_half_believed() -> None:
+    speed = Speed()
+    speed.learn([Part(0, 0, 100)], 0.1)
+    assert speed.seconds_per_token(0) == speed.seconds_per_token(9000) == pytest.approx(0.001)
+    for _ in range(20):
+        speed.learn([Part(0, 5000, 5100)], 0.8)
+    assert speed.seconds_per_token(0) == pytest.approx(0.001)
+    assert speed.seconds_per_token(5050) == pytest.approx(0.008, rel=0.01)
+    speed.learn([Part(0, 0, 100)], 0.3)
+    assert speed.seconds_per_token(0) == pytest.approx(0.002)
+
+
+def test_a_chunk_of_several_prompts_teaches_all_their_positions() -> None:
+    speed = Speed()
+    for _ in range(30):
+        speed.learn([Part(0, 0, 50), Part(1, 4000, 4050)], 0.2)
+        speed.learn([Part(0, 0, 50)], 0.05)
+    assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.1)
+    assert speed.seconds_per_token(4000) == pytest.approx(0.003, rel=0.1)
+
+
+class Later:
+    """A chunk on a device that runs behind the host."""
+
+    def __init__(self) -> None:
+        self.took: float | None = None
+
+    def seconds(self) -> float | None:
+        return self.took
+
+
+def test_what_a_device_has_not_finished_is_learned_later_and_in_order() -> None:
+    chunks, first, second = chunks_at(0.001), Later(), Later()
+    chunks.watch([Part(0, 0, 100)], first)
+    chunks.watch([Part(0, 0, 100)], second)
+    second.took = 0.1
+    chunks.choose([Text(5000)], decoding=True)
+    assert chunks.speed.seconds_per_token(0) == pytest.approx(0.001)
+    first.took = 0.3
+    assert sizes(chunks.choose([Text(5000)], decoding=True))[0] < 100
+
+
+# --- whose ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_remaining_prompt_is_fed_first_and_others_fill_the_chunk() -> None:
+    prompts = [Text(5000), Text(30), Text(4000, prefilled=3960), Text(20)]
+    assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {3: 20, 1: 30, 2: 40, 0: 10}
+
+
+def test_no_chunk_is_wider_than_allowed_with_its_padding() -> None:
+    prompts = [Text(5000), Text(30), Text(35)]
+    assert sizes(chunks_at(0.00001, most=100).choose(prompts, decoding=True)) == {1: 30, 2: 35}
+
+
+def test_lower_priorities_come_before_shorter_prompts() -> None:
+    prompts = [Text(20), Text(5000, priority=-1)]
+    assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {1: 100}
+
+
+def test_of_the_answers_to_a_prompt_one_is_fed() -> None:
+    prompts = [Text(90, request_id="a"), Text(90, 10, request_id="a"), Text(90, request_id="b")]
+    assert sizes(chunks_at(0.0001).choose(prompts, decoding=True)) == {1: 80, 2: 90}
+
+
+def test_short_prompts_that_never_end_do_not_starve_a_long_one() -> None:
+    chunks, long = chunks_at(0.001), Text(5000, arrival_time=0.0)
+    for turn in range(1, 1000):
+        short = [Text(100, arrival_time=float(turn)) for _ in range(3)]
+        for part in chunks.choose([*short, long], decoding=True):
+            long.prefilled += part.size if part.place == 3 else 0
+        if long.prefilled == long.prefill_stop:
+            break
+    assert turn <= 4 * 50, "a quarter of all chunks are the oldest prompt's"
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+
+def engine_at(tokens: int, kind: type[ToyModel], **options: Any) -> Engine:
+    """Every chunk is of so many tokens, whatever the time says."""
+    engine = make_engine(kind(), kind(blur=0.3), drafter="model", attention="auto", longest_pause=0.1, **options)
+    engine.chunks.speed.learn([Part(0, 0, 10)], 10 * 0.1 / tokens)
+    engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
+    engine.chunks._seconds = lambda decoding: 0.1000001  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("kind", [ToyModel, FlatToy])
+def test_a_short_prompt_overtakes_long_ones_and_every_answer_stays_the_same(kind: type[ToyModel]) -> None:
+    engine = engine_at(4, kind, max_batch_size=6)
+    params = SamplingParams(max_tokens=40, seed=3)
+    stream = engine.add(Request([1, 2], params))
+    engine.step()
+    longs = [engine.add(Request([3 + i] * (50 + i), replace(params, max_tokens=5))) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+        engine.scheduler.check_integrity()
+    short = engine.add(Request([9] * 4, params))
+    steps = 0
+    while not short.outputs[0].token_ids:
+        engine.step()
+        engine.scheduler.check_integrity()
+        steps += 1
+    assert steps <= 2
+    assert not any(output.outputs[0].token_ids for output in longs)
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+    for output in (stream, short, *longs):
+        wanted = params if output in (stream, short) else replace(params, max_tokens=5)
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, wanted)
+
+
+def test_on_the_kernels_rows_change_places_without_their_caches_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_at(4, FlatToy, max_batch_size=4)
+    cache, params = engine.parts.target.cache, SamplingParams(max_tokens=4, seed=3)
+
+    def copied(*_: Any) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(cache, "copy_row", copied)
+    monkeypatch.setattr(cache, "swap_rows", copied)
+    outputs = [engine.add(Request([size] * size, params)) for size in (3, 20, 12, 2, 5, 1)]
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+    for output in outputs:
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, params)
+
+
+@pytest.mark.parametrize("pause", [0, -1, float("nan")])
+def test_a_pause_that_is_none_is_refused(pause: float) -> None:
+    with pytest.raises(ParameterError, match="longest_pause"):
+        EngineConfig(longest_pause=pause)
