@@ -6,17 +6,6 @@
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
-namespace paceline {
-namespace {
-
-template <class Work>
-void in_parallel(Pool& pool, Work work) {
-  pool.run([](void* context, int thread) { (*static_cast<Work*>(context))(thread); }, &work);
-}
-
-}  // namespace
-}  // namespace paceline
-
 using namespace paceline;
 
 PL_EXPORT int pl_abi_version() { return kAbiVersion; }
@@ -73,67 +62,6 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
 }
 
 PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out) { model->logits(*pool, hidden, rows, out); }
-
-namespace paceline {
-namespace {
-
-// sampling.noise_key
-void noise_key(uint64_t seed, int64_t position, uint32_t purpose, uint32_t* key) {
-  const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32), at = static_cast<uint32_t>(position);
-  const uint32_t salt = 0x9e3779b9u * purpose;
-  key[0] = mix(mix(mix(low ^ salt) ^ high) ^ at);
-  key[1] = mix(mix(mix(high ^ 0x85ebca6bu) ^ low) ^ at ^ salt);
-}
-
-}  // namespace
-}  // namespace paceline
-
-// A token for every place of every row's block.
-PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
-  const int64_t count = call->rows * call->block;
-  in_parallel(*pool, [&](int thread) {
-    for (int64_t i = thread; i < count; i += pool->threads()) {
-      const int64_t row = i / call->block;
-      Draw one = {call->logits + i * call->stride, call->vocabulary, call->temperature[row], {0, 0}};
-      noise_key(static_cast<uint64_t>(call->seeds[row]), call->first[row] + call->offset + i % call->block, call->purpose, one.key);
-      tokens[i] = kernels->draw(one);
-    }
-  });
-}
-
-// Of `count` rows of logits, `stride` floats apart: the softmax at tokens[i].
-PL_EXPORT void pl_likelihood(const Kernels* kernels, Pool* pool, const float* logits, int64_t count, int64_t stride,
-                             int64_t vocabulary, const int64_t* tokens, float* chances) {
-  in_parallel(*pool, [&](int thread) {
-    for (int64_t i = thread; i < count; i += pool->threads()) {
-      chances[i] = kernels->likelihood({logits + i * stride, vocabulary, 0.0f, {0, 0}}, tokens[i]);
-    }
-  });
-}
-
-// Draws each row's tokens [most + 1] up to the first that is not the guess; accepted: how many of them are. The rest stays.
-PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const AcceptCall* call, int64_t* tokens, int64_t* accepted) {
-  std::vector<int64_t> starts(static_cast<size_t>(call->rows));
-  for (int64_t row = 0, place = 0; row < call->rows; ++row) {
-    starts[static_cast<size_t>(row)] = place;
-    place += (call->packed ? call->counts[row] : call->most) + 1;
-  }
-  std::atomic<int64_t> next{0};
-  in_parallel(*pool, [&](int) {
-    for (int64_t row = next++; row < call->rows; row = next++) {
-      const float* logits = call->logits + starts[static_cast<size_t>(row)] * call->vocabulary;
-      const int64_t* guesses = call->guesses + row * call->most;
-      int64_t* drawn = tokens + row * (call->most + 1);
-      for (int64_t i = 0;; ++i, logits += call->vocabulary) {
-        Draw one = {logits, call->vocabulary, call->temperature[row], {0, 0}};
-        noise_key(static_cast<uint64_t>(call->seeds[row]), call->first[row] + i, call->purpose, one.key);
-        drawn[i] = kernels->draw(one);
-        accepted[row] = i;
-        if (i == call->counts[row] || drawn[i] != guesses[i]) break;
-      }
-    }
-  });
-}
 
 // --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------
 

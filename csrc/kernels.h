@@ -88,12 +88,24 @@ struct Attention {
   float epsilon;
 };
 
-// One row of logits to draw a token from.
+// Memory of one thread for lists of tokens: each of draw_scratch_items() items.
+struct DrawScratch {
+  int32_t* tokens;
+  float* depths;
+  float* rest;  // and their weights: what a search has not decided yet
+  int32_t* weights;
+};
+
+// One row of logits to draw a token from. A token's depth is how far it lies below the leader, after temperature.
 struct Draw {
   const float* logits;
   int64_t vocabulary;
-  float temperature;  // 0: the largest logit's token
+  float temperature;  // 0: the largest logit's token, whatever follows
   uint32_t key[2];    // of the noise
+  float deepest;      // deeper tokens are out (min-p); infinity: none
+  int64_t top_k;      // a token stays if fewer than so many lie less deep; 0: all
+  float top_p;        // of those left a token stays if less than this share of the mass lies less deep; 1: all
+  DrawScratch scratch;
 };
 
 struct Kernels {
@@ -115,6 +127,10 @@ struct Kernels {
   int64_t (*draw)(const Draw& draw);
   // The softmax of the logits (temperature 1) at one token.
   float (*likelihood)(const Draw& draw, int64_t token);
+  // What the token is drawn from: probabilities of the whole vocabulary.
+  void (*law)(const Draw& draw, float* out);
+  // The logarithm of that softmax at one token; of the `count` most likely tokens ids and logarithms, best first.
+  float (*logprobs)(const Draw& draw, int64_t token, int64_t count, int64_t* ids, float* values);
 };
 
 static inline uint32_t mix(uint32_t x) {  // a 32-bit finaliser, Wellons' lowbias32: all noise comes from it
@@ -122,6 +138,9 @@ static inline uint32_t mix(uint32_t x) {  // a 32-bit finaliser, Wellons' lowbia
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
+
+// For a whole vocabulary or what a search begins with; whole vectors are written at the end of a list.
+static inline size_t draw_scratch_items(int64_t vocabulary) { return static_cast<size_t>(vocabulary > 1024 ? vocabulary : 1024) + 32; }
 
 static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 static inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }

@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 6;
+constexpr int kAbiVersion = 7;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -35,27 +35,54 @@ struct ModelSpec {
   float epsilon, attention_scale;
 };
 
-// Blocks of logits, one row of the batch after the other.
-struct DrawCall {
-  const float* logits;  // [rows][block], `stride` floats from one to the next
-  const float* temperature;  // of each row
+// Tokens of every row, row after row: those of row i are numbers starts[i] .. starts[i + 1] - 1.
+struct Entries {
+  const int64_t* starts;  // null: no row has any
+  const int64_t* tokens;
+  const float* values;
+};
+
+// How the tokens of rows are drawn; SamplingRows of src/paceline/rows.py says what each number means. All but the first three
+// may be null, where no row asks for it.
+struct DrawRows {
+  const float* temperature;
   const int64_t* seeds;
-  const int64_t* first;  // position of each row's first token, before `offset`
-  int64_t rows, block, stride, vocabulary, offset;
+  const int64_t* length;  // of each row's text: the position of its next token
+  const float* deepest;
+  const int64_t* top_k;
+  const float* top_p;
+  const float *presence, *frequency, *repetition;  // all or none of these
+  const int64_t* text;                             // [rows][text_stride]
+  int64_t text_stride;
+  const int64_t* prompt_length;
+  const int64_t* min_length;
+  Entries bias, stops;
+};
+
+// Logits of places: place j of a row follows the first `first` + j of its guesses.
+struct DrawCall {
+  DrawRows by;
+  float* logits;           // of row after row, `stride` floats from place to place; changed while they are read, then as before
+  float* const* instead;   // or null; of each row where its logits lie if not there, or null
+  const int64_t* guesses;  // [rows][guess_stride], or null
+  const int64_t* counts;   // real guesses of each row, or null
+  int64_t rows, block;     // places of a row
+  int64_t stride, vocabulary, guess_stride, first;
+  int32_t packed;  // whether only the real guesses have places: counts[row] + 1
   uint32_t purpose;
 };
 
-// Guesses, and the logits that judge them: of each row's unseen token and of every guess.
-struct AcceptCall {
-  const float* logits;     // `vocabulary` floats a place; a row's places follow each other
-  const int64_t* guesses;  // [rows][most]
-  const int64_t* counts;   // real guesses of each row
-  const float* temperature;
-  const int64_t* seeds;
-  const int64_t* first;    // position of the token after each row's unseen one
-  int64_t rows, most, vocabulary;
-  int32_t packed;          // whether only the real guesses have logits, not all `most` of every row
-  uint32_t purpose;
+struct LogprobCall {
+  const float* logits;  // as above
+  const int64_t* tokens;    // [rows][block]
+  const int64_t* accepted;  // of each row: places up to this one are asked for
+  const int64_t* wanted;    // of each row: how many of the most likely tokens; -1: nothing at all
+  const int64_t* counts;
+  int64_t rows, block, stride, vocabulary, most;
+  int32_t packed;
+  float* own;       // [rows][block]
+  int64_t* ids;     // [rows][block][most]
+  float* values;
 };
 
 struct Cache {

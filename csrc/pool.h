@@ -51,4 +51,10 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
+// Calls work(thread) on every thread.
+template <class Work>
+void in_parallel(Pool& pool, Work work) {
+  pool.run([](void* context, int thread) { (*static_cast<Work*>(context))(thread); }, &work);
+}
+
 }  // namespace paceline

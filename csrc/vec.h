@@ -40,12 +40,25 @@ inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I16 operator-(I16 a, I16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline I16 operator*(I16 a, I16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline I16 operator^(I16 a, I16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline I16 operator&(I16 a, I16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline I16 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(int32_t* p, I16 x) { _mm512_storeu_si512(p, x.v); }
 template <int N> inline I16 shift_right(I16 a) { return {_mm512_srli_epi32(a.v, N)}; }
 inline I16 sixteen_from(int32_t start) {
   return {_mm512_add_epi32(_mm512_set1_epi32(start), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
 }
 inline F16 bits_as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline uint32_t lanes_at_least(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+inline Mask below(F16 a, F16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+inline Mask at_most(F16 a, F16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
+inline uint32_t lanes_of(Mask m) { return m.v; }
+inline F16 only(Mask m, F16 x) { return {_mm512_maskz_mov_ps(m.v, x.v)}; }
+inline I16 only(Mask m, I16 x) { return {_mm512_maskz_mov_epi32(m.v, x.v)}; }
+// Those of sixteen whose lanes are set, one behind the other; what lies behind them, up to sixteen, is overwritten, too.
+inline void compress(float* p, F16 x, uint32_t lanes) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), x.v)); }
+inline void compress(int32_t* p, I16 x, uint32_t lanes) {
+  _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(static_cast<__mmask16>(lanes), x.v));
+}
 inline I16 izero() { return {_mm512_setzero_si512()}; }
 inline I16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline F16 scale_by_power_of_two(F16 x, I16 n) {
@@ -163,6 +176,14 @@ inline I16 operator+(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_
 inline I16 operator-(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I16 operator*(I16 x, I16 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 inline I16 operator^(I16 x, I16 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+inline I16 operator&(I16 x, I16 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I16 load(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline void store(int32_t* p, I16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
 template <int N> inline I16 shift_right(I16 x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
 inline __m256i eight_from(int32_t start) { return _mm256_add_epi32(_mm256_set1_epi32(start), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
 inline I16 sixteen_from(int32_t start) { return {eight_from(start), eight_from(start + 8)}; }
@@ -170,6 +191,33 @@ inline F16 bits_as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_casts
 inline uint32_t lanes_at_least(F16 x, F16 y) {
   const int a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)), b = _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
   return static_cast<uint32_t>(a | b << 8);
+}
+inline Mask below(F16 x, F16 y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
+inline Mask at_most(F16 x, F16 y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ)}; }
+inline uint32_t lanes_of(Mask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m.a) | _mm256_movemask_ps(m.b) << 8); }
+inline F16 only(Mask m, F16 x) { return {_mm256_and_ps(m.a, x.a), _mm256_and_ps(m.b, x.b)}; }
+inline I16 only(Mask m, I16 x) {
+  return {_mm256_and_si256(_mm256_castps_si256(m.a), x.a), _mm256_and_si256(_mm256_castps_si256(m.b), x.b)};
+}
+struct Compressions {  // of eight lanes: for every set of lanes which of them come first
+  int32_t order[256][8];
+  constexpr Compressions() : order() {
+    for (int lanes = 0; lanes < 256; ++lanes) {
+      for (int lane = 0, next = 0; lane < 8; ++lane) {
+        if (lanes >> lane & 1) order[lanes][next++] = lane;
+      }
+    }
+  }
+};
+constexpr Compressions kCompressions;
+inline __m256i order_of(uint32_t lanes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kCompressions.order[lanes & 0xff])); }
+inline void compress(float* p, F16 x, uint32_t lanes) {
+  _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x.a, order_of(lanes)));
+  _mm256_storeu_ps(p + __builtin_popcount(lanes & 0xff), _mm256_permutevar8x32_ps(x.b, order_of(lanes >> 8)));
+}
+inline void compress(int32_t* p, I16 x, uint32_t lanes) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(x.a, order_of(lanes)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + __builtin_popcount(lanes & 0xff)), _mm256_permutevar8x32_epi32(x.b, order_of(lanes >> 8)));
 }
 inline I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I16 iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }

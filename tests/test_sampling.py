@@ -18,6 +18,7 @@ from paceline.sampling import (
     GUMBEL_HIGH,
     GUMBEL_LOW,
     NOISE_SPAN,
+    Choices,
     Purpose,
     adjust,
     draw,
@@ -89,7 +90,9 @@ def test_adjust_warp_law_and_draw_equal_the_slow_reference_at_every_place_of_a_b
     before = logits.clone()
     adjusted = adjust(logits, batch, guesses)
     assert torch.equal(logits, before), "the caller's logits are the caller's"
-    warped, law, drawn = warp(adjusted, batch), probabilities(adjusted, batch), draw(adjusted, batch)
+    warped, law, drawn = warp(adjusted, batch), probabilities(adjusted, batch), draw(logits, batch, guesses)
+    native_law = Choices(logits, batch, guesses).law()
+    assert torch.equal(logits, before), "the caller's logits are the caller's"
     for row, (prompt, answer, params, seed) in enumerate(rows):
         for place in range(k + 1):
             text = answer + guesses[row, :place].tolist()
@@ -101,6 +104,7 @@ def test_adjust_warp_law_and_draw_equal_the_slow_reference_at_every_place_of_a_b
                 found, slow = [x - max(found) for x in found], [x - max(slow) for x in slow]
                 assert found == pytest.approx(slow, rel=1e-4, abs=1e-4)
             assert law[row, place].tolist() == pytest.approx(slow_law(exact, params), abs=1e-4)
+            assert native_law[row, place].tolist() == pytest.approx(slow_law(exact, params), abs=1e-4)
             assert drawn[row, place].item() == slow_draw(exact, params, seed, len(prompt) + len(text))
 
 
@@ -109,9 +113,9 @@ def test_a_draw_in_the_middle_of_a_block_is_the_draw_after_those_tokens() -> Non
     params = SamplingParams(presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.3, min_tokens=4, seed=1)
     batch = make_batch([RowStart([2, 3], params, 77, STOPS), RowStart([4], SamplingParams(), 78)], [[6], []])
     guesses, logits = torch.tensor([[2, 2, 9], [1, 1, 1]]), torch.randn(2, 4, V)
-    together = draw(adjust(logits, batch, guesses), batch)
+    together = draw(logits, batch, guesses)
     for step in range(4):
-        alone = draw(adjust(logits[:, step : step + 1], batch, guesses[:, :step], step), batch, step)
+        alone = draw(logits[:, step : step + 1], batch, guesses[:, :step], step)
         assert torch.equal(alone[:, 0], together[:, step])
 
 
@@ -120,7 +124,7 @@ def test_stop_tokens_cannot_come_before_min_tokens_and_can_after() -> None:
     batch = make_batch([RowStart([2, 3], params, 0, (1,))])
     logits = torch.zeros(1, 4, V)
     logits[..., 1] = 5
-    assert draw(adjust(logits, batch, torch.zeros(1, 3, dtype=torch.int64)), batch).tolist() == [[0, 0, 1, 1]]
+    assert draw(logits, batch, torch.zeros(1, 3, dtype=torch.int64)).tolist() == [[0, 0, 1, 1]]
 
 
 def test_tokens_tied_with_the_kth_all_stay() -> None:
@@ -177,13 +181,10 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours_or_its_place() -> None:
         RowStart([5], SamplingParams(top_p=0.6, logit_bias={3: 4.0}), 14),
     ]
     logits, guesses = torch.randn(4, 3, V), torch.randint(0, V, (4, 2))
-    alone = [
-        draw(adjust(logits[i : i + 1], b := make_batch([starts[i]]), guesses[i : i + 1]), b)[0].tolist()
-        for i in range(4)
-    ]
+    alone = [draw(logits[i : i + 1], make_batch([starts[i]]), guesses[i : i + 1])[0].tolist() for i in range(4)]
     for order in itertools.permutations(range(4)):
         batch = make_batch([starts[i] for i in order])
-        together = draw(adjust(logits[list(order)], batch, guesses[list(order)]), batch)
+        together = draw(logits[list(order)], batch, guesses[list(order)])
         assert together.tolist() == [alone[i] for i in order]
 
 

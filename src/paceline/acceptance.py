@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Batch, Draft, Logprobs, Verdict
-from paceline.kernels.drawing import Noise, accept_guesses, kernels_for
+from paceline.kernels.drawing import Gained, accept_guesses, kernels_for, logprobs_of
 from paceline.params import SYNTHETIC
-from paceline.sampling import Purpose, adjust, draw, noise_key, noisy_argmax, probabilities, uniform
+from paceline.sampling import Choices, Purpose, draw, noise_key, noisy_argmax, uniform
 
 AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 
@@ -24,12 +24,9 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 
     What a row gains are the target's own draws, whoever guessed: the same seed gives the same text.
     """
-    rows = batch.sampling
-    kernels = kernels_for(logits) if rows.untouched else None
-    if kernels is not None:  # one call instead of what follows, and no draws beyond the first guess that is not kept
-        noise = Noise(rows.temperature, rows.seed, batch.length)
-        found = accept_guesses(kernels, logits, draft.tokens, draft.counts, noise, Purpose.DRAW)
-        return Verdict(*found, draft.counts)
+    choices = Choices(logits, batch, draft.tokens, counts=draft.counts)
+    if choices.kernels is not None:  # one call, and no draws beyond the first guess that is not kept
+        return Verdict(*accept_guesses(choices.kernels, choices.places, Purpose.DRAW), draft.counts)
     draws = _draw(draft, logits, batch)
     return Verdict(draws, _leading(draft.tokens == draws[:, :-1], draft.counts), draft.counts)
 
@@ -37,10 +34,8 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
     """[B, k + 1]: the target's own draws; 0 where a row has no guess."""
     if logits.dim() == 3:
-        return draw(adjust(logits, batch, draft.tokens), batch)
-    lines = batch.unrolled(draft)
-    nothing = draft.tokens.new_empty(lines.rows, 0)
-    return _rectangle(draft, draw(adjust(logits[:, None], lines, nothing), lines)[:, 0])
+        return draw(logits, batch, draft.tokens)
+    return _rectangle(draft, draw(logits[:, None], batch.unrolled(draft))[:, 0])
 
 
 def _rectangle(draft: Draft, flat: Tensor) -> Tensor:
@@ -58,7 +53,7 @@ def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     """
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
-    p = probabilities(adjust(logits, batch, draft.tokens), batch)
+    p = Choices(logits, batch, draft.tokens).law()
     q = draft.probabilities
     p_guess, q_guess = (law[:, : draft.k].gather(-1, draft.tokens[..., None]).squeeze(-1) for law in (p, q))
     seed, position = batch.sampling.seed[: batch.rows, None], batch.live_length[:, None]
@@ -108,15 +103,25 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         verdict = rule(draft, logits, batch)
         if batch.sampling.logprobs is not None:
-            if logits.dim() == 2:
-                logits = _rectangle(draft, logits)
-            law = logits.float().log_softmax(-1)
-            values, ids = law.topk(min(batch.sampling.logprobs, law.shape[-1]), dim=-1)
-            own = law.gather(-1, verdict.tokens[..., None]).squeeze(-1)
-            verdict.logprobs = Logprobs(own, ids, values)
+            verdict.logprobs = _logprobs(draft, logits, batch, verdict)
         return verdict
 
     return accept
+
+
+def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> Logprobs:
+    """Of the tokens that rows gained; of rows that did not ask they mean nothing."""
+    assert batch.sampling.logprobs is not None
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        wanted = [-1 if p.logprobs is None else p.logprobs for p in batch.sampling.params[: batch.rows]]
+        gained = Gained(verdict.tokens, verdict.accepted, draft.counts)
+        return Logprobs(*logprobs_of(kernels, logits, gained, wanted))
+    if logits.dim() == 2:
+        logits = _rectangle(draft, logits)
+    law = logits.float().log_softmax(-1)
+    values, ids = law.topk(min(batch.sampling.logprobs, law.shape[-1]), dim=-1)
+    return Logprobs(law.gather(-1, verdict.tokens[..., None]).squeeze(-1), ids, values)
 
 
 RULES: dict[str, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,17 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.kernels.drawing import Cuts, Entries, Minimum, Penalties, Rows
 from paceline.params import SamplingParams
 
 _SCALARS: dict[str, torch.dtype] = {
     "temperature": torch.float32,
     "top_k": torch.int64,
     "top_p": torch.float32,
-    "min_p": torch.float32,
     "presence_penalty": torch.float32,
     "frequency_penalty": torch.float32,
     "repetition_penalty": torch.float32,
 }
+_TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
 class Constraint(Protocol):
@@ -55,16 +57,17 @@ class After:
 class SamplingRows:
     """Each row's SamplingParams on the device, and which features any live row uses (so that the others cost nothing).
 
-    Tensors [R]: temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
-    prompt_length, min_length (tokens of prompt and answer before which no stop token may come).
-    bias [R, V] and stop_tokens [R, V] are None while no live row needs them.
+    Tensors [R]: temperature, top_k, top_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
+    prompt_length, floor (the logarithm of min_p: what a logit may lie under the leader's, after temperature),
+    min_length (tokens of prompt and answer before which no stop token may come).
+    bias and stop_tokens of the live rows are None while none of them needs them.
     constraints: of each row, None where anything may follow.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
-    min_p: Tensor
+    floor: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
     repetition_penalty: Tensor
@@ -73,22 +76,14 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * capacity
         self.constraints: list[Constraint | None] = [None] * capacity
+        self._held_back: list[tuple[int, ...]] = [()] * capacity  # of each row: the tokens that min_tokens holds back
         for name, dtype in _SCALARS.items():
             setattr(self, name, torch.zeros(capacity, dtype=dtype, device=device))
+        self.floor = torch.zeros(capacity, dtype=torch.float32, device=device)
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.prompt_length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.min_length = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self._bias: Tensor | None = None  # made when the first row needs it; rows still in prefill may hold entries
-        self._stop_tokens: Tensor | None = None
         self.refresh(0)
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._bias if self.any_bias else None
-
-    @property
-    def stop_tokens(self) -> Tensor | None:
-        return self._stop_tokens if self.any_minimum else None
 
     def set(
         self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_tokens: tuple[int, ...]
@@ -97,49 +92,38 @@ class SamplingRows:
         self.params[row] = params
         for name in _SCALARS:
             getattr(self, name)[row] = getattr(params, name)
+        self.floor[row] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.seed[row] = seed
         self.prompt_length[row] = prompt_length
         self.min_length[row] = prompt_length + params.min_tokens
-        self._bias = self._fill(self._bias, row, dict(params.logit_bias))
-        self._stop_tokens = self._fill(
-            self._stop_tokens, row, dict.fromkeys(stop_tokens, 1.0) if params.min_tokens else {}
-        )
-
-    def _fill(self, table: Tensor | None, row: int, entries: dict[int, float]) -> Tensor | None:
-        if table is None:
-            if not entries:
-                return None
-            table = torch.zeros(len(self.params), self.vocab_size, device=self.seed.device)
-        table[row] = 0
-        for token, value in entries.items():
-            table[row, token] = value
-        return table
+        self._held_back[row] = stop_tokens if params.min_tokens else ()
 
     def copy_row(self, source: int, destination: int) -> None:
         self.params[destination] = self.params[source]
         self.constraints[destination] = self.constraints[source]
-        names = [*_SCALARS, "seed", "prompt_length", "min_length"]
-        tables = [getattr(self, name) for name in names] + [self._bias, self._stop_tokens]
-        for table in tables:
-            if table is not None:
-                table[destination] = table[source]
+        self._held_back[destination] = self._held_back[source]
+        for name in _TABLES:
+            table = getattr(self, name)
+            table[destination] = table[source]
 
     def part(self, first: int, stop: int) -> SamplingRows:
         """Rows first .. stop - 1, as views of the same tensors."""
         part = copy.copy(self)
         part.params, part.constraints = self.params[first:stop], self.constraints[first:stop]
-        for name in [*_SCALARS, "seed", "prompt_length", "min_length", "_bias", "_stop_tokens"]:
-            table = getattr(self, name)
-            setattr(part, name, None if table is None else table[first:stop])
+        part._held_back = self._held_back[first:stop]
+        for name in _TABLES:
+            setattr(part, name, getattr(self, name)[first:stop])
         part.refresh(stop - first)
         return part
 
     def select(self, index: Tensor) -> SamplingRows:
         """The rows of an index [N], as copies; which features are used stays as it is."""
         chosen = copy.copy(self)
-        for name in [*_SCALARS, "seed", "prompt_length", "min_length", "_bias", "_stop_tokens"]:
-            table = getattr(self, name)
-            setattr(chosen, name, None if table is None else table[index])
+        rows = index.tolist()
+        chosen.params, chosen._held_back = [self.params[row] for row in rows], [self._held_back[row] for row in rows]
+        for name in _TABLES:
+            setattr(chosen, name, getattr(self, name)[index])
+        chosen._list_tokens(len(rows))
         return chosen
 
     def refresh(self, rows: int) -> None:
@@ -156,13 +140,33 @@ class SamplingRows:
         self.any_minimum = any(p.min_tokens > 0 for p in live)
         self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
         self.logprobs = max((p.logprobs for p in live if p.logprobs is not None), default=None)
+        self._list_tokens(rows)
+
+    def _list_tokens(self, rows: int) -> None:
+        """What rows 0 .. rows - 1 say of single tokens."""
+        device = self.seed.device
+        self._drawing: Rows | None = None
+        held = [dict.fromkeys(tokens, -math.inf) for tokens in self._held_back[:rows]] if self.any_minimum else []
+        self.bias = Entries.of([dict(p.logit_bias) for p in self.params[:rows]], device) if self.any_bias else None
+        self.stop_tokens = Entries.of(held, device) if self.any_minimum else None
+
+    def drawing(self, text: Tensor, length: Tensor) -> Rows:
+        """How the live rows draw, for the kernels: text [R, P] and length [R] are those of the batch."""
+        if self._drawing is None or self._drawing.positions is not length:
+            self._drawing = Rows(self.temperature, self.seed, length, *self._features(text))
+        return self._drawing
+
+    def _features(self, text: Tensor) -> tuple[Cuts | None, Penalties | None, Minimum | None, Entries | None]:
+        """Those that some live row uses."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return (
+            Cuts(self.floor, self.top_k, self.top_p) if self.any_cut else None,
+            Penalties(*penalties, text, self.prompt_length) if self.any_penalty else None,
+            None if self.stop_tokens is None else Minimum(self.min_length, self.stop_tokens),
+            self.bias,
+        )
 
     @property
     def adjusts(self) -> bool:
         """Whether any live row changes its logits before the temperature."""
         return self.any_penalty or self.any_bias or self.any_minimum or self.any_constraint
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing but temperature and noise stands between any live row's logits and its draws."""
-        return not self.adjusts and (self.all_greedy or not self.any_cut)

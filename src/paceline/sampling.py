@@ -3,6 +3,9 @@
 Shapes: B rows, L positions, V vocabulary, G guesses. Position j of a call is drawn after each row's text and its first
 ``first + j`` guesses, so penalties know the guesses before it.
 
+``adjust``, ``warp`` and ``probabilities`` are torch, for GPUs and as the twin and judge of the kernels, which on a CPU
+do all of it in one call (``Choices``).
+
 All noise is a function of (row's seed, position, purpose, token): a row's draw never depends on its neighbours, on the
 drafter or on how many rounds it took.
 """
@@ -10,13 +13,16 @@ drafter or on how many rounds it took.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from paceline.batch import Batch
-from paceline.kernels.drawing import draw_tokens, kernels_for, likelihood_of
+from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
+from paceline.rows import Constraint
 
 
 class Purpose(IntEnum):
@@ -38,6 +44,13 @@ GUMBEL_HIGH = -math.log(-math.log1p(-(2.0 ** -(_UNIFORM_BITS + 1))))
 GUMBEL_LOW = -math.log(-math.log(2.0 ** -(_UNIFORM_BITS + 1)))
 NOISE_SPAN = GUMBEL_HIGH - GUMBEL_LOW + 1e-3
 _FIRST_NUCLEUS = 64  # tokens sorted at first when top_p cuts
+_MASS_BITS = 30
+_LOG2_E = float.fromhex("0x1.715476p0")
+# 2^x for x from -1/2 to 1/2, relative error 2e-7; every number is one of float32.
+_TWO_TO = (
+    *map(float.fromhex, ("0x1.5bba06p-10", "0x1.3cea8ap-7", "0x1.c6b754p-5", "0x1.ebf9bcp-3", "0x1.62e42ap-1")),
+    1.0,
+)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -83,13 +96,13 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
         return logits
     logits = logits.clone()
     if rows.bias is not None:
-        logits += rows.bias[: batch.rows, None]
+        logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
         _penalise(logits, batch, guesses, first)
     if rows.stop_tokens is not None:
-        position = _positions(batch, logits.shape[1], first)
-        early = position < rows.min_length[: batch.rows, None]
-        logits.masked_fill_(early[:, :, None] & (rows.stop_tokens[: batch.rows, None] > 0), -math.inf)
+        early = _positions(batch, logits.shape[1], first) < rows.min_length[: batch.rows, None]
+        row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
+        logits[row, :, token] = logits[row, :, token].masked_fill(early[row], -math.inf)
     if rows.any_constraint:
         _constrain(logits, batch, guesses, first)
     return logits
@@ -139,7 +152,7 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
     scaled = _scale(logits, rows.temperature[:live])
     if not rows.any_cut:
         return scaled
-    floor = rows.min_p[:live, None, None].log()  # under the leader's 0; log 0 = -inf cuts nothing
+    floor = rows.floor[:live, None, None]  # under the leader's 0; -inf cuts nothing
     if rows.largest_top_k:
         floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k[:live], rows.largest_top_k))
     scaled = scaled.masked_fill(scaled < floor, -math.inf)
@@ -165,24 +178,38 @@ def _top_k_floor(scaled: Tensor, top_k: Tensor, largest: int) -> Tensor:
     return best.gather(-1, place).masked_fill((top_k == 0)[:, None, None], -math.inf)
 
 
+def masses(scaled: Tensor) -> Tensor:
+    """e^scaled in units of 2^-30 of the leader's, rounded: int64. scaled: at most 0.
+
+    Whole numbers, so that sums have no order and rounding decides no tie; and made of float32 multiplications and
+    additions alone, each rounded for itself, which the kernels repeat to the bit.
+    """
+    exponent = (scaled.float() * _LOG2_E).clamp(min=-64.0)
+    whole = exponent.round()
+    part = exponent - whole
+    power = torch.full_like(part, _TWO_TO[0])
+    for coefficient in _TWO_TO[1:]:
+        power = power * part + coefficient
+    scale = ((whole.int() + (127 + _MASS_BITS)) << 23).view(torch.float32)
+    return (power * scale).round().long()
+
+
 def _top_p_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """[B, L, 1]: the smallest logit of the nucleus: tokens before which less than top_p of the mass lies.
+    """[B, L, 1]: the smallest logit of the nucleus: tokens above which less than top_p of the mass lies.
 
     Only as many tokens are sorted as the widest nucleus has, found by doubling: nuclei are short, vocabularies are not.
     """
-    limit = torch.where(top_p < 1, top_p, 0.0)[:, None, None]  # rows without a nucleus need no sorting
-    total = scaled.logsumexp(-1, keepdim=True)
+    share = torch.where(top_p < 1, top_p, 0.0).double()[:, None, None]  # rows without a nucleus need no sorting
+    limit = (share * masses(scaled).sum(-1, keepdim=True).double()).clamp(min=1.0)  # the leader stays
     size = min(_FIRST_NUCLEUS, scaled.shape[-1])
     while True:
         ordered = scaled.topk(size, dim=-1).values
-        mass = (ordered - total).exp()
-        before = mass.cumsum(-1) - mass
+        mass = masses(ordered)
+        before = (mass.cumsum(-1) - mass).double()
         if size == scaled.shape[-1] or bool((before[..., -1:] >= limit).all()):
             break
         size = min(4 * size, scaled.shape[-1])
-    outside = before >= limit
-    outside[..., 0] = False  # the leader stays, however small top_p
-    floor = ordered.masked_fill(outside, math.inf).amin(-1, keepdim=True)
+    floor = ordered.masked_fill(before >= limit, math.inf).amin(-1, keepdim=True)
     return torch.where((top_p < 1)[:, None, None], floor, -math.inf)
 
 
@@ -194,31 +221,94 @@ def probabilities(logits: Tensor, batch: Batch) -> Tensor:
     return torch.where(greedy, leader, warped.softmax(-1))
 
 
-def likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The softmax of logits [B, L, V] at tokens [B, L] -> [B, L]; whatever the rows' temperatures."""
-    kernels = kernels_for(logits)
-    if kernels is not None:
-        return likelihood_of(kernels, logits, tokens)
-    return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
-
-
 # --- the draw ----------------------------------------------------------------
 
 
-def draw(logits: Tensor, batch: Batch, first: int = 0, purpose: Purpose = Purpose.DRAW) -> Tensor:
-    """A token for every position: adjusted logits [B, L, V] -> [B, L] int64. Greedy rows take their argmax."""
+class Choices:
+    """Logits as the model gave them, float32, and what may be asked of them.
+
+    logits: [B, L, V], changed while they are read and then as before. guesses: [B, >= first + L - 1]; None for none.
+    counts: [B], how many guesses are real; logits may then be [N, V], of the unseen tokens and the real guesses alone.
+    """
+
+    def __init__(
+        self, logits: Tensor, batch: Batch, guesses: Tensor | None = None, first: int = 0, counts: Tensor | None = None
+    ) -> None:
+        self._logits, self._batch, self._first, self._counts = logits, batch, first, counts
+        self._guesses = batch.tokens.new_empty(batch.rows, 0) if guesses is None else guesses
+        self.kernels = kernels_for(logits)
+
+    @cached_property
+    def places(self) -> Places:
+        """For the kernels."""
+        batch = self._batch
+        rows = batch.sampling.drawing(batch.tokens, batch.length)
+        instead = self._constrained() if batch.sampling.any_constraint else None
+        return Places(self._logits, rows, self._guesses, self._counts, self._first, instead)
+
+    def _constrained(self) -> Sequence[Tensor | None]:
+        """Copies of the logits of the rows that have a constraint, without what it forbids."""
+        constraints, guesses = self._batch.sampling.constraints[: self._batch.rows], self._guesses.tolist()
+        return [
+            None if constraint is None else self._masked(constraint, logits, line)
+            for constraint, logits, line in zip(constraints, self._of_rows(), guesses, strict=True)
+        ]
+
+    def _masked(self, constraint: Constraint, logits: Tensor, guesses: Sequence[int]) -> Tensor:
+        masked = logits.clone(memory_format=torch.contiguous_format)
+        constraint.mask(masked, guesses, self._first)
+        return masked
+
+    def _of_rows(self) -> Sequence[Tensor]:
+        """Each row's logits [places, V]."""
+        if self._logits.dim() == 3:
+            return self._logits.unbind()
+        assert self._counts is not None
+        ends = (self._counts + 1).cumsum(0).tolist()
+        return [self._logits[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def adjusted(self) -> Tensor:
+        """In torch."""
+        return adjust(self._logits, self._batch, self._guesses, self._first)
+
+    def draw(self, purpose: Purpose = Purpose.DRAW) -> Tensor:
+        """A token for every place: [B, L] int64. Greedy rows take their argmax."""
+        if self.kernels is not None:
+            return draw_tokens(self.kernels, self.places, purpose)
+        return _draw_adjusted(self.adjusted, self._batch, self._first, purpose)
+
+    def law(self) -> Tensor:
+        """What tokens are drawn from: float32 [B, L, V]; one-hot at temperature 0."""
+        if self.kernels is not None:
+            return law_of(self.kernels, self.places)
+        return probabilities(self.adjusted, self._batch)
+
+    def likelihood(self, tokens: Tensor) -> Tensor:
+        """The softmax of the adjusted logits at tokens [B, L] -> [B, L]; whatever the rows' temperatures."""
+        if self.kernels is not None:
+            return likelihood_of(self.kernels, self.places, tokens)
+        logits = self.adjusted
+        return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
+
+
+def draw(
+    logits: Tensor, batch: Batch, guesses: Tensor | None = None, first: int = 0, purpose: Purpose = Purpose.DRAW
+) -> Tensor:
+    """A token for every place: logits [B, L, V] as the model gave them -> [B, L] int64."""
+    return Choices(logits, batch, guesses, first).draw(purpose)
+
+
+def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -> Tensor:
+    """In torch, from adjusted logits."""
     rows, live = batch.sampling, batch.rows
-    temperature = rows.temperature[:live]
-    if rows.any_cut and not rows.all_greedy:
-        logits, temperature = warp(logits, batch), (temperature > 0).float()
-    kernels = kernels_for(logits)
-    if kernels is not None:
-        return draw_tokens(kernels, logits, temperature, rows.seed[:live], batch.live_length, first, purpose)
     if rows.all_greedy:
         return logits.argmax(-1)
-    return _draw(
-        logits, temperature, noise_key(rows.seed[:live, None], _positions(batch, logits.shape[1], first), purpose)
-    )
+    temperature = rows.temperature[:live]
+    if rows.any_cut:
+        logits, temperature = warp(logits, batch), (temperature > 0).float()
+    key = noise_key(rows.seed[:live, None], _positions(batch, logits.shape[1], first), purpose)
+    return _draw(logits, temperature, key)
 
 
 def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:

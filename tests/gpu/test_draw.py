@@ -47,7 +47,7 @@ def test_kernel_twin_and_sampling_draw_the_same_tokens(data: st.DataObject) -> N
     first, purpose = pick(st.integers(0, 3)), pick(st.sampled_from([Purpose.DRAW, Purpose.GUESS]))
     noise = noise_of(batch)
     found = kernels.draw(logits, noise, first, purpose, block=64)
-    expected = sampling.draw(logits, batch, first, purpose)
+    expected = sampling.draw(logits, batch, None, first, purpose)
     assert found.tolist() == expected.tolist()
     assert twin.draw(logits, noise.temperature, noise.seed, noise.length, first, purpose).tolist() == found.tolist()
 

@@ -8,16 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels import native
-from paceline.kernels.drawing import Noise, accept_guesses, draw_tokens, kernels_for, likelihood_of
+from paceline.kernels.drawing import Places, Rows, accept_guesses, draw_tokens, kernels_for, likelihood_of
 from paceline.sampling import Purpose, _draw, noise_key
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 
 
 def both(kernels, logits, temperature, seeds, positions, offset=0, purpose=Purpose.DRAW):
-    native_tokens = draw_tokens(kernels, logits, temperature, seeds, positions, offset, purpose)
+    places = Places(logits, Rows(temperature, seeds, positions + offset))
+    native_tokens = draw_tokens(kernels, places, purpose)
     place = positions[:, None] + torch.arange(offset, offset + logits.shape[1])
     return native_tokens, _draw(logits, temperature, noise_key(seeds[:, None], place, purpose))
+
+
+def unasked(rows):
+    """Whatever a likelihood does not depend on."""
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    return Rows(zeros.float(), zeros, zeros)
 
 
 def case(rows, block, vocab, spread, seed):
@@ -116,8 +123,8 @@ def test_guesses_are_kept_as_the_twin_keeps_them(kernels, rows, k, vocab, temper
     temperature, counts = torch.tensor(temperatures[:rows]), torch.tensor(counts[:rows]).clamp(max=k)
     draws, guesses, accepted = guessed(logits, counts, temperature, seeds, positions, torch.tensor(right[:rows]))
     real = torch.arange(k + 1) < counts[:, None] + 1
-    noise = Noise(temperature, seeds, positions)
-    found = accept_guesses(kernels, logits[real] if packed else logits, guesses, counts, noise, Purpose.DRAW)
+    rows = Rows(temperature, seeds, positions)
+    found = accept_guesses(kernels, Places(logits[real] if packed else logits, rows, guesses, counts), Purpose.DRAW)
     drawn = torch.arange(k + 1) <= accepted[:, None]
     assert torch.equal(found[1], accepted)
     assert torch.equal(found[0], draws * drawn)
@@ -132,9 +139,10 @@ def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, voca
     logits[torch.arange(4), 0, places] = 1.0
     logits[:, 0, vocab - 1] = 1.0
     zeros = torch.zeros(4, dtype=torch.int64)
-    assert draw_tokens(kernels, logits, zeros.float(), zeros, zeros, 0, Purpose.DRAW)[:, 0].tolist() == places.tolist()
+    greedy = Rows(zeros.float(), zeros, zeros)
+    assert draw_tokens(kernels, Places(logits, greedy), Purpose.DRAW)[:, 0].tolist() == places.tolist()
     nothing = torch.full((4, 1, vocab), fill)
-    assert not draw_tokens(kernels, nothing, zeros.float(), zeros, zeros, 0, Purpose.DRAW).any()
+    assert not draw_tokens(kernels, Places(nothing, greedy), Purpose.DRAW).any()
 
 
 @on_every_isa
@@ -150,13 +158,15 @@ def test_the_native_likelihood_is_the_twins(kernels, rows, block, vocab, spread,
     logits, _, _ = case(rows, block, vocab, spread, seed)
     tokens = torch.randint(0, vocab, (rows, block), generator=torch.Generator().manual_seed(seed))
     expected = logits.double().softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    assert torch.allclose(likelihood_of(kernels, logits, tokens).double(), expected, rtol=1e-4, atol=1e-30)
+    assert torch.allclose(
+        likelihood_of(kernels, Places(logits, unasked(rows)), tokens).double(), expected, rtol=1e-4, atol=1e-30
+    )
 
 
 @on_every_isa
 def test_a_token_that_is_ruled_out_has_no_likelihood(kernels):
     logits = torch.full((1, 2, 37), -math.inf)
     logits[0, :, 5] = 3.0
-    found = likelihood_of(kernels, logits, torch.tensor([[5, 6]]))[0].tolist()
+    found = likelihood_of(kernels, Places(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
     assert found[0] == pytest.approx(1.0)
     assert found[1] < 1e-30

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.batch import Batch, Draft, Enough, Verdict
 from paceline.decoder import Decoder
-from paceline.sampling import Purpose, adjust, draw, likelihood, probabilities
+from paceline.sampling import Choices, Purpose
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
 
@@ -57,10 +57,10 @@ class ModelDrafter:
             if step:
                 start, longest = batch.live_length + step - 1, batch.longest + step
                 hidden = decoder.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
-            logits = adjust(decoder.logits(hidden)[:, None], batch, guesses, step)
-            guess = self._draw(logits, batch, step, laws)
+            choices = Choices(decoder.logits(hidden)[:, None], batch, guesses, step)
+            guess = self._draw(choices, batch, laws)
             guesses = torch.cat([guesses, guess], dim=1)
-            if batch.enough is not None and self._stops(batch.enough, batch, likelihood(logits, guess), scores):
+            if batch.enough is not None and self._stops(batch.enough, batch, choices.likelihood(guess), scores):
                 break
         drafted = guesses.shape[1]
         decoder.seen_by(batch).add_(drafted - 1)
@@ -73,12 +73,12 @@ class ModelDrafter:
             row.append(chance)
         return enough(batch, scores)
 
-    def _draw(self, logits: Tensor, batch: Batch, step: int, laws: list[Tensor]) -> Tensor:
-        """One guess a row, [B, 1], from adjusted logits [B, 1, V]; its law joins ``laws`` if the rule wants it."""
+    def _draw(self, choices: Choices, batch: Batch, laws: list[Tensor]) -> Tensor:
+        """One guess a row, [B, 1]; its law joins ``laws`` if the rule wants it."""
         if not self._independent or batch.sampling.all_greedy:
-            return draw(logits, batch, step)
-        laws.append(probabilities(logits, batch))
-        return draw(logits, batch, step, Purpose.GUESS)
+            return choices.draw()
+        laws.append(choices.law())
+        return choices.draw(Purpose.GUESS)
 
     def sit_out(self) -> None:
         """This round's guesses are another's, whatever was drafted before."""

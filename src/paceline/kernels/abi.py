@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 6  # of model.h: it changes with the structs and functions
+ABI_VERSION = 7  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -119,13 +119,45 @@ class CCache(Structure):
         return cls(cache.keys.data_ptr(), cache.values.data_ptr(), *strides, cache.rows, cache.positions, int(bf16))
 
 
+class CEntries(Structure):
+    """csrc: Entries."""
+
+    _fields_ = (("starts", c_void_p), ("tokens", c_void_p), ("values", c_void_p))
+
+
+class CDrawRows(Structure):
+    """csrc: DrawRows."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("temperature", "seeds", "length", "deepest", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("presence", "frequency", "repetition", "text")),
+        ("text_stride", c_int64),
+        *((name, c_void_p) for name in ("prompt_length", "min_length")),
+        ("bias", CEntries),
+        ("stops", CEntries),
+    )
+
+
 class CDraw(Structure):
     """csrc: DrawCall."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "temperature", "seeds", "first")),
-        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "offset")),
+        ("by", CDrawRows),
+        *((name, c_void_p) for name in ("logits", "instead", "guesses", "counts")),
+        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "guess_stride", "first")),
+        ("packed", c_int32),
         ("purpose", c_uint32),
+    )
+
+
+class CLogprobs(Structure):
+    """csrc: LogprobCall."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "tokens", "accepted", "wanted", "counts")),
+        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "most")),
+        ("packed", c_int32),
+        *((name, c_void_p) for name in ("own", "ids", "values")),
     )
 
 
@@ -133,17 +165,6 @@ class CDocuments(Structure):
     """csrc: Documents."""
 
     _fields_ = (("text", c_void_p), ("places", c_void_p), ("tokens", c_void_p), ("count", c_int64))
-
-
-class CAccept(Structure):
-    """csrc: AcceptCall."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "guesses", "counts", "temperature", "seeds", "first")),
-        *((name, c_int64) for name in ("rows", "most", "vocabulary")),
-        ("packed", c_int32),
-        ("purpose", c_uint32),
-    )
 
 
 class CRotary(Structure):
@@ -196,8 +217,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
     "pl_lookup": (c_int64, (*(c_void_p,) * 2, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 3)),
     "pl_draw": (None, (c_void_p,) * 4),
-    "pl_likelihood": (None, (*(c_void_p,) * 3, *(c_int64,) * 3, *(c_void_p,) * 2)),
     "pl_accept": (None, (c_void_p,) * 5),
+    "pl_law": (None, (c_void_p,) * 4),
+    "pl_likelihood": (None, (c_void_p,) * 5),
+    "pl_logprobs": (None, (c_void_p,) * 3),
     "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
     "pl_quantise": (None, (c_void_p,) * 6),
     "pl_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p)),

@@ -1,0 +1,171 @@
+"""What sampling parameters cost a round, each beside temperature alone, in turn in one process.
+
+    python benchmarks/sampling.py smollm2-135m --rows 1,8,64
+    python benchmarks/sampling.py qwen-coder-0.5b.gguf --rows 1,8 --drafters ngram --out results.json
+
+Other parameters draw other tokens, and other tokens are guessed better or worse: so rounds are compared, not answers.
+A round's time is that between the ends of two judgements while all rows decode, none leaves and none joins; of a run
+the median counts, of the runs of a side again the median. With n-gram guesses `auto` verifies more or fewer tokens a
+round, depending on the text; `tokens` says how many logits a round judged on average, and `judging` what the call took
+that judged and drew (log-probabilities included), whatever the rest of the round did. The last line is one JSON
+document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline import LLM, SamplingParams
+from paceline.acceptance import AcceptanceRule
+from paceline.batch import Batch, Draft, Verdict
+from paceline.bench.measure import turns
+from paceline.bench.prompts import COPYING, OPEN
+from paceline.hardware import cpu_name
+
+TEXTS = [*OPEN, *COPYING]
+ALONE = "temperature 0.8"
+SIDES: dict[str, dict[str, Any]] = {
+    ALONE: {},
+    "temperature 1": {"temperature": 1.0},
+    "top-p 0.95": {"top_p": 0.95},
+    "temperature 1, top-p 0.99": {"temperature": 1.0, "top_p": 0.99},
+    "top-k 40": {"top_k": 40},
+    "min-p 0.05": {"min_p": 0.05},
+    "repetition penalty 1.1": {"repetition_penalty": 1.1},
+    "5 log-probabilities": {"logprobs": 5},
+    "all together": {"top_p": 0.95, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "logprobs": 5},
+}
+
+
+@dataclass
+class Watch:
+    """Stands before a rule and notes when it was asked."""
+
+    rule: AcceptanceRule
+    rows: int
+    rounds: list[float] = field(default_factory=list)
+    judging: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    _last: float | None = None
+
+    def __call__(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        began = time.perf_counter()
+        verdict = self.rule(draft, logits, batch)
+        now = time.perf_counter()
+        full = batch.rows == self.rows
+        if full and self._last is not None:
+            self.rounds.append(now - self._last)
+            self.judging.append(now - began)
+            self.tokens.append(batch.rows + int(draft.counts.sum()))
+        self._last = now if full else None
+        return verdict
+
+
+@dataclass
+class Run:
+    """Of one run: medians of a round and of its judging in ms; tokens: mean number that a round judged."""
+
+    round_ms: float
+    judging_ms: float
+    tokens: float
+
+
+@dataclass
+class Result:
+    """One side. ratio: its round to that of temperature alone (of 0.8); judging is part of the round."""
+
+    rows: int
+    drafter: str
+    side: str
+    round_ms: float
+    judging_ms: float
+    tokens: float
+    ratio: float
+    runs: list[Run]
+
+
+def play(llm: LLM, rows: int, side: str, max_tokens: int) -> Run:
+    """All rows, from prompt to end."""
+    engine = llm.engine
+    watch = Watch(engine.parts.accept, rows)
+    engine.parts.accept = watch
+    given = {"temperature": 0.8, "max_tokens": max_tokens, "ignore_eos": True} | SIDES[side]
+    params = [SamplingParams(seed=row, **given) for row in range(rows)]
+    prompts = [TEXTS[row % len(TEXTS)] + " " * (row // len(TEXTS)) for row in range(rows)]
+    llm.generate(prompts, params, use_tqdm=False)
+    engine.parts.accept = watch.rule
+    medians = (1000 * statistics.median(times) for times in (watch.rounds, watch.judging))
+    return Run(*medians, statistics.fmean(watch.tokens))
+
+
+def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) -> list[Result]:
+    """All sides, in turn."""
+    sides = [side for side in SIDES if not arguments.sides or side in (ALONE, *arguments.sides.split(";"))]
+    runs: dict[str, list[Run]] = {side: [] for side in sides}
+    play(llm, rows, ALONE, arguments.max_tokens)
+    for order in turns(sides, arguments.repeats):
+        for side in order:
+            runs[side].append(play(llm, rows, side, arguments.max_tokens))
+
+    def median(side: str, name: str) -> float:
+        return statistics.median(getattr(run, name) for run in runs[side])
+
+    alone = median(ALONE, "round_ms")
+    return [
+        Result(
+            rows,
+            drafter,
+            side,
+            *(round(median(side, name), 4) for name in ("round_ms", "judging_ms", "tokens")),
+            ratio=round(median(side, "round_ms") / alone, 4),
+            runs=runs[side],
+        )
+        for side in sides
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rows", default="1,8")
+    parser.add_argument("--drafters", default="plain,ngram", help="of plain, ngram")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sides", default="", help=f"some of them, with ; between: {'; '.join(SIDES)}")
+    parser.add_argument("--out", type=Path, help="a file for the JSON document")
+    arguments = parser.parse_args(argv)
+    results = []
+    rows = [int(number) for number in arguments.rows.split(",")]
+    options: dict[str, Any] = {"max_batch_size": max(rows), "max_model_len": 512}
+    llm = LLM(arguments.model, drafter="ngram", quantization="int8", **options)
+    for drafter in arguments.drafters.split(","):
+        engine = llm.plain() if drafter == "plain" else llm
+        for number in rows:
+            for result in compare(engine, number, drafter, arguments):
+                results.append(result)
+                print(
+                    f"{number:3} rows {drafter:6} {result.side:28} round {result.round_ms:8.3f} ms = {result.ratio:.3f}"
+                    f"  judging {result.judging_ms:.3f} ms  of {result.tokens:.1f} tokens",
+                    file=sys.stderr,
+                )
+    name = Path(arguments.model).name
+    report = {"machine": cpu_name(), "model": name, "precision": "int8", "max_tokens": arguments.max_tokens}
+    text = json.dumps(report | {"results": [asdict(result) for result in results]})
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+// Which tokens follow: what src/paceline/sampling.py says, place by place. A row's places are its own: nothing here depends on
+// other rows, and rows are shared out over the threads.
+#include <utility>
+
+#include "model.h"
+
+#define PL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace paceline {
+namespace {
+
+// sampling.noise_key
+void noise_key(uint64_t seed, int64_t position, uint32_t purpose, uint32_t* key) {
+  const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32), at = static_cast<uint32_t>(position);
+  const uint32_t salt = 0x9e3779b9u * purpose;
+  key[0] = mix(mix(mix(low ^ salt) ^ high) ^ at);
+  key[1] = mix(mix(mix(high ^ 0x85ebca6bu) ^ low) ^ at ^ salt);
+}
+
+// What a thread needs while it draws, kept for the next time.
+class Workspace {
+ public:
+  DrawScratch lists(int64_t vocabulary) {
+    const size_t items = draw_scratch_items(vocabulary);
+    if (tokens_.size() < items) {
+      tokens_.resize(items);
+      depths_.resize(items);
+      rest_.resize(items);
+      weights_.resize(items);
+    }
+    return {tokens_.data(), depths_.data(), rest_.data(), weights_.data()};
+  }
+
+  // How often each token has been seen: [vocabulary] zeros, to be left as zeros.
+  uint32_t* counts(int64_t vocabulary) {
+    if (counts_.size() < static_cast<size_t>(vocabulary)) counts_.resize(static_cast<size_t>(vocabulary));
+    return counts_.data();
+  }
+
+  std::vector<int64_t> seen;                      // the tokens that were
+  std::vector<std::pair<int64_t, float>> before;  // logits as they were
+
+  static Workspace& own() {
+    static thread_local Workspace workspace;
+    return workspace;
+  }
+
+ private:
+  std::vector<int32_t> tokens_, weights_;
+  std::vector<float> depths_, rest_;
+  std::vector<uint32_t> counts_;
+};
+
+// Bias, penalties and minimum length of one row. Few tokens are touched: those of its text and of its lists.
+class Adjustments {
+ public:
+  Adjustments(const DrawRows& by, int64_t row, int64_t vocabulary, Workspace& workspace)
+      : by_(by), row_(row), vocabulary_(vocabulary), workspace_(workspace), counts_(workspace.counts(vocabulary)) {
+    if (by.presence) {
+      presence_ = by.presence[row];
+      frequency_ = by.frequency[row];
+      repetition_ = by.repetition[row];
+    }
+    penalises_ = presence_ != 0.0f || frequency_ != 0.0f || repetition_ != 1.0f;
+    if (!penalises_) return;
+    const int64_t* text = by.text + row * by.text_stride;
+    for (int64_t i = repetition_ == 1.0f ? by.prompt_length[row] : 0; i < by.length[row]; ++i) see(text[i], i >= by.prompt_length[row]);
+  }
+  ~Adjustments() {
+    for (const int64_t token : workspace_.seen) counts_[token] = 0;
+    workspace_.seen.clear();
+  }
+  Adjustments(const Adjustments&) = delete;
+  Adjustments& operator=(const Adjustments&) = delete;
+
+  void follow(int64_t guess) {
+    if (penalises_) see(guess, true);
+  }
+
+  // The logits of the token that will have this position.
+  void apply(float* logits, int64_t position) {
+    each(by_.bias, [&](int64_t i) { change(logits, by_.bias.tokens[i], [&](float x) { return x + by_.bias.values[i]; }); });
+    for (const int64_t token : workspace_.seen) change(logits, token, [&](float x) { return penalised(x, counts_[token] / 2); });
+    if (by_.stops.starts && position < by_.min_length[row_]) {
+      each(by_.stops, [&](int64_t i) { change(logits, by_.stops.tokens[i], [](float) { return -__builtin_inff(); }); });
+    }
+  }
+
+  void restore(float* logits) {
+    auto& before = workspace_.before;
+    for (; !before.empty(); before.pop_back()) logits[before.back().first] = before.back().second;
+  }
+
+ private:
+  // An odd count: seen; half of it: how often in the answer.
+  void see(int64_t token, bool answer) {
+    if (token < 0 || token >= vocabulary_) return;
+    if (!counts_[token]) workspace_.seen.push_back(token);
+    counts_[token] = (counts_[token] | 1) + (answer ? 2 : 0);
+  }
+
+  float penalised(float x, uint32_t count) const {
+    const float repeated = x > 0.0f ? x / repetition_ : x * repetition_;
+    const float present = repeated - presence_ * (count ? 1.0f : 0.0f);
+    return present - frequency_ * static_cast<float>(count);
+  }
+
+  template <class Visit>
+  void each(const Entries& entries, Visit visit) {
+    if (!entries.starts) return;
+    for (int64_t i = entries.starts[row_]; i < entries.starts[row_ + 1]; ++i) visit(i);
+  }
+
+  template <class Change>
+  void change(float* logits, int64_t token, Change changed) {
+    if (token < 0 || token >= vocabulary_) return;
+    workspace_.before.emplace_back(token, logits[token]);
+    logits[token] = changed(logits[token]);
+  }
+
+  const DrawRows& by_;
+  const int64_t row_, vocabulary_;
+  Workspace& workspace_;
+  uint32_t* const counts_;
+  float presence_ = 0.0f, frequency_ = 0.0f, repetition_ = 1.0f;
+  bool penalises_ = false;
+};
+
+Draw draw_of(const DrawCall& call, int64_t row, int64_t position, const float* logits, const DrawScratch& scratch) {
+  const DrawRows& by = call.by;
+  Draw draw = {logits, call.vocabulary, by.temperature[row], {0, 0}, __builtin_inff(), 0, 1.0f, scratch};
+  noise_key(static_cast<uint64_t>(by.seeds[row]), position, call.purpose, draw.key);
+  if (by.deepest) draw.deepest = by.deepest[row];
+  if (by.top_k) draw.top_k = by.top_k[row];
+  if (by.top_p) draw.top_p = by.top_p[row];
+  return draw;
+}
+
+// Where each row's first place is.
+template <class Call>
+std::vector<int64_t> first_places(const Call& call) {
+  std::vector<int64_t> starts(static_cast<size_t>(call.rows));
+  int64_t place = 0;
+  for (int64_t row = 0; row < call.rows; ++row) {
+    starts[static_cast<size_t>(row)] = place;
+    place += call.packed ? call.counts[row] + 1 : call.block;
+  }
+  return starts;
+}
+
+template <class Work>
+void for_every_row(Pool& pool, int64_t rows, Work work) {
+  std::atomic<int64_t> next{0};
+  in_parallel(pool, [&](int) {
+    for (int64_t row = next++; row < rows; row = next++) work(row);
+  });
+}
+
+// visit(draw, place) for the places of every row, as long as it says that the next one counts.
+template <class Visit>
+void at_places(Pool& pool, const DrawCall& call, Visit visit) {
+  const std::vector<int64_t> starts = first_places(call);
+  for_every_row(pool, call.rows, [&](int64_t row) {
+    Workspace& workspace = Workspace::own();
+    const DrawScratch scratch = workspace.lists(call.vocabulary);
+    Adjustments adjustments(call.by, row, call.vocabulary, workspace);
+    const int64_t* guesses = call.guesses + row * call.guess_stride;
+    for (int64_t i = 0; i < call.first; ++i) adjustments.follow(guesses[i]);
+    const bool elsewhere = call.instead && call.instead[row];
+    float* logits = elsewhere ? call.instead[row] : call.logits + starts[static_cast<size_t>(row)] * call.stride;
+    const int64_t stride = elsewhere ? call.vocabulary : call.stride;
+    for (int64_t place = 0; place < call.block; ++place, logits += stride) {
+      const int64_t position = call.by.length[row] + call.first + place;
+      adjustments.apply(logits, position);
+      const bool goes_on = visit(draw_of(call, row, position, logits, scratch), row, place);
+      adjustments.restore(logits);
+      if (!goes_on) break;
+      if (call.first + place < call.guess_stride) adjustments.follow(guesses[call.first + place]);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace paceline
+
+using namespace paceline;
+
+// A token for every place: tokens [rows][block].
+PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
+  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+    tokens[row * call->block + place] = kernels->draw(draw);
+    return true;
+  });
+}
+
+// Draws each row's tokens [block] up to the first that is not the guess; accepted: how many of them are. The rest stays.
+PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted) {
+  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+    const int64_t token = kernels->draw(draw);
+    tokens[row * call->block + place] = token;
+    accepted[row] = place;
+    return place < call->counts[row] && token == call->guesses[row * call->guess_stride + place];
+  });
+}
+
+// What tokens are drawn from: out [rows][block][vocabulary].
+PL_EXPORT void pl_law(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
+  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+    kernels->law(draw, out + (row * call->block + place) * call->vocabulary);
+    return true;
+  });
+}
+
+// The softmax of the adjusted logits at tokens [rows][block].
+PL_EXPORT void pl_likelihood(const Kernels* kernels, Pool* pool, const DrawCall* call, const int64_t* tokens, float* chances) {
+  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+    const int64_t at = row * call->block + place;
+    chances[at] = kernels->likelihood(draw, tokens[at]);
+    return true;
+  });
+}
+
+// Log-probabilities of the tokens that rows gained, and of the most likely ones.
+PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall* call) {
+  const std::vector<int64_t> starts = first_places(*call);
+  for_every_row(*pool, call->rows, [&](int64_t row) {
+    const int64_t wanted = call->wanted[row];
+    if (wanted < 0) return;
+    const DrawScratch scratch = Workspace::own().lists(call->vocabulary);
+    const float* logits = call->logits + starts[static_cast<size_t>(row)] * call->stride;
+    for (int64_t place = 0; place <= call->accepted[row]; ++place, logits += call->stride) {
+      const int64_t at = row * call->block + place;
+      const Draw draw = {logits, call->vocabulary, 1.0f, {0, 0}, __builtin_inff(), wanted, 1.0f, scratch};
+      call->own[at] = kernels->logprobs(draw, call->tokens[at], wanted, call->ids + at * call->most, call->values + at * call->most);
+    }
+  });
+}
