@@ -25,7 +25,7 @@ TEMPERATURES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_s
 
 def likely_guesses(pick: st.DrawFn, batch: Batch, logits: Tensor, purpose: Purpose) -> Tensor:  # type: ignore[type-arg]
     """What the logits draw, here and there replaced by something else."""
-    guesses = draw(logits, batch, 0, purpose)
+    guesses = draw(logits, batch, purpose=purpose)
     wrong = torch.tensor([[pick(st.integers(0, 3)) == 0 for _ in line] for line in guesses.tolist()], device=DEVICE)
     return torch.where(wrong, (guesses + 1) % logits.shape[-1], guesses)
 
@@ -62,7 +62,7 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     q_logits = logits[:, :k] + pick(st.sampled_from([0.0, 0.5, 3.0])) * torch.randn(batch.rows, k, vocab, device=DEVICE)
-    guesses = Guesses(draw(q_logits, batch, 0, Purpose.GUESS), counts_of(pick, batch.rows, k), q_logits)
+    guesses = Guesses(draw(q_logits, batch, purpose=Purpose.GUESS), counts_of(pick, batch.rows, k), q_logits)
     law = probabilities(q_logits, batch)
     verdict = acceptance.rejection(Draft(guesses.tokens, guesses.counts, law), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
