@@ -20,7 +20,7 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user
 from paceline.kernels import drawing
 
 # A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
-# Reducing a slow example can take minutes: a failure shows the example that it found, as it is; HYPOTHESIS_PROFILE=shrink
+# Reducing a slow example can take minutes: a failure shows the example as it was found; HYPOTHESIS_PROFILE=shrink
 # reduces it.
 settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
 settings.register_profile("shrink", deadline=None)

@@ -86,8 +86,9 @@ def _room(group: Path, names: _Memory) -> int | None:
 def _reclaimable(stat: Path, names: _Memory) -> int:
     """As the kernel's MemAvailable has it, all cached pages of files and its caches; but not files that are mapped.
 
-    A file just written or read is cached until the memory is needed. Docker's figure leaves out the inactive ones alone,
-    but what was read twice is active and goes as well. Mapped pages may be weights in use: they would be read again.
+    A file just written or read is cached until the memory is needed. Docker's figure leaves out the inactive ones
+    alone, but what was read twice is active and goes as well. Mapped pages may be weights in
+    use: they would be read again.
     """
     fields = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
     inactive, active = (_whole(fields.get(name)) or 0 for name in names.files)

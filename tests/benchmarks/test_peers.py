@@ -7,13 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.peers import config, contenders, environments, export, run, schedule  # noqa: E402
-from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec  # noqa: E402
-from benchmarks.peers.prompts import STUBS  # noqa: E402
+from benchmarks.peers import config, contenders, environments, export, run, schedule
+from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec
+from benchmarks.peers.prompts import STUBS
 
 WORKER = Path(__file__).parent / "fake_worker.py"
 

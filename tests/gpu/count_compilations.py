@@ -1,7 +1,7 @@
-"""How many kernels prompts of new lengths would compile; run by test_compile.py in a process that does not interpret kernels.
+"""How many kernels prompts of new lengths would compile; test_compile.py runs it where kernels are not interpreted.
 
-Nothing is compiled and nothing is launched: a driver without a device chooses the kernels, a hook notes what they would be
-compiled for. Prints the number after warm-up, which is the number of stalls that users would see.
+Nothing is compiled and nothing is launched: a driver without a device chooses the kernels, a hook notes what they would
+be compiled for. Prints the number after warm-up, which is the number of stalls that users would see.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _SMALLEST_TILE = 16  # what tl.dot multiplies at least
 _JOINED_AT_ONCE = 16
 
 
-# What differs from prompt to prompt and from batch to batch is no compile-time constant, nor is its value looked at when a
-# compiled kernel is chosen: a new length compiles nothing while rows wait.
+# What differs from prompt to prompt and from batch to batch is no compile-time constant, nor is its value looked at
+# when a compiled kernel is chosen: a new length compiles nothing while rows wait.
 @triton.jit(do_not_specialize=["longest", "window", "rows_times_heads", "new_tokens", "splits"])
 def attend_kernel(
     q: tl.tensor,

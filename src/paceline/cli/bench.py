@@ -10,7 +10,6 @@ import typer
 from paceline.cli.adaptive import phases, traffic, traffic_http
 from paceline.cli.console import Sheet, stderr, table, working
 from paceline.cli.document import command_line, end
-from paceline.cli.gpu import attention, gpu
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers, with_flags
 from paceline.cli.quality import quality
 from paceline.errors import ParameterError
@@ -73,8 +72,6 @@ app.command()(with_flags(traffic))
 app.command()(traffic_http)
 app.command()(with_flags(phases))
 app.command()(quality)
-app.command()(gpu)
-app.command()(attention)
 
 
 def _table(results: list[Result], tokens: int, prompts: str) -> Sheet:

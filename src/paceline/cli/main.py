@@ -24,7 +24,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-class _Commands(TyperGroup):
+class Commands(TyperGroup):
     """Errors that paceline raises on purpose are one line on stderr and exit code 2; Ctrl-C is exit code 130."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -38,7 +38,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

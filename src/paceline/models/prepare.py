@@ -23,8 +23,8 @@ def prepare(
 ) -> AnyModel:
     """Pack the model for the native kernels if ``attention`` allows it and they can run it.
 
-    On CUDA, weights in 8 bits and ``deterministic`` products are Triton's; they take the place of the model's own. Raises
-    ParameterError if native kernels, a quantization or determinism were asked for and are not possible, and says why.
+    On CUDA, weights in 8 bits and ``deterministic`` products are Triton's; they take the place of the model's own.
+    Raises ParameterError if native kernels, a quantization or determinism were asked for and are not possible.
     """
     if model.device.type == "cuda" and (quantization is not None or deterministic):
         return _with_triton(model, quantization, deterministic)

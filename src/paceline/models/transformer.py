@@ -76,7 +76,7 @@ class _RotaryAngles:
 
 
 class _Parts:
-    """The weights by name; makes a layer's pieces from them and remembers which tensors they keep beside the linears'."""
+    """The weights by name; makes a layer's pieces from them and remembers which tensors they keep, but the linears'."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
         self._config, self._weights, self._linear = config, weights, linear
@@ -220,7 +220,7 @@ class Transformer:
                 yield from ((owner, name) for name in owner.linears)
 
     def replace_linears(self, make: LinearFactory) -> None:
-        """Make every linear layer anew from its weights, one after the other: what ``make`` does not keep is freed at once.
+        """Make the linear layers anew from their weights, one by one: what ``make`` does not keep is freed at once.
 
         For a model as it was loaded, whose linear layers are all ``Dense``.
         """

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from paceline.attention import make_backend
-from paceline.bench.gpu_floors import (
+from benchmarks.gpu.floors import (
     Ceiling,
     Weights,
     Work,
@@ -15,7 +13,7 @@ from paceline.bench.gpu_floors import (
     round_floor,
     tokens_a_round,
 )
-from paceline.bench.gpu_models import (
+from benchmarks.gpu.models import (
     PAIRS,
     RandomWeights,
     WeightFormat,
@@ -24,6 +22,8 @@ from paceline.bench.gpu_models import (
     random_model,
     tiny,
 )
+
+from paceline.attention import make_backend
 from paceline.decoder import Decoder
 from paceline.models.config import ModelConfig
 from paceline.models.weights import slots

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from benchmarks.gpu.cells import Setting
+from benchmarks.gpu.floors import best_seconds, seconds_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.attention import make_backend
 from paceline.batch import Batch, RowStart
-from paceline.bench.gpu_cells import Setting
-from paceline.bench.gpu_floors import best_seconds, seconds_of
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, RowControl, Rule
 from paceline.errors import PacelineError

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: ``python -m paceline.bench.rounds MODEL``; the last line is one JSON document.
+"""Where a round's time goes: ``PYTHONPATH=src:. python -m benchmarks.rounds MODEL``; its last line is one document.
 
 A batch of the built-in prompts is decoded, plainly or with n-gram guesses, and every part of the loop is timed, each
 without the parts inside it. The forward pass is told apart by the kernels' own clocks (of the first thread). What is
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 (a benchmark's answer)
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``paceline bench gpu`` and ``paceline bench attention``."""
+"""Figures on a GPU: ``python -m benchmarks.gpu.run rounds``, and ``attention``. For those who work on the GPU path."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ import typer
 
 from paceline.cli.console import note
 from paceline.cli.document import as_text, command_line, end
+from paceline.cli.main import Commands
 from paceline.errors import ParameterError
 from paceline.files import check_output, write_text
 
 if TYPE_CHECKING:
     import torch
+    from benchmarks.gpu.attention import Timed
+    from benchmarks.gpu.show import Line
 
-    from paceline.bench.attention import Timed
-    from paceline.bench.gpu_show import Line
-
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; cpu only to see that it runs (--tiny).")]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds; what does not fit is dropped and named.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Small models and few cells: only to see that it runs.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too, as it grows.")]
 
 
-def gpu(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, output: Output = None) -> None:
+@app.command()
+def rounds(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, output: Output = None) -> None:
     """Rounds on a GPU beside their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON document."""
     check_output("--output", output)
     place = _device(device, tiny)
-    from paceline.bench.gpu import Bench, Options
-    from paceline.bench.gpu_cells import Axes
+    from benchmarks.gpu.bench import Bench, Options
+    from benchmarks.gpu.cells import Axes
 
     options = Options.tiny_on(place, budget) if tiny else Options(place, Axes(), budget)
     bench = Bench(options, command_line(), _say, _writer(output))
@@ -41,6 +43,7 @@ def gpu(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, outpu
     end(report.as_json(bench.lines()), output)
 
 
+@app.command()
 def attention(
     device: Device = "cuda",
     budget: Budget = 240,
@@ -52,10 +55,9 @@ def attention(
     check_output("--output", output, plot)
     place = _device(device, tiny)
     import torch
-
-    from paceline.bench import attention as bench
-    from paceline.bench.gpu import device_name, versions
-    from paceline.bench.gpu_floors import measure_ceiling
+    from benchmarks.gpu import attention as bench
+    from benchmarks.gpu.bench import device_name, versions
+    from benchmarks.gpu.floors import measure_ceiling
 
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     ceiling, wanted = measure_ceiling(place, dtype, small=tiny), bench.cases(tiny=tiny)
@@ -108,3 +110,7 @@ def _show(lines: Sequence[Line]) -> None:
     note(f"{'met':3}  {'wanted':>16}  {'measured':>12}  what was asked for (acceptance is synthetic)")
     for line in lines:
         note(f"{verdicts[line.met]:3}  {line.wanted:>16}  {line.measured or 'not measured':>12}  {line.what}")
+
+
+if __name__ == "__main__":
+    app()

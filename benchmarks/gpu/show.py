@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.bench.attention import LONGER, SDPA, Timed
-from paceline.bench.gpu_cells import RATE, Axes, Cell, Setting, traces
-from paceline.bench.gpu_models import WEIGHT_BYTES, WeightFormat
-from paceline.bench.gpu_results import Results
+from benchmarks.gpu.attention import LONGER, SDPA, Timed
+from benchmarks.gpu.cells import RATE, Axes, Cell, Setting, traces
+from benchmarks.gpu.models import WEIGHT_BYTES, WeightFormat
+from benchmarks.gpu.results import Results
 
 # By bytes of a weight.
 BANDWIDTH = {2: 0.80, 1: 0.70}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from benchmarks.gpu.cells import Setting
 
-from paceline.bench.gpu_cells import Setting
 from paceline.engine import Engine, Models, Request
 from paceline.errors import ParameterError
 from paceline.params import SYNTHETIC, EngineConfig, SamplingParams

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from benchmarks.rounds import ATTENTION, HEAD, PRODUCTS, Clock, Profile, profile, table
 
 from kernels.tools import random_spec
-from paceline.bench.rounds import ATTENTION, HEAD, PRODUCTS, Clock, Profile, profile, table
 from paceline.engine import Engine, Models
 from paceline.errors import ParameterError
 from paceline.kernels import native
@@ -38,7 +38,7 @@ def tiny_llm() -> LLM:
 
 def test_a_clock_counts_nested_parts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 3.0, 10.0])
-    monkeypatch.setattr("paceline.bench.rounds.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("benchmarks.rounds.time.perf_counter", lambda: next(times))
     clock = Clock()
     with clock.part("outer"), clock.part("inner"):
         pass

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from benchmarks.gpu.models import WEIGHT_BYTES, WeightFormat, matrix_parameters
 
-from paceline.bench.gpu_models import WEIGHT_BYTES, WeightFormat, matrix_parameters
 from paceline.models.config import ModelConfig
 
 _COPY_BYTES, _MATRIX_SIZE = 1 << 30, 8192  # large enough that no cache helps, and that the chip is full

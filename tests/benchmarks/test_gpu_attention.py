@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.gpu import attention
+from benchmarks.gpu.attention import BACKENDS, SDPA, Case, Heads, Spread, Tensors, backend_of, cases, measure, sweep
+from benchmarks.gpu.run import app
 from typer.testing import CliRunner
 
 from paceline.attention.reference import ReferenceAttention
-from paceline.bench import attention
-from paceline.bench.attention import BACKENDS, SDPA, Case, Heads, Spread, Tensors, backend_of, cases, measure, sweep
-from paceline.cli.main import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -69,7 +69,7 @@ def test_the_first_cases_come_first_and_time_ends_the_sweep() -> None:
 
 def test_the_command_writes_a_document_and_a_plot(tmp_path: Path) -> None:
     output, plot = tmp_path / "attention.json", tmp_path / "attention.png"
-    arguments = ["bench", "attention", "--device", "cpu", "--tiny", "--output", str(output), "--plot", str(plot)]
+    arguments = ["attention", "--device", "cpu", "--tiny", "--output", str(output), "--plot", str(plot)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])

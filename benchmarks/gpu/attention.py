@@ -15,10 +15,10 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from benchmarks.gpu.floors import best_seconds
 from torch import Tensor
 
 from paceline.attention import AttentionBackend, Plan, make_backend
-from paceline.bench.gpu_floors import best_seconds
 from paceline.bench.plots import new_figure, save
 from paceline.gpu.graphs import Graphs
 from paceline.params import AttentionName

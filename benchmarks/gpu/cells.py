@@ -1,4 +1,4 @@
-"""What ``paceline bench gpu`` measures, in the order of its importance: what time does not suffice for is dropped last.
+"""What is measured, in the order of its importance: what time does not suffice for is dropped last.
 
 The order: what the figures that were asked for need, format by format; then whole sweeps, the common cases first.
 """
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from paceline.bench.gpu_models import WeightFormat
+from benchmarks.gpu.models import WeightFormat
+
 from paceline.params import AttentionName
 
 Kind = Literal["round", "verify", "auto", "trace"]

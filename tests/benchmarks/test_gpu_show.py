@@ -6,13 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
-
-from paceline.bench.attention import MHA, Case, Timed
-from paceline.bench.gpu_auto import AutoRun
-from paceline.bench.gpu_cells import Axes, Cell, Setting, plan, traces
-from paceline.bench.gpu_results import Automatic, Measured, Results, Traced
-from paceline.bench.gpu_show import Line, show
-from paceline.bench.gpu_stage import Played
+from benchmarks.gpu.attention import MHA, Case, Timed
+from benchmarks.gpu.auto import AutoRun
+from benchmarks.gpu.cells import Axes, Cell, Setting, plan, traces
+from benchmarks.gpu.results import Automatic, Measured, Results, Traced
+from benchmarks.gpu.show import Line, show
+from benchmarks.gpu.stage import Played
 
 BASE = Setting("gpt-7.8b", "bf16", "ragged", 600, 8)
 AXES = Axes(pairs=("gpt-7.8b",), formats=("bf16",), contexts=(600,), rows=(8, 1), lengths=(0, 7))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from paceline.bench.gpu_auto import AutoRun
-from paceline.bench.gpu_cells import RATE, RATES, Cell, Setting
-from paceline.bench.gpu_floors import tokens_a_round
-from paceline.bench.gpu_stage import Played
+from benchmarks.gpu.auto import AutoRun
+from benchmarks.gpu.cells import RATE, RATES, Cell, Setting
+from benchmarks.gpu.floors import tokens_a_round
+from benchmarks.gpu.stage import Played
 
 
 @dataclass(frozen=True)

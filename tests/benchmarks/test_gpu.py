@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import bench as gpu
+from benchmarks.gpu.bench import Bench, Options, Shelf
+from benchmarks.gpu.cells import Axes, Cell, Setting, plan
+from benchmarks.gpu.floors import tokens_a_round
+from benchmarks.gpu.models import PAIRS, random_model, tiny
+from benchmarks.gpu.rehearsal import Place, in_parallel, rehearse_products, rehearse_rounds, tasks_for
+from benchmarks.gpu.run import app
+from benchmarks.gpu.stage import ROOM, Effort, Stage, TraceError, covered
 from typer.testing import CliRunner
 
-from paceline.bench import gpu
-from paceline.bench.gpu import Bench, Options, Shelf
-from paceline.bench.gpu_cells import Axes, Cell, Setting, plan
-from paceline.bench.gpu_floors import tokens_a_round
-from paceline.bench.gpu_models import PAIRS, random_model, tiny
-from paceline.bench.gpu_rehearsal import Place, in_parallel, rehearse_products, rehearse_rounds, tasks_for
-from paceline.bench.gpu_stage import ROOM, Effort, Stage, TraceError, covered
-from paceline.cli.main import app
 from paceline.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("triton", reason="triton is not installed")
 
 CPU = torch.device("cpu")
-SOURCE = Path(__file__).parent.parent.parent / "src"
+ROOT = Path(__file__).parents[2]
 SETTING = Setting("gpt-7.8b", "bf16", "padded", 20, 2)
 FAST = Axes(("llama-8b",), ("bf16",), ("padded", "split"), (20,), (2,), (0, 2))  # nothing is interpreted
 
@@ -49,7 +49,7 @@ def options(axes: Axes = FAST, budget: float = 600) -> Options:
 def run(given: Options) -> tuple[Bench, list[dict[str, Any]], list[str]]:
     saved: list[dict[str, Any]] = []
     said: list[str] = []
-    bench = Bench(given, "paceline bench gpu", said.append, saved.append)
+    bench = Bench(given, "benchmarks.gpu.run rounds", said.append, saved.append)
     bench.run()
     return bench, saved, said
 
@@ -160,7 +160,7 @@ def test_rehearsals_that_go_wrong_are_told_and_no_more() -> None:
 
 
 def test_the_command_needs_a_gpu_unless_it_only_shows_that_it_runs() -> None:
-    result = CliRunner().invoke(app, ["bench", "gpu", "--device", "cpu"])
+    result = CliRunner().invoke(app, ["rounds", "--device", "cpu"])
     assert result.exit_code == 2
     assert "--tiny" in result.output
 
@@ -169,15 +169,15 @@ LEAN = """
 import sys
 for name in ("gguf", "psutil", "fastapi", "uvicorn", "prometheus_client", "httpx", "scipy", "openai"):
     sys.modules[name] = None
-from paceline.cli.main import app
-sys.argv = ["paceline", *sys.argv[1:]]
+from benchmarks.gpu.run import app
+sys.argv = ["benchmarks.gpu.run", *sys.argv[1:]]
 app()
 """
 
 
 def lean(*arguments: str) -> Sequence[str]:
     """The command's lines on a machine that has only what running on its GPU takes."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LEAN, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -186,7 +186,7 @@ def lean(*arguments: str) -> Sequence[str]:
 
 def test_the_last_line_is_the_document_where_only_the_gpu_s_packages_are_installed(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    lines = lean("bench", "gpu", "--device", "cpu", "--tiny", "--budget", "1", "--output", str(output))
+    lines = lean("rounds", "--device", "cpu", "--tiny", "--budget", "1", "--output", str(output))
     document = json.loads(lines[-1])
     assert document["device"] == "cpu"
     assert document["copy_gb_s"] > 0

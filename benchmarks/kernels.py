@@ -1,4 +1,4 @@
-"""The CPU kernels beside their floor: ``python -m paceline.bench.kernels``; the last line is one JSON document.
+"""The CPU kernels beside their floor: ``PYTHONPATH=src:. python -m benchmarks.kernels``; its last line is one document.
 
 First the machine: read bandwidth, and multiply-adds a second of the kernels on weights that lie in the cache. Then
 whole decode steps (forward and head) with random weights: the floor of a step is the larger of reading its weights,
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 (a benchmark's answer)
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``paceline bench gpu``: rounds beside their floors, the most important cells first, within a budget of time.
+"""Rounds on a GPU beside their floors, the most important cells first, within a budget of time.
 
 Acceptance is SYNTHETIC throughout: the models have random weights, each guess is kept with a given chance, and the text
 means nothing. What is measured is time. A cell that fails is reported with its error and the others go on.
@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from benchmarks.gpu import attention
+from benchmarks.gpu.auto import auto_over_plain
+from benchmarks.gpu.cells import Axes, Cell, Setting, plan, traces
+from benchmarks.gpu.floors import Ceiling, Weights, measure_ceiling, pass_work, round_floor
+from benchmarks.gpu.models import PAIRS, Pair, WeightFormat, random_model, tiny
+from benchmarks.gpu.rehearsal import Place, in_parallel, tasks_for
+from benchmarks.gpu.results import Automatic, Measured, Result, Results, Traced
+from benchmarks.gpu.show import Line, show
+from benchmarks.gpu.stage import ROOM, Effort, Stage
 
-from paceline.bench import attention
-from paceline.bench.gpu_auto import auto_over_plain
-from paceline.bench.gpu_cells import Axes, Cell, Setting, plan, traces
-from paceline.bench.gpu_floors import Ceiling, Weights, measure_ceiling, pass_work, round_floor
-from paceline.bench.gpu_models import PAIRS, Pair, WeightFormat, random_model, tiny
-from paceline.bench.gpu_rehearsal import Place, in_parallel, tasks_for
-from paceline.bench.gpu_results import Automatic, Measured, Result, Results, Traced
-from paceline.bench.gpu_show import Line, show
-from paceline.bench.gpu_stage import ROOM, Effort, Stage
 from paceline.cache import KVCache
 from paceline.errors import CapacityError, ParameterError
 from paceline.models.config import ModelConfig

@@ -15,10 +15,10 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.models import Pair, WeightFormat, matrices, random_model
+from benchmarks.gpu.stage import ROOM, Stage
 
-from paceline.bench.gpu_cells import Cell, Setting
-from paceline.bench.gpu_models import Pair, WeightFormat, matrices, random_model
-from paceline.bench.gpu_stage import ROOM, Stage
 from paceline.cache import KVCache
 from paceline.models.config import ModelConfig
 
