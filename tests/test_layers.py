@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"models", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
     {"round", "device_round"},
-    {"waiting", "guard", "chunks", "scheduler", "engine", "pipeline", "metrics", "memory", "scoring"},
+    {"waiting", "guard", "chunks", "sharing", "scheduler", "engine", "pipeline", "metrics", "memory", "scoring"},
     {"llm", "server", "cli", "bench", "training"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

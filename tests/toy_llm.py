@@ -7,6 +7,7 @@ from typing import Any
 from paceline.engine import Engine, Models
 from paceline.llm import LLM
 from paceline.params import EngineConfig
+from paceline.sharing import SharedEngine
 from toy import ToyModel
 
 
@@ -16,5 +17,5 @@ def toy_llm(positions: int = 200, **options: Any) -> LLM:
     llm = LLM.__new__(LLM)
     llm.tokenizer = None
     llm._models = Models(ToyModel(max_positions=positions), draft)
-    llm._engine = Engine(llm._models, EngineConfig(**options))
+    llm._shared = SharedEngine(Engine(llm._models, EngineConfig(**options)))
     return llm

@@ -11,6 +11,7 @@ from typing import Protocol
 _STEP = 512  # positions that are taken to cost the same: a token attends to all before it
 _GUESS = 0.003  # seconds a token, before anything is known
 _LEARN = 0.5  # how much of a surprise is believed: one stall of the machine is not its speed
+_AIM = 0.8  # of a pause is what a chunk and a round should take: some take longer than others
 _LEAST = 0.25  # of a pause is left to prompts, however long the rounds themselves take
 _ALONE = 5  # pauses long may a chunk be when no row decodes: a short prompt that arrives waits for it
 _OLDEST = 4  # every so many chunks begin with the prompt that came first, so that short ones never starve it
@@ -117,7 +118,9 @@ class Chunks:
         """That the chunk may take."""
         if self._pause is None:
             return math.inf
-        return max(self._pause - self.round_seconds, _LEAST * self._pause) if decoding else _ALONE * self._pause
+        if not decoding:
+            return _ALONE * self._pause
+        return max(_AIM * self._pause - self.round_seconds, _LEAST * self._pause)
 
     def _order(self, prompts: Sequence[Prompt]) -> list[int]:
         """The places of those to feed: the shortest remaining first, now and then the oldest."""

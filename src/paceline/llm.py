@@ -32,6 +32,7 @@ from paceline.params import (
     SamplingParams,
 )
 from paceline.ranges import FileName
+from paceline.sharing import SharedEngine
 from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
@@ -41,7 +42,7 @@ ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
 class LLM:
-    """A target model, perhaps with a drafter, ready to decode batches.
+    """A target model, perhaps with a drafter, ready to decode batches. Calls from several threads share its rounds.
 
     model: a hub name, a directory, a .gguf file, an embedded name ("smollm2-135m") or a loaded PreTrainedModel.
     draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="model" the default.
@@ -77,7 +78,7 @@ class LLM:
         documents = [self._encode(text) for text in as_documents("reference_documents", reference_documents)]
         target = _load(model, config, config.dtype, config.quantization)
         self._models = Models(target, draft, self._eos(model), documents)
-        self._engine: Engine | None = Engine(self._models, config)
+        self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
@@ -85,7 +86,7 @@ class LLM:
         llm = cls.__new__(cls)
         llm.tokenizer = other.tokenizer
         llm._models = other._models
-        llm._engine = Engine(other._models, config)
+        llm._shared = SharedEngine(Engine(other._models, config))
         return llm
 
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
@@ -127,6 +128,7 @@ class LLM:
         params: one for all, or one a prompt. max_time: seconds after which unfinished answers end as they are
         (finish_reason "deadline"). on_finished is called with each request as it ends, in the order of ending.
         If interrupted, what has not ended has finish_reason "abort" and the interrupt goes on to the caller.
+        What goes wrong with one request ends it with finish_reason "error" and its ``error``; the others go on.
         """
         requests = self._requests(as_prompts("prompts", prompts), params, max_time)
         return self._run(requests, use_tqdm, on_finished)
@@ -155,53 +157,43 @@ class LLM:
         *,
         max_time: float | None = None,
     ) -> Iterator[RequestOutput]:
-        """Like ``generate``, but yields a request's (growing) result whenever it gained tokens."""
+        """Like ``generate``, but yields a request's (growing) result whenever it gained tokens or ended.
+
+        The last time that a request is yielded it is finished. Leaving the iterator ends what is not.
+        """
         requests = self._requests(as_prompts("prompts", prompts), params, max_time)
-        outputs = [self.engine.add(request) for request in requests]
-        shown = {output.request_id: 0 for output in outputs}  # tokens
-        try:
-            while not all(output.finished for output in outputs):
-                self.engine.step()  # which may also serve another stream of this object
-                for output in outputs:
-                    tokens = sum(len(answer.token_ids) for answer in output.outputs)
-                    if tokens > shown[output.request_id]:
-                        shown[output.request_id] = tokens
-                        yield output
-        finally:
-            for request_id in shown:
-                self.engine.abort(request_id)
+        with self._share().begin(requests) as call:
+            yield from call
 
     def close(self) -> None:
         """Give the caches back. The object cannot be used afterwards; closing it again does nothing."""
-        if self._engine is not None:
-            self._engine.clear()
-        self._engine = None
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = None
 
     @property
     def engine(self) -> Engine:
         """Raises PacelineError after ``close``."""
-        if self._engine is None:
+        return self._share().engine
+
+    def _share(self) -> SharedEngine:
+        if self._shared is None:
             raise PacelineError("this LLM was closed; make a new one")
-        return self._engine
+        return self._shared
 
     def _run(
         self, requests: list[Request], use_tqdm: bool, on_finished: Callable[[RequestOutput], None] | None
     ) -> list[RequestOutput]:
-        engine = self.engine
-        try:
-            outputs = [engine.add(request) for request in requests]
-            engine.closed = True
-            with tqdm(total=len(outputs), desc="answers", disable=not use_tqdm) as bar:
-                while engine.busy:
-                    for output in engine.step():
-                        if output.finished:
-                            bar.update()
-                            if on_finished is not None:
-                                on_finished(output)
-        finally:
-            engine.closed = False
-            engine.clear()
-        return outputs
+        with (
+            self._share().begin(requests, final=True) as call,
+            tqdm(total=len(requests), desc="answers", disable=not use_tqdm) as bar,
+        ):
+            for output in call:
+                if output.finished:
+                    bar.update()
+                    if on_finished is not None:
+                        on_finished(output)
+        return call.outputs
 
     def _requests(
         self,

@@ -14,6 +14,7 @@ from paceline.kernels import native
 from paceline.llm import LLM
 from paceline.models.native import NativeModel
 from paceline.params import EngineConfig, SamplingParams
+from paceline.sharing import SharedEngine
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +33,7 @@ def tiny_llm() -> LLM:
     llm: Any = LLM.__new__(LLM)
     llm.tokenizer = Repeating()
     llm._models = Models(NativeModel(random_spec(), "tiny", quantization="int8", threads=1), None)
-    llm._engine = Engine(llm._models, EngineConfig(max_model_len=64, device="cpu", quantization="int8"))
+    llm._shared = SharedEngine(Engine(llm._models, EngineConfig(max_model_len=64, device="cpu", quantization="int8")))
     return llm  # type: ignore[no-any-return]
 
 
