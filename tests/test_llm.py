@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.tools import random_spec
 from paceline import LLM, SamplingParams
 from paceline.engine import Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
+from paceline.kernels import native
+from paceline.models.native import NativeModel
 from paceline.outputs import RequestOutput
 from paceline.params import MAX_COUNT, MIN_TEMPERATURE, MIN_TOP_P
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
@@ -23,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
 def make(draft: bool = True, **options: Any) -> LLM:
-    common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded"}
+    common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded", "threads": 1}
     options = common | {"num_speculative_tokens": 4} | options
     return LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1) if draft else None, **options)
 
@@ -230,9 +233,46 @@ def test_what_the_weights_were_loaded_with_cannot_change(llm: LLM) -> None:
             llm.with_options(**option)  # type: ignore[arg-type]
 
 
-def test_another_number_of_threads_is_honoured(llm: LLM) -> None:
-    llm.with_options(threads=2)
-    assert torch.get_num_threads() == 2
+def threads_of_rounds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Torch's, while it plays."""
+    seen, original = set(), llm.engine._step
+
+    def step() -> list[RequestOutput]:
+        seen.add(torch.get_num_threads())
+        return original()
+
+    monkeypatch.setattr(llm.engine, "_step", step)
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return seen
+
+
+def test_every_engine_has_its_own_number_of_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, three = llm.with_options(threads=2), make(threads=3)
+    assert torch.get_num_threads() == 1, "the process's own number stays"
+    assert threads_of_rounds(two, monkeypatch) == {2}
+    assert threads_of_rounds(three, monkeypatch) == {3}
+    assert threads_of_rounds(llm, monkeypatch) == {1}
+    assert torch.get_num_threads() == 1
+    assert ", 2 threads;" in two.engine.describe()
+    assert [each.engine.identity().threads for each in (llm, two, three)] == [1, 2, 3]
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the C++ kernels")
+def test_the_kernels_of_one_model_run_on_each_engines_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, original = NativeModel(random_spec(), "tiny", threads=1), [], native.pool
+
+    def pool(kernels: native.Kernels, threads: int) -> native.Pool:
+        asked.append(threads)
+        return original(kernels, threads)
+
+    monkeypatch.setattr(native, "pool", pool)
+    found = []
+    for threads in (2, 1, 3):
+        asked.clear()
+        engine = make_engine(model, attention="auto", threads=threads)
+        found.append(run(engine, [[1, 2, 3]], [SamplingParams(seed=1, max_tokens=5, top_k=5)])[0].outputs[0].token_ids)
+        assert set(asked) == {threads}
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_draft_model_makes_it_the_drafter_and_a_drafter_without_one_is_refused(llm: LLM) -> None:

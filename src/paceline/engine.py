@@ -7,8 +7,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from paceline.device_round import DeviceRound, Rule
 from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.guard import Guarded
-from paceline.hardware import torch_threads
+from paceline.hardware import default_threads, torch_threads
+from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.base import Foreseeing
 from paceline.lengths.calibration import Calibration, Grid, Progress
@@ -94,6 +95,7 @@ class Engine:
         _check_attention(models, config)
         check_memory(models.target, models.draft, config, self.max_model_len)
         self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
+        self.threads = config.threads or default_threads()
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.closed = False  # whether no request will come before those that are here have ended
@@ -174,7 +176,7 @@ class Engine:
     def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
         """What rounds cost with these models; only while the engine is idle."""
         parts = self.parts
-        with self._few_torch_threads():
+        with self._own_threads():
             return Calibration(parts.target, parts.drafter, parts.accept, grid).run(progress)
 
     def _costs(self) -> CostTable:
@@ -182,7 +184,8 @@ class Engine:
         if self._profile is not None:
             return self._profile.costs
         config, known = self.config, self.models.costs
-        key = (config.drafter, config.attention, config.acceptance, config.max_batch_size, self.max_model_len)
+        sizes = config.max_batch_size, self.max_model_len, self.threads
+        key = (config.drafter, config.attention, config.acceptance, *sizes)
         if key not in known:
             started = time.perf_counter()
             known[key] = self.measure_costs(Grid.coarse(config.max_batch_size))
@@ -201,7 +204,7 @@ class Engine:
         return Identity(
             machine=machine_name(target.device),
             device=target.device.type,
-            threads=torch.get_num_threads(),
+            threads=self.threads,
             target=model_hash(target),
             drafter=_drafter_identity(self.config, draft),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
@@ -221,7 +224,7 @@ class Engine:
             if config.synthetic_acceptance is not None:
                 guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
         return (
-            f"target {_describe_model(self.models.target)}, {torch.get_num_threads()} threads; {guesses}; "
+            f"target {_describe_model(self.models.target)}, {self.threads} threads; {guesses}; "
             f"attention {self._describe_attention()}; {self._describe_rounds()}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens"
         )
@@ -314,12 +317,14 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
-        with self._few_torch_threads():
+        with self._own_threads():
             return self._step()
 
-    def _few_torch_threads(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _own_threads(self) -> Iterator[None]:
         """Beside the CPU kernels' own threads torch gets one: its others would spin on cores that they need next."""
-        return torch_threads(1 if self._on_kernels else torch.get_num_threads())
+        with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads):
+            yield
 
     def _step(self) -> list[RequestOutput]:
         self.last_verdict = None
@@ -398,7 +403,7 @@ class Engine:
     @torch.inference_mode()
     def score_some(self, scorer: PromptScorer) -> None:
         """Score a chunk; rounds may be played between two chunks."""
-        with self._few_torch_threads():
+        with self._own_threads():
             scorer.step()
 
     @torch.inference_mode()
@@ -407,8 +412,9 @@ class Engine:
         model = self.models.target
         decoder = Decoder(model, self._backend(), 1, len(token_ids), model.vocab_size)
         tokens = torch.tensor([list(token_ids)], device=model.device)
-        hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))
-        return decoder.logits(hidden[:, -1])[0]
+        with self._own_threads():
+            hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))
+            return decoder.logits(hidden[:, -1])[0]
 
 
 def _check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias, Unpack
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
 from paceline.errors import PacelineError, ParameterError
-from paceline.hardware import default_threads, resolve_device, resolve_dtype
+from paceline.hardware import default_threads, resolve_device, resolve_dtype, torch_threads
 from paceline.inputs import Message, Prompt, as_conversations, as_documents, as_prompts
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
@@ -69,20 +68,18 @@ class LLM:
         config = EngineConfig(**options)
         if config.asks_draft_model and draft_model is None:
             raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
-        _set_threads(config)
         self.tokenizer = _load_tokenizer(model, tokenizer)
-        draft = None
         if draft_model is not None:
             self._check_vocabulary(draft_model)
-            draft = _load_draft(draft_model, config)
         documents = [self._encode(text) for text in as_documents("reference_documents", reference_documents)]
-        target = _load(model, config, config.dtype, config.quantization)
+        with torch_threads(config.threads or default_threads()):  # for a while: other engines have numbers of their own
+            draft = None if draft_model is None else _load_draft(draft_model, config)
+            target = _load(model, config, config.dtype, config.quantization)
         self._models = Models(target, draft, self._eos(model), documents)
         self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
-        _set_threads(config)
         llm = cls.__new__(cls)
         llm.tokenizer = other.tokenizer
         llm._models = other._models
@@ -285,7 +282,3 @@ def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) 
 def _check_source(name: str, source: object) -> None:
     if not isinstance(source, PreTrainedModel):
         FileName("a model's name, directory or file, or a loaded PreTrainedModel").take(name, source)
-
-
-def _set_threads(config: EngineConfig) -> None:
-    torch.set_num_threads(config.threads or default_threads())

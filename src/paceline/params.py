@@ -238,7 +238,7 @@ class EngineConfig:
     longest_pause: seconds between two tokens of a row while prompts are prefilled: chunks are as short as the speed
         measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
-    threads: CPU threads; None: torch's own choice, and no more than a container's CPU quota can run.
+    threads: CPU threads of this engine; None: torch's own choice, and no more than a container's CPU quota can run.
     memory_limit: bytes the engine may take; None is what the machine has free.
     """
 

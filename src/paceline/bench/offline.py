@@ -225,8 +225,8 @@ def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats:
         yield Result(name, len(prompts), prompt_tokens, tokens, ordered[(len(ordered) - 1) // 2], every, speed_up)
 
 
-def machine() -> dict[str, Any]:
-    """What it ran on."""
+def machine(threads: int | None = None) -> dict[str, Any]:
+    """What it ran on, with so many CPU threads; None: torch's number."""
     import psutil
     import torch
 
@@ -235,7 +235,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": threads or torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
@@ -260,7 +260,7 @@ def document(llm: LLM, command: str, results: Sequence[Result]) -> dict[str, Any
     target = llm.engine.models.target
     return {
         "command": command,
-        "machine": machine(),
+        "machine": machine(llm.engine.threads),
         "versions": versions(),
         "engine": llm.engine.describe(),
         "model": target.name,

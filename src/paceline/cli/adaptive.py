@@ -61,7 +61,8 @@ def traffic(
         stderr().print(table(f"latency, {load.requests} requests, median of {repeats}", columns, rows))
     draw(results, plot, llm.engine.describe())
     document = {"load": asdict(load), "summary": summary(results), "results": as_json(results)}
-    _finish(document | {"machine": machine(), "versions": versions()}, llm.engine.describe(), output, plot, quiet)
+    document |= {"machine": machine(llm.engine.threads), "versions": versions()}
+    _finish(document, llm.engine.describe(), output, plot, quiet)
 
 
 def traffic_http(
@@ -142,7 +143,8 @@ def phases(
         ]
         stderr().print(table("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
     draw(comparison, plot, stage.engine.describe())
-    _finish(document | {"machine": machine(), "versions": versions()}, stage.engine.describe(), output, plot, quiet)
+    document |= {"machine": machine(stage.engine.threads), "versions": versions()}
+    _finish(document, stage.engine.describe(), output, plot, quiet)
 
 
 def _check_intervals(interval: float, cv: float) -> None:

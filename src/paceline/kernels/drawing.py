@@ -269,4 +269,4 @@ def logprobs_of(
 
 
 def _pool(kernels: native.Kernels) -> int:
-    return int(native.widest_pool(kernels).handle)
+    return int(native.current_pool(kernels).handle)

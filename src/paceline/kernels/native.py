@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -169,9 +171,22 @@ def pool(kernels: Kernels, threads: int) -> Pool:
     return _pools[threads]
 
 
-def widest_pool(kernels: Kernels) -> Pool:
-    """The pool with the most threads that models made; without one, the caller's thread alone."""
-    return max(_pools.values(), key=lambda pool: pool.threads, default=None) or pool(kernels, 1)
+_wanted: ContextVar[int | None] = ContextVar("threads of the kernels", default=None)
+
+
+@contextmanager
+def kernel_threads(threads: int) -> Iterator[None]:
+    """Let the kernels use so many threads for a while, for this thread's calls alone."""
+    before = _wanted.set(threads)
+    try:
+        yield
+    finally:
+        _wanted.reset(before)
+
+
+def current_pool(kernels: Kernels, threads: int | None = None) -> Pool:
+    """What ``kernel_threads`` says; outside of it so many threads, None being as many as torch has."""
+    return pool(kernels, _wanted.get() or threads or torch.get_num_threads())
 
 
 class Arena:
@@ -209,7 +224,7 @@ class NativeDecoder:
 
     @property
     def _pool(self) -> int:
-        return int(pool(self.kernels, self._threads).handle)
+        return int(current_pool(self.kernels, self._threads).handle)
 
     def forward(
         self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: CCache, hidden: Tensor, seconds: Tensor | None
