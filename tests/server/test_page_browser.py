@@ -153,6 +153,8 @@ def test_what_the_server_refuses_is_shown(browser: Browser, live: Live) -> None:
         fill(page, prompt="x" * 600)
         page.get_by_role("button", name="Generate").click()
         expect(page.get_by_role("alert")).to_contain_text("tokens")
+        expect(page.locator(".answer")).to_have_count(0)  # no empty boxes
+        expect(page.locator("#empty")).to_be_visible()
         expect(page.get_by_role("button", name="Generate")).to_be_enabled()
 
 

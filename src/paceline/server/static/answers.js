@@ -89,6 +89,10 @@ export class Answers {
     return this.list.reduce((sum, answer) => sum + answer.tokens, 0);
   }
 
+  remove() {
+    for (const answer of this.list) answer.box.remove();
+  }
+
   stopped() {
     for (const answer of this.list) answer.stopped();
   }

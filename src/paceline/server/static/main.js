@@ -50,10 +50,16 @@ async function generate() {
   } catch (error) {
     explain(error);
   }
+  if (answers.tokens === 0 && !byId("error").hidden) clearAnswers(answers); // refused: empty boxes say nothing
   answers.stopped();
   showTotal(answers, (performance.now() - began) / 1000);
   running = null;
   showBusy(false);
+}
+
+function clearAnswers(answers) {
+  answers.remove();
+  byId("empty").hidden = false;
 }
 
 function explain(error) {

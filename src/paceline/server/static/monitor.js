@@ -28,7 +28,7 @@ export class Monitor {
   async look() {
     try {
       const { status } = await health();
-      if (status !== "ready") return this.say("loading", status);
+      if (status !== "ready") return this.say(status === "stalled" ? "gone" : "loading", status);
       this.model ??= (await get("v1/models")).data[0];
       this.show(await get("stats"));
       this.onState("ready", "ready");

@@ -1,0 +1,230 @@
+"""``paceline serve`` in a process of its own under floods of connections and bodies: it answers and does not grow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from served import Served
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 8.0
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+KEY = {"Authorization": "Bearer secret"}
+
+PROBE = """
+import http.client, json, select, sys, time
+delays = []
+while not select.select([sys.stdin], [], [], 0.02)[0]:  # until it is closed; every time with a connection of its own
+    began = time.perf_counter()
+    connection = http.client.HTTPConnection(sys.argv[1], timeout=5)
+    try:
+        connection.request("GET", "/health")
+        good = connection.getresponse().read() == b'{"status":"ready"}'
+    except OSError:
+        good = False
+    delays.append(time.perf_counter() - began if good else 60.0)
+    connection.close()
+print(json.dumps(delays))
+"""
+
+
+@pytest.fixture
+def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
+    server = Served(tiny, tmp_path / "log", "--api-key", "secret")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.end()
+
+
+def resident(served: Served) -> int:
+    return int(psutil.Process(served.process.pid).memory_info().rss)
+
+
+def address(served: Served) -> tuple[str, int]:
+    host, port = served.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+class Watch:
+    """How long /health took for new connections, and the most memory that the server had, while something goes on."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        host, port = address(served)
+        command = [sys.executable, "-c", PROBE, f"{host}:{port}"]
+        self._probe = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        self._before = self._most = resident(served)
+        self._over = threading.Event()
+        self._memory = threading.Thread(target=self._follow)
+        self._memory.start()
+
+    def _follow(self) -> None:
+        while not self._over.wait(0.02):
+            self._most = max(self._most, resident(self._served))
+
+    def figures(self) -> dict[str, float]:
+        """Milliseconds and shares."""
+        delays = sorted(json.loads(self._probe.communicate()[0]))
+        self._over.set()
+        self._memory.join()
+        found = {
+            "checks": len(delays),
+            "p50_ms": 1000 * statistics.median(delays),
+            "p99_ms": 1000 * delays[int(0.99 * len(delays))],
+            "max_ms": 1000 * delays[-1],
+            "resident_mib": self._before / 2**20,
+            "grown": self._most / self._before - 1,
+        }
+        print(json.dumps(found))
+        return found
+
+
+def still_serves(served: Served) -> None:
+    body = {"prompt": "a", "max_tokens": 2}
+    reply = httpx.post(f"{served.url}/v1/completions", json=body, headers=KEY, timeout=30)
+    assert reply.status_code == 200
+
+
+def warm_up(served: Served) -> None:
+    for path in ("/health", "/", "/nowhere"):
+        httpx.get(served.url + path)
+    for _ in range(20):
+        still_serves(served)
+
+
+def check(figures: dict[str, float], grown: float = 0.1) -> None:
+    assert figures["checks"] > 20
+    assert figures["p99_ms"] < 100
+    assert figures["grown"] < grown
+
+
+@contextmanager
+def clients(served: Served, count: int, sent: bytes) -> Iterator[Callable[[], None]]:
+    """Connections that send a beginning and no more; whoever is closed comes again when ``renew`` is called."""
+    chosen = selectors.DefaultSelector()
+
+    def open_one() -> None:
+        made = socket.socket()
+        made.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            made.connect(address(served))
+        chosen.register(made, selectors.EVENT_WRITE)
+
+    def renew() -> None:
+        for key, events in chosen.select(0.02)[:100]:
+            connection: Any = key.fileobj
+            try:
+                if events & selectors.EVENT_WRITE:
+                    connection.send(sent)
+                    chosen.modify(connection, selectors.EVENT_READ)
+                elif not connection.recv(4096):
+                    raise ConnectionError
+            except OSError:
+                chosen.unregister(connection)
+                connection.close()
+                open_one()
+
+    try:
+        for _ in range(count):
+            open_one()
+        yield renew
+    finally:
+        for key in list(chosen.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("count", [1070, 2000])
+def test_half_requests_lock_nobody_out(served: Served, count: int) -> None:
+    """As many come again as are closed."""
+    warm_up(served)
+    watch = Watch(served)
+    end = time.monotonic() + SECONDS
+    with clients(served, count, HALF) as renew:
+        while time.monotonic() < end:
+            renew()
+            time.sleep(0.025)  # 4,000 new connections a second at most
+        still_serves(served)
+    check(watch.figures())
+
+
+def test_half_requests_that_keep_still_lock_nobody_out(served: Served) -> None:
+    warm_up(served)
+    watch = Watch(served)
+    with clients(served, 1070, HALF) as renew:
+        for _ in range(50):
+            renew()
+    with clients(served, 1070, b"") as _:
+        time.sleep(2)
+        still_serves(served)
+    check(watch.figures())
+
+
+def flood(served: Served, path: str, headers: str, end: float) -> int:
+    """Bodies without end, one after the other; the bytes that were taken."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\r\n\r\n".encode()
+    taken, chunk = 0, b" " * 2**16
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(address(served), timeout=0.5) as client:
+            client.sendall(head)
+            while time.monotonic() < end:
+                client.sendall(chunk)
+                taken += len(chunk)
+    return taken
+
+
+ENDLESS = f"Content-Length: {1 << 30}"
+
+
+def flooded(served: Served, paths: list[str], headers: str) -> dict[str, float]:
+    warm_up(served)
+    watch = Watch(served)
+    end = time.monotonic() + SECONDS
+    threads = [threading.Thread(target=flood, args=(served, path, headers, end)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    still_serves(served)
+    return watch.figures()
+
+
+@pytest.mark.parametrize("headers", [ENDLESS, "Transfer-Encoding: chunked"])
+def test_bodies_without_a_key_cost_nothing(served: Served, headers: str) -> None:
+    """Half of them to open paths."""
+    check(flooded(served, ["/health", "/", "/playground/main.js", "/v1/completions"] * 8, headers))
+
+
+def test_bodies_with_a_key_have_a_limit_together(served: Served) -> None:
+    """Slow ones, each just within its own limit: 400 MiB in all, of which 32 MiB are one address's share."""
+    warm_up(served)
+    watch = Watch(served)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\nContent-Length: {1 << 22}"
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            client = stack.enter_context(socket.create_connection(address(served), timeout=1))
+            with contextlib.suppress(OSError):
+                client.sendall(head.encode() + b"\r\n\r\n" + b" " * ((1 << 22) - 1))
+        figures = watch.figures()
+    still_serves(served)
+    check(figures, grown=(2 * 32 * 2**20) / (figures["resident_mib"] * 2**20) + 0.1)
