@@ -41,6 +41,8 @@ from paceline.server.run import serve
 model, port, hangs = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 def make():
+    for _ in range(100):
+        print(100 * "a warning of some library ", file=sys.stderr, flush=True)
     if hangs == "loading":
         time.sleep(1000)
     llm = load(model)

@@ -53,6 +53,10 @@ def test_one_signal_lets_requests_finish_and_logs_and_metrics_tell_what_happened
     (answered,) = [line for line in served.log if line["message"] == "answered" and line["user"] == "me"]
     assert (answered["prompt_tokens"], answered["output_tokens"]) == (9, 20)
     assert {"time", "level", "logger"} <= answered.keys()
+    assert answered["request_id"].startswith("req-")
+    (refused,) = [line for line in served.log if line["message"] == "refused"]
+    assert refused["status"] == 400
+    assert "n" in refused["why"]
     assert any("ending" in line["message"] for line in served.log)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -82,21 +86,24 @@ class Writer(logging.Handler):
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
+        self.put(f"{self.format(record)}\n")
+
+    def put(self, text: str) -> None:
+        """Have this written, as it is."""
         with self._changed:
             if len(self._lines) >= _MOST_LINES:
                 self._dropped += 1
                 return
             if self._dropped:
                 self._lines.append(self._say_dropped())
-            self._lines.append(line)
+            self._lines.append(text)
             self._changed.notify_all()
 
     def _say_dropped(self) -> str:
         dropped, self._dropped = self._dropped, 0
         text = f"{dropped} log lines were dropped: nobody took them"
         record = logging.LogRecord("paceline.server", logging.WARNING, "", 0, text, (), None)
-        return self.format(record)
+        return f"{self.format(record)}\n"
 
     def _run(self) -> None:
         while True:
@@ -106,7 +113,7 @@ class Writer(logging.Handler):
                 while not self._lines:
                     self._changed.wait()
                 line, self._writing = self._lines.popleft(), True
-            self._write(f"{line}\n".encode("utf-8", "backslashreplace"))
+            self._write(line.encode("utf-8", "backslashreplace"))
 
     def _write(self, rest: bytes) -> None:
         try:
@@ -156,9 +163,41 @@ class Throttle(logging.Filter):
         return True
 
 
-def configure(log_format: LogFormat) -> None:
-    """Send paceline's and uvicorn's lines to stderr, and nowhere else."""
-    handler = Writer()
+class Stream(io.TextIOBase):
+    """In the place of ``sys.stderr``: what libraries say there (warnings, bars) goes the same way as the log."""
+
+    def __init__(self, writer: Writer, descriptor: int = _STDERR) -> None:
+        self._writer, self._descriptor = writer, descriptor
+
+    def write(self, text: str) -> int:
+        self._writer.put(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+
+@contextmanager
+def to_stderr(log_format: LogFormat) -> Iterator[None]:
+    """Send paceline's and uvicorn's lines to stderr, and nowhere else, and whatever else is said there with them."""
+    handler, before = Writer(), sys.stderr
+    _configure(handler, log_format)
+    sys.stderr = Stream(handler)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        flush()
+
+
+def _configure(handler: Writer, log_format: LogFormat) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in LOGGERS:
         logger = logging.getLogger(name)

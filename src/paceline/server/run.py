@@ -20,6 +20,7 @@ from paceline.server.app import make_app
 from paceline.server.connections import MAX_HEADER_BYTES, Connection, Lobby
 from paceline.server.context import Context
 from paceline.server.ending import watch_signals
+from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, hear, listen
 
 if TYPE_CHECKING:
@@ -79,24 +80,26 @@ class Server(uvicorn.Server):
 def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
     """Serve until a signal comes. Raises ParameterError if it cannot listen, and what ``load`` raises."""
     sockets = listen(config)  # a port that is taken is found out before the model is loaded
-    logs.configure(config.log_format)
-    _warn_if_exposed(config)
+    with logs.to_stderr(config.log_format):
+        service = _serve(config, load, sockets)
+    if service.failure is not None:
+        raise service.failure
+
+
+def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.socket]) -> EngineService:
     servers: list[Server] = []
 
     def end() -> None:
         servers[0].should_exit = True
 
     app = make_app(config, load, end)
-    service = app.state.context.service
+    service: EngineService = app.state.context.service
     servers.append(Server(app, config))
     watch_signals(config.shutdown_timeout + _LAST_WORDS + _LAST_STEP, lambda: service.is_loading)
+    _warn_if_exposed(config)
     log.info("listening on %s", ", ".join(map(_address, sockets)))
-    try:
-        servers[0].run(sockets)
-    finally:
-        logs.flush()
-    if service.failure is not None:
-        raise service.failure
+    servers[0].run(sockets)
+    return service
 
 
 def _address(listening: socket.socket) -> str:
