@@ -10,14 +10,14 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.errors import ModelFormatError, RequestError, VocabularyMismatchError
 from paceline.inputs import check_message
 from paceline.models import gguf_config
-from paceline.models.boundary import reading
+from paceline.models.boundary import brief, reading
+from paceline.models.chat_template import ChatTemplate
 from paceline.models.control_tokens import ControlTokens
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
@@ -78,20 +78,26 @@ class Tokenizer:
         if not self.huggingface.chat_template:
             raise RequestError(f"{self.name} has no chat template; give plain prompts instead of messages")
         checked = [dict(check_message(message)) for message in messages]
+        if not checked:
+            raise RequestError("a conversation has at least one message")
+        if self._control_tokens is None or not self._control_tokens.are_spelled_in(checked):
+            return self.encode(self._render(checked), add_special_tokens=False)
+        return self._control_tokens.encode(checked, self._render)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as text. Raises RequestError."""
         try:
-            return self._encode_chat(checked)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            return self._chat_template.render(messages)
+        except RequestError as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error
 
-    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        def render(conversation: list[dict[str, Any]], tokenize: bool = False) -> Any:
-            return self.huggingface.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=tokenize, return_dict=False
-            )
-
-        if self._control_tokens is None or not self._control_tokens.are_spelled_in(messages):
-            return list(render(messages, tokenize=True))
-        return self._control_tokens.encode(messages, render)
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        try:
+            template = self.huggingface.get_chat_template()
+        except ValueError as error:  # several, and none of them the usual one
+            raise RequestError(brief(error)) from error
+        return ChatTemplate(template, self.huggingface.special_tokens_map)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens | None:
@@ -144,6 +150,7 @@ def _from_directory(path: Path) -> PreTrainedTokenizerBase:
     with reading(path, "has no tokenizer that can be used"):
         found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         _check_vocabulary_file(found, path)
+        found.decode(found("a text")["input_ids"])  # settings of a wrong kind show when they are needed
     return found
 
 

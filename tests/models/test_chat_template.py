@@ -1,0 +1,116 @@
+"""Chat templates: what transformers makes of them, and nothing that one of them does goes on for long."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import real_models
+from damaged_files import BOMBS
+from paceline.errors import RequestError
+from paceline.models import chat_template
+from paceline.models.chat_template import ChatTemplate
+from paceline.models.gguf import GGUFFile
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "höflich 日本 <b>&\n"},
+    {"role": "assistant", "content": "x", "reasoning": "so", "name": None},
+    {"role": "user", "content": " y "},
+]
+TEMPLATES = {
+    "roles": "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{% endfor %}{{ eos_token }}",
+    "blocks": "  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{%- set x = 3 -%} {{ x }}\n",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, ensure_ascii=True) }}{{ tools }}{{ documents }}",
+    "namespace": "{% set n = namespace(i=0) %}{% for m in messages %}{% set n.i = n.i + 2 %}{% endfor %}{{ n.i }}",
+    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+    "generation": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }} {% endgeneration %}{{ x }}",
+    "dict": "{% set d = dict(a=1, **{'b': 2}) %}{{ d | tojson }}{{ dict.fromkeys([1, 2]) }}{{ dict is mapping }}",
+    "thoughts": "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ 'name' in m }};{% endfor %}",
+    "macro": "{% macro show(m) %}[{{ m.role }}]{% endmacro %}{{ show(messages[0]) }}{{ show(messages[1]) }}{{ no }}",
+    "text": "{{ '%s-%s' | format(1, 2) }}{{ messages[0].content.split(' ')[-1] }}{{ messages[-1].content.strip() }}",
+}
+
+
+def in_transformers(template: str, talk: list[dict[str, Any]]) -> str:
+    words = Backend(WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **SPECIAL)
+    return str(tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False))
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A second is enough, and none waits for much longer."""
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    monkeypatch.setattr(chat_template, "WALL_SECONDS", 20.0)
+    started = time.process_time()
+    yield
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_gives_what_transformers_makes_of_it(name: str) -> None:
+    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(TALK) == in_transformers(TEMPLATES[name], TALK)
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "qwen-coder-0.5b"])
+def test_so_do_those_of_real_models(model: str) -> None:
+    template = GGUFFile(real_models.find(model)).metadata["tokenizer.chat_template"]
+    for talk in (TALK, TALK[1:2], TALK[1:]):
+        assert ChatTemplate(template, SPECIAL).render(talk) == in_transformers(template, talk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bomb", [bomb for bomb in BOMBS if bomb])
+def test_no_template_works_without_end(bomb: str, quickly: None) -> None:
+    try:
+        text = ChatTemplate(bomb, SPECIAL).render(TALK)
+    except RequestError as error:
+        assert len(str(error)) < 600  # noqa: PT017
+    else:
+        assert len(text) < chat_template.CHARACTERS
+    assert not Path("/tmp/was-here").exists()
+
+
+def test_one_that_runs_away_is_ended_and_the_next_conversation_is_served(quickly: None) -> None:
+    template = ChatTemplate("{% if messages[0].content == 'run' %}" + BOMBS[0] + "{% endif %}done", SPECIAL)
+    assert template.render(TALK) == "done"
+    with pytest.raises(RequestError, match="more than 1 seconds"):
+        template.render([{"role": "user", "content": "run"}])
+    assert template.render(TALK) == "done"
+
+
+def test_its_memory_and_its_text_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CHARACTERS", 1000)
+    with pytest.raises(RequestError, match="more than 1000 characters"):
+        ChatTemplate("{% for i in range(99999) %}xxxxxxxxxx{% endfor %}", SPECIAL).render(TALK)
+    with pytest.raises(RequestError, match="more than 512 MiB"):
+        ChatTemplate("{{ 'x' * 10**12 }}", SPECIAL).render(TALK)
+
+
+def test_what_a_template_refuses_is_said_in_its_words() -> None:
+    with pytest.raises(RequestError, match=r"^roles must alternate$"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL).render(TALK)
+
+
+def test_one_process_serves_all_conversations_and_ends_with_its_template() -> None:
+    template = ChatTemplate("{{ messages | length }}", SPECIAL)
+    assert [template.render(TALK[:size]) for size in (1, 2, 3)] == ["1", "2", "3"]
+    process = template._process
+    assert process is not None
+    assert process.poll() is None
+    del template
+    gc.collect()
+    assert process.poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)

@@ -1,0 +1,58 @@
+"""Hundreds of damaged models: each loads, or is refused by name in one short sentence, soon and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import damaged_files
+from damaged_files import MEMORY
+
+SEED = 1
+SOON = 60.0  # seconds on a busy machine; undisturbed it is less than one, six for what runs until its limit
+ENOUGH = MEMORY // 4 >> 20  # MiB beyond an idle process
+
+
+def verdicts(folder: Path, *only: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, damaged_files.__file__, str(folder), str(SEED), *only],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def fault(verdict: dict[str, Any], idle: int) -> str | None:
+    """What is wrong with how a load ended."""
+    if verdict["end"] == "failed":
+        return "neither loaded nor refused"
+    if verdict["end"] == "refused" and "damaged/" not in verdict["message"]:
+        return "refused without its name"
+    if len(verdict.get("message", "")) > 1000:
+        return "refused at length"
+    if verdict["seconds"] > SOON or verdict["mib"] > idle + ENOUGH:
+        return "too slow or too large"
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_damaged_file_loads_or_is_refused_by_name(tmp_path: Path) -> None:
+    idle, *loads = verdicts(tmp_path)
+    whole = [verdict for verdict in loads if verdict["case"].startswith("whole")]
+    damaged = [verdict for verdict in loads if verdict not in whole]
+    assert [verdict["end"] for verdict in whole] == ["loaded"] * len(whole)
+    assert len(damaged) > 200
+    ends = [verdict["end"] for verdict in damaged]
+    assert min(ends.count("loaded"), ends.count("refused")) > 30, "the damage is too small or too large to tell"
+    wrong = [{"fault": fault(verdict, idle["mib"]), **verdict} for verdict in damaged if fault(verdict, idle["mib"])]
+    assert wrong == []
