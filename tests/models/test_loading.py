@@ -417,6 +417,13 @@ def test_an_unsupported_gguf_architecture_is_refused_before_its_tokenizer_is_bui
             load(path)
 
 
+def test_what_is_said_of_a_file_is_short_however_long_its_own_words_are(tmp_path: Path) -> None:
+    path = _write_gguf(tmp_path / "tiny.gguf", _wide("llama"), _F32, ARCH__rope__scaling__type="word " * 10_000)
+    with pytest.raises(ModelFormatError, match=r"tiny\.gguf") as caught:
+        _load(path)
+    assert len(str(caught.value)) < 1200
+
+
 def test_other_gguf_architectures_are_refused(tmp_path: Path) -> None:
     model = _wide("llama")
     model.config.model_type = "phi3"

@@ -26,6 +26,7 @@ Source: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 Found: TypeAlias = Path | PreTrainedModel
 
 LONGEST_REASON = 400  # characters of another library's message that are passed on
+LONGEST = 1000  # of a whole message: a file may give a name of any length to what is wrong
 _NO_MEMORY = ("not enough memory", "annot allocate", "an't allocate", "nable to allocate", "out of memory")
 
 
@@ -55,10 +56,13 @@ def reading(model: str | Path, failing: str = "cannot be used") -> Iterator[None
     try:
         with no_network():
             yield
-    except PacelineError as error:
-        if Path(model).name in str(error) or type(error) is not ModelFormatError:
+    except ModelFormatError as error:
+        said, named = str(error), Path(model).name in str(error)
+        if named and len(said) <= LONGEST:
             raise
-        raise ModelFormatError(f"{model}: {error}") from error
+        raise ModelFormatError(brief(said if named else f"{model}: {said}", LONGEST)) from error
+    except PacelineError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # Rust's, which is no Exception
             raise _as_ours(error, f"{model} {failing}") from error
@@ -73,7 +77,7 @@ def _as_ours(error: BaseException, start: str) -> PacelineError:
     return ModelFormatError(f"{start}: {kind}{said}")
 
 
-def brief(error: object) -> str:
+def brief(error: object, longest: int = LONGEST_REASON) -> str:
     """An error in one line of bounded length: somebody else's words may be pages."""
     words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= LONGEST_REASON else f"{words[: LONGEST_REASON - 4].rstrip()} ..."
+    return words if len(words) <= longest else f"{words[: longest - 4].rstrip()} ..."

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
+from paceline.models.boundary import brief
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.gguf import GGUFFile, PackedTensor
 
@@ -136,7 +137,7 @@ def huggingface_config(file: GGUFFile) -> PretrainedConfig:
     try:
         config = _translated(file, found)
     except Exception as error:  # values of a wrong kind, or any of the many errors that transformers raises
-        raise ModelFormatError(f"{file.path}: the metadata cannot be used: {error!r}") from error
+        raise ModelFormatError(f"{file.path}: the metadata cannot be used: {brief(repr(error))}") from error
     if found.get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
     return config
