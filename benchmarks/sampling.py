@@ -140,14 +140,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--drafters", default="plain,ngram", help="of plain, ngram")
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sides", default="", help=f"some of them, with ; between: {'; '.join(SIDES)}")
     parser.add_argument("--out", type=Path, help="a file for the JSON document")
     arguments = parser.parse_args(argv)
     results = []
     rows = [int(number) for number in arguments.rows.split(",")]
-    options: dict[str, Any] = {"max_batch_size": max(rows), "max_model_len": 512}
+    # Prompts all at once: rows that join late would leave few rounds with all of them.
+    options: dict[str, Any] = {"max_batch_size": max(rows), "max_model_len": 512, "longest_pause": None}
     llm = LLM(arguments.model, drafter="ngram", quantization="int8", **options)
     for drafter in arguments.drafters.split(","):
         engine = llm.plain() if drafter == "plain" else llm

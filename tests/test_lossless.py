@@ -91,6 +91,25 @@ MIXED = [
     SamplingParams(temperature=1.1, max_tokens=24, seed=9, structured_outputs=HELD, n=2, top_p=0.9, presence_penalty=1),
 ]
 FAMILIES = {"greedy": GREEDY, "mixed": MIXED}
+EVERYTHING = [  # every row has every parameter
+    SamplingParams(
+        temperature=(0.6, 1.0, 1.7)[row % 3],
+        top_k=(3, 12, 20, VOCAB)[row % 4],
+        top_p=(0.95, 0.5, 0.8)[row % 3],
+        min_p=(0.01, 0.1)[row % 2],
+        presence_penalty=(0.5, -0.3)[row % 2],
+        frequency_penalty=(-0.2, 0.4, 0.1)[row % 3],
+        repetition_penalty=(1.1, 0.9)[row % 2],
+        logit_bias={row: 1.5, 22: 1.0},
+        min_tokens=row % 4 + 1,
+        max_tokens=22,
+        stop_token_ids=(row + 1,),
+        logprobs=row % 3,
+        seed=row,
+    )
+    for row in range(len(PROMPTS))
+]
+PARAMS = FAMILIES | {"everything": EVERYTHING}
 
 
 @functools.cache
@@ -98,7 +117,7 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
     """Plain decoding of every prompt, alone in its batch."""
     alone = [
         answers(run(make_engine(TARGETS[model](), eos=EOS, max_batch_size=1), [prompt], [params]))[0]
-        for prompt, params in zip(PROMPTS, FAMILIES[family], strict=True)
+        for prompt, params in zip(PROMPTS, PARAMS[family], strict=True)
     ]
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
     return alone
@@ -151,7 +170,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     )
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     if drafter in scripts:
-        truth = truth_of(PROMPTS, FAMILIES[family], plain(model, family))
+        truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
         engine.parts.drafter = Scripted(
             truth, scripts[drafter], ragged=drafter == "ragged", short=drafter in ("short", "ragged")
         )
@@ -163,9 +182,23 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
 @pytest.mark.parametrize("model", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_python(model: str, family: str) -> None:
-    for prompt, params, alone in zip(PROMPTS, FAMILIES[family], plain(model, family), strict=True):
+    for prompt, params, alone in zip(PROMPTS, PARAMS[family], plain(model, family), strict=True):
         slow = [slow_answer(TARGETS[model](), prompt, params, index, EOS) for index in range(params.n)]
         assert alone == slow
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("drafter", ["model", "sometimes", "ragged"])
+@pytest.mark.parametrize("model", ["toy", "flat"])
+def test_rows_with_every_parameter_in_one_batch_equal_a_sampler_in_plain_python(
+    model: str, drafter: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", kernels)
+    slow = [
+        [slow_answer(ToyModel(), prompt, params, 0, EOS)] for prompt, params in zip(PROMPTS, EVERYTHING, strict=True)
+    ]
+    engine = speculative_engine(model, drafter, "random", "everything", max_batch_size=len(PROMPTS), prefill_chunk=40)
+    assert answers(run(engine, PROMPTS, EVERYTHING)) == slow
 
 
 @pytest.mark.parametrize(("backend", "length"), BACKENDS_AND_LENGTHS)
@@ -195,7 +228,7 @@ def test_certain_guesses_under_the_rejection_rule_are_coupled(drafter: str, leng
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str, family: str) -> None:
     engine = speculative_engine("llama", drafter, "random", family, attention=backend, prefill_chunk=11)
-    assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("llama", family)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
 
 
 def equal_with_ragged_attention(model: str, drafter: str, deterministic: bool, places: list[int]) -> bool:
@@ -227,7 +260,7 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
     """Of the mixed family it plays some and leaves the others to the host."""
     options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
     engine = speculative_engine("toy", drafter, length, family, **options)
-    assert answers(run(engine, PROMPTS, FAMILIES[family])) == plain("toy", family)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
 
 
 @pytest.mark.parametrize("length", ["random", "caps", "selection", "stops", "auto", "budget", "confident"])
