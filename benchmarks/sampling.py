@@ -82,7 +82,10 @@ class Run:
 
 @dataclass
 class Result:
-    """One side. ratio: its round to that of temperature alone (of 0.8); judging is part of the round."""
+    """One side. ratio: its round to that of temperature alone (of 0.8); judging is part of the round.
+
+    by_judging: the ratio if everything but judging took the same time: on a busy machine the steadier number.
+    """
 
     rows: int
     drafter: str
@@ -91,6 +94,7 @@ class Result:
     judging_ms: float
     tokens: float
     ratio: float
+    by_judging: float
     runs: list[Run]
 
 
@@ -120,7 +124,7 @@ def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) ->
     def median(side: str, name: str) -> float:
         return statistics.median(getattr(run, name) for run in runs[side])
 
-    alone = median(ALONE, "round_ms")
+    alone, judged = median(ALONE, "round_ms"), median(ALONE, "judging_ms")
     return [
         Result(
             rows,
@@ -128,6 +132,7 @@ def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) ->
             side,
             *(round(median(side, name), 4) for name in ("round_ms", "judging_ms", "tokens")),
             ratio=round(median(side, "round_ms") / alone, 4),
+            by_judging=round(1 + (median(side, "judging_ms") - judged) / alone, 4),
             runs=runs[side],
         )
         for side in sides
@@ -157,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 results.append(result)
                 print(
                     f"{number:3} rows {drafter:6} {result.side:28} round {result.round_ms:8.3f} ms = {result.ratio:.3f}"
+                    f" ({result.by_judging:.3f} by judging)"
                     f"  judging {result.judging_ms:.3f} ms  of {result.tokens:.1f} tokens",
                     file=sys.stderr,
                 )
