@@ -17,6 +17,7 @@ from paceline.params import ServerConfig
 from paceline.server.errors import ApiError
 from paceline.server.security import Hosts
 from paceline.server.shares import Shares
+from paceline.server.sockets import listen
 from server_support import Live, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -277,3 +278,13 @@ def test_health_by_other_names_and_without_a_body(live: Live) -> None:
     assert live.get("/load").json() == {"server_load": 0}
     assert live.post("/v1/tokenize", {"prompt": "abc"}).json() == live.post("/tokenize", {"prompt": "abc"}).json()
     assert live.post("/v1/detokenize", {"tokens": [70]}).json() == live.post("/detokenize", {"tokens": [70]}).json()
+
+
+def test_an_answer_leaves_at_once_however_short_it_is() -> None:
+    """asyncio switches Nagle's algorithm off (else every second packet waits 40 ms) only where it knows it as TCP."""
+    sockets = listen(ServerConfig(port=0))
+    try:
+        assert {each.proto for each in sockets} == {socket.IPPROTO_TCP}
+    finally:
+        for each in sockets:
+            each.close()

@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from served import Served
+from served import HEALTH_PROBE, Served, resident
 
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
@@ -102,23 +101,6 @@ def abuse(served: Served, requests: int) -> Counter[tuple[str, int]]:
     """32 clients for 4 rows and a queue of 12: full twice over."""
     with ThreadPoolExecutor(32) as pool:
         return Counter(pool.map(lambda number: request(served, number), range(requests)))
-
-
-HEALTH_PROBE = """
-import json, select, sys, time
-import httpx
-delays = []
-with httpx.Client(timeout=10) as client:
-    while not select.select([sys.stdin], [], [], 0.01)[0]:  # until it is closed
-        began = time.perf_counter()
-        assert client.get(sys.argv[1] + "/health").status_code == 200
-        delays.append(time.perf_counter() - began)
-print(json.dumps(delays))
-"""
-
-
-def resident(served: Served) -> int:
-    return int(psutil.Process(served.process.pid).memory_info().rss)
 
 
 def idle(served: Served) -> bool:

@@ -46,7 +46,7 @@ def _addresses(config: ServerConfig) -> list[tuple[socket.AddressFamily, tuple[A
 
 
 def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:

@@ -1,0 +1,395 @@
+"""A hostile client against ``paceline serve`` in its own process, with a real model: others hardly notice.
+
+While each attack is played, a process of its own asks for /health: the slowest of a hundred answers must come within
+100 ms. Afterwards the server's memory is what it was, within 10 %, and a seeded request has its old answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from served import HEALTH_PROBE, Served, resident
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m"
+FLAGS = ("--max-batch-size", "8", "--max-waiting", "32", "--max-model-len", "2048", "--body-timeout", "2")
+SEEDED = {"prompt": "The sea is", "max_tokens": 40, "seed": 7, "temperature": 1.0, "n": 2}
+BOUND = 4000  # bytes of a refusal
+ATTACKER = ("127.0.0.2", 0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("hostile") / "log"
+    server = Served(MODEL, log, *FLAGS, "--send-timeout", "3", engine=[])
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.end()
+
+
+def texts(served: Served) -> list[str]:
+    reply = served.post(SEEDED)
+    assert reply.status_code == 200, reply.text
+    return [choice["text"] for choice in reply.json()["choices"]]
+
+
+def idle(served: Served) -> bool:
+    stats, load = (httpx.get(f"{served.url}{path}").json() for path in ("/stats", "/load"))
+    return not (stats["running"] or stats["waiting"] or load["server_load"])
+
+
+def wait_until_idle(served: Served, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not idle(served):
+        assert time.monotonic() < end, "places are still taken"
+        time.sleep(0.1)
+
+
+@contextmanager
+def unharmed(served: Served, name: str) -> Iterator[None]:
+    """Health within 100 ms meanwhile; the same memory and the same answers afterwards."""
+    expected, before = texts(served), resident(served)
+    probe = subprocess.Popen(
+        [sys.executable, "-c", HEALTH_PROBE, served.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    try:
+        yield
+    finally:
+        delays = sorted(json.loads(probe.communicate()[0]))
+    wait_until_idle(served)
+    p99 = delays[int(0.99 * len(delays))]
+    figures = {
+        "attack": name,
+        "health_checks": len(delays),
+        "health_ms_p50": round(1000 * statistics.median(delays), 1),
+        "health_ms_p99": round(1000 * p99, 1),
+        "health_ms_max": round(1000 * delays[-1], 1),
+        "resident_mib_before": round(before / 2**20),
+        "grown": round(resident(served) / before - 1, 3),
+    }
+    print(json.dumps(figures))
+    assert texts(served) == expected
+    assert p99 < 0.1, figures
+    assert figures["grown"] < 0.1, figures
+
+
+def post(served: Served, path: str, body: Any, seconds: float = 60) -> int:
+    """The status; 0 if the client's patience ended first. Refusals are short."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        reply = httpx.post(
+            served.url + path, content=content, headers={"content-type": "application/json"}, timeout=seconds
+        )
+    except httpx.TimeoutException:
+        return 0
+    if reply.status_code != 200:
+        assert len(reply.content) < BOUND, reply.text[:BOUND]
+    return reply.status_code
+
+
+def flood(work: Callable[[int], int], times: int, clients: int = 8) -> Counter[int]:
+    with ThreadPoolExecutor(clients) as pool:
+        return Counter(pool.map(work, range(times)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(served: Served) -> None:
+    """What is made on first use is made: threads, long texts, log-probabilities, a queue that is full."""
+    score = {"prompt": ["once upon a time " * 60] * 2, "echo": True, "max_tokens": 1, "logprobs": 20}
+    flood(lambda _: post(served, "/v1/completions", score), 2)
+    flood(lambda _: post(served, "/v1/completions", {"prompt": [None] * 100_000}), 8)
+    flood(lambda _: post(served, "/tokenize", {"prompt": "word " * 3000}), 8)
+    flood(lambda _: post(served, "/v1/completions", {**SEEDED, "n": 8, "max_tokens": 100, "logprobs": 20}), 2)
+    wait_until_idle(served)
+
+
+# --- 17 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_more_answers_or_prompts_than_can_be(served: Served) -> None:
+    text = "word " * 1900
+    echo = {"prompt": "a", "echo": True, "max_tokens": 0}
+    bodies: list[dict[str, Any]] = [
+        {**echo, "n": 10**9},
+        {**echo, "n": 10**6, "stream": True},
+        {**echo, "best_of": 10**9},
+        {"prompt": [text] * 400, "echo": True, "max_tokens": 0, "logprobs": 5},
+        {"prompt": [[1] * 1900] * 30, "echo": True, "max_tokens": 0, "logprobs": 1},
+        {"prompt": [text] * 40, "max_tokens": 1, "n": 1},
+        {"prompt": [text] * 20, "echo": True, "max_tokens": 1, "n": 2},
+        {"prompt": "a", "n": 40, "max_tokens": 2000, "logprobs": 20},
+        {"prompt": "a " * 2**21},
+    ]
+    with unharmed(served, "work without bound"):
+        found = flood(lambda n: post(served, "/v1/completions", bodies[n % len(bodies)], seconds=3), 45)
+        chat = {"messages": [{"role": "user", "content": "a"}], "n": 10**9}
+        assert post(served, "/v1/chat/completions", chat) == 400
+    assert found.keys() <= {0, 200, 400, 413, 429}
+    assert found[400] >= 5 * 5
+
+
+# --- 20 ---------------------------------------------------------------------------------------------------------------
+
+
+def long_bodies() -> list[bytes]:
+    """4 MiB each, of what makes readers slow."""
+    size = 2**22 - 100
+    wrong = {
+        "prompt": b"null,",
+        "stop": b"1,",
+        "stop_token_ids": b'"a",',
+        "messages": b'{"role":1,"content":2,"x":3},',
+        "logit_bias": b"[],",
+    }
+    bodies = [
+        b'{"prompt":"a","%s":[' % name.encode() + item * (size // len(item)) + item[:-1] + b"]}"
+        for name, item in wrong.items()
+    ]
+    fields = b",".join(b'"%07d":1' % n for n in range(size // 12))
+    bodies += [
+        b"{" + fields + b"}",
+        b'{"prompt":"a","logit_bias":{' + fields + b"}}",
+        b"[" * size,
+        b'{"prompt":[' + b"1," * 200_000 + b"1]}",
+        b'{"prompt":[' + b",".join(b'"%x"' % n for n in range(200_000)) + b"]}",
+        b'{"prompt":"a","seed":' + b"9" * size + b"}",
+        b'{"prompt":"' + b"\\u00e9" * (size // 6) + b'"}',
+        b'{"prompt":"a","user":"' + b"x" * size + b'"}',
+        b'{"prompt":"a","model":"' + b"x" * size + b'"}',
+        b'{"prompt":"a","' + b"x" * size + b'":1}',
+    ]
+    return bodies
+
+
+def test_long_bodies_of_wrong_items(served: Served) -> None:
+    bodies = long_bodies()
+    with unharmed(served, "4 MiB of wrong items"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            found = flood(lambda n, path=path: post(served, path, bodies[n % len(bodies)]), len(bodies), clients=4)
+            assert found.keys() <= {400, 404, 429}, found
+
+
+# --- 21 ---------------------------------------------------------------------------------------------------------------
+
+
+def connected(served: Served, request: bytes, source: tuple[str, int] = ATTACKER, window: int = 4096) -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    made.bind(source)
+    host, port = served.url.removeprefix("http://").split(":")
+    made.settimeout(20)
+    made.connect((host, int(port)))
+    made.sendall(request)
+    return made
+
+
+def everything(client: socket.socket) -> bytes:
+    """What the server has sent until it closed."""
+    chunks: list[bytes] = []
+    with suppress(ConnectionError, TimeoutError):
+        while chunk := client.recv(65536):
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def http(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def test_streams_that_nobody_reads(served: Served) -> None:
+    """Each is some 9 MB, more than any buffer on its way; five of them hold all places."""
+    body = {"prompt": "word " * 1800, "n": 8, "max_tokens": 40, "stream": True, "logprobs": 20, "echo": True}
+    request = http("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
+    with unharmed(served, "streams that nobody reads"), ExitStack() as stack:
+        clients = [stack.enter_context(connected(served, request)) for _ in range(5)]
+        end = time.monotonic() + 120
+        while (status := post(served, "/v1/completions", SEEDED, 120)) == 429:
+            assert time.monotonic() < end, "the places are not given back"
+            time.sleep(0.2)
+        assert status == 200
+        wait_until_idle(served)
+        time.sleep(5)  # longer than a send may take
+        assert not any(everything(client).endswith(b"0\r\n\r\n") for client in clients), "cut off, not completed"
+
+
+# --- 23 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_connections_and_bodies_without_end(served: Served) -> None:
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n"
+    with unharmed(served, "half requests"), ExitStack() as stack, suppress(ConnectionError):
+        for number in range(600):
+            request = half if number % 2 else half + b"\r\n" + b"a" * 60_000
+            stack.enter_context(connected(served, request, window=2**16))
+        for _ in range(3):
+            assert post(served, "/v1/completions", SEEDED) == 200
+
+
+# --- malformed --------------------------------------------------------------------------------------------------------
+
+FIELDS = {
+    "prompt": ("a",), "messages": ([{"role": "user", "content": "a"}],), "n": (1,), "max_tokens": (2,),
+    "temperature": (0.5,), "top_p": (0.9,), "seed": (1,), "stop": ("x", ["x"]), "stop_token_ids": ([1],),
+    "logit_bias": ({"1": 1},), "stream": (True,), "user": ("me",), "echo": (True,), "logprobs": (1,),
+    "priority": (1,), "timeout": (5,), "response_format": ({"type": "text"},),
+}  # fmt: skip
+WRONG_TYPES: tuple[Any, ...] = ({}, {"a": 1}, [{}], [[[]]], [None], {"type": {}}, [{"role": "user"}], 1e308, [1.5])
+HUGE = (
+    b"1e400",
+    b"-1e400",
+    b"9" * 400,
+    b"9" * 5000,
+    b"-" + b"9" * 300,
+    b"1" + b"0" * 22,
+    b"NaN",
+    b"Infinity",
+    b"0x1",
+    b"01",
+)
+TEXTS = (b'"\\ud800"', b'"\\udc00x"', b'"\xff\xfe"', b'"\xed\xa0\x80"', b'"\x00"', b'"\\x41"', b'"\xc3"', b'"\\u12"')
+NUMBERS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "top_k",
+    "num_speculative_tokens",
+    "stop_token_ids",
+    "timeout",
+    "deadline_ms",
+)
+CHUNKS = (
+    b"zz\r\nabc\r\n0\r\n\r\n", b"-5\r\nabc\r\n0\r\n\r\n", b"fffffffffffffffff\r\nabc", b"5\r\nabc\r\n0\r\n\r\n",
+    b"3;" + b"x" * 40_000 + b"\r\nabc\r\n0\r\n\r\n",
+    b"3\r\n{\"a\r\n0\r\n\r\n", b"0\r\n\r\n", b"1\r\n{\r\n" * 50 + b"0\r\n\r\n",
+)  # fmt: skip
+HEADS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\nHost: localhost\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\nHost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999999999\r\nHost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\nHost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nBad Header: x\r\nHost: localhost\r\n\r\n",
+    b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
+    b"POST /v1/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+)
+
+
+def _nested(draw: random.Random, _: bytes) -> bytes:
+    depth = draw.choice([250, 2_000, 50_000])
+    opening, closing = draw.choice([(b"[", b"]"), (b'{"a":', b"}")])
+    inside = opening * depth + b"1" + closing * draw.choice([0, depth])
+    return b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"%s":%s}' % (b"stop", inside)
+
+
+def _huge(draw: random.Random, needed: bytes) -> bytes:
+    name = draw.choice(["temperature", "top_p", "seed", "logit_bias", *NUMBERS])
+    value = draw.choice(HUGE)
+    value = {"stop_token_ids": b"[%s]", "logit_bias": b'{"1": %s}'}.get(name, b"%s") % value
+    return b'{%s,"%s":%s}' % (needed, name.encode(), value)
+
+
+def _typed(draw: random.Random, needed: bytes) -> bytes:
+    names = [
+        name for name in FIELDS if name.encode() not in needed and name not in ("response_format", "prompt", "messages")
+    ]
+    return b'{%s,"%s":%s}' % (needed, draw.choice(names).encode(), json.dumps(draw.choice(WRONG_TYPES[:-2])).encode())
+
+
+def _letters(draw: random.Random, needed: bytes) -> bytes:
+    return b'{%s,"%s":%s}' % (needed, draw.choice([b"user", b"stop", b"model"]), draw.choice(TEXTS))
+
+
+def _cut(draw: random.Random, needed: bytes) -> bytes:
+    whole = b'{%s,"stop":["x","y"],"logit_bias":{"1":2}}' % needed
+    return whole[: draw.randrange(1, len(whole))]
+
+
+def _unknown(draw: random.Random, needed: bytes) -> bytes:
+    name = bytes(draw.choices(b"abcdefghijklmnopqrstuvwxyz_0123456789", k=draw.choice([3, 30, 30_000]))) + b"_"
+    return b'{%s,"%s":%d}' % (needed, name, draw.randrange(9))
+
+
+MAKERS = (_nested, _huge, _typed, _letters, _cut, _unknown)
+PATHS = {
+    "/v1/completions": b'"prompt":"a"',
+    "/v1/chat/completions": b'"messages":[{"role":"user","content":"a"}]',
+    "/tokenize": b'"prompt":"a"',
+    "/detokenize": b'"tokens":[1]',
+}
+
+
+def malformed(number: int) -> bytes:
+    """A request that no server may take."""
+    draw = random.Random(number)
+    path, needed = draw.choice(list(PATHS.items()))
+    close = "Connection: close"
+    kind = number % 9
+    if kind == 6:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{close}\r\n"
+        return head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + draw.choice(CHUNKS)
+    if kind == 7:
+        return draw.choice(HEADS).replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+    if kind == 8:
+        types = (
+            "text/plain",
+            "multipart/form-data",
+            "application/x-www-form-urlencoded",
+            "application/",
+            "*/*",
+            "\x01",
+        )
+        return http(path, b"{" + needed + b"}", close).replace(b"application/json", draw.choice(types).encode())
+    return http(path, MAKERS[kind % len(MAKERS)](draw, needed), close)
+
+
+def answered(served: Served, request: bytes) -> bytes:
+    with connected(served, b"", ("127.0.0.1", 0), window=2**16) as client:
+        with suppress(ConnectionError):  # refused before all was sent
+            client.sendall(request)
+        return everything(client)
+
+
+def test_malformed_requests(served: Served) -> None:
+    def outcome(number: int) -> int:
+        reply = answered(served, malformed(number))
+        status = int(reply.split(b" ", 2)[1]) if reply.startswith(b"HTTP/1.1 ") else 0
+        assert 400 <= status < 500, (number, malformed(number)[:300], reply[:500])
+        assert len(reply) < BOUND, (number, len(reply))
+        head, _, body = reply.partition(b"\r\n\r\n")
+        if b"application/json" in head:
+            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+        return status
+
+    with unharmed(served, "malformed requests"):
+        found = flood(outcome, 450, clients=8)
+    print(json.dumps({"malformed": sum(found.values()), **{str(status): count for status, count in found.items()}}))
+
+
+def test_the_log_has_no_fault_of_the_server(served: Served) -> None:
+    """Last: what was logged above INFO."""
+    assert [line for line in served.log if line["level"] not in ("info", "warning")] == []
+    assert Path(f"/proc/{served.process.pid}").exists()
