@@ -37,7 +37,9 @@ class ServerFlags:
         list[str] | None,
         _option("--api-key", text=f"A key that requests must carry; repeatable. Better: a file, or ${KEYS_VARIABLE}."),
     ] = None
-    api_key_file: Annotated[Path | None, _option("--api-key-file", text="A file with one key a line.")] = None
+    api_key_file: Annotated[
+        Path | None, _option("--api-key-file", text="A file with one key a line, each perhaps with limits.")
+    ] = None
     served_model_name: Annotated[
         str | None, _option("--served-model-name", text="What requests call the model. Default: its own name.")
     ] = ServerConfig.served_model_name

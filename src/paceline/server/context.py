@@ -31,6 +31,7 @@ from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
 from paceline.server.protocol import GenerationRequest
+from paceline.server.quotas import Quotas
 from paceline.server.replies import Usage
 from paceline.server.service import EngineService
 from paceline.tokenizer import Tokenizer
@@ -72,6 +73,7 @@ class Context:
         self.config = config
         self.meter = Meter(config.log_interval)
         self.service = EngineService(load, self.meter, on_end, config.stall_timeout)
+        self.quotas = Quotas(config.api_keys)
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())
         self._start, self._count = secrets.token_hex(4), itertools.count()
@@ -203,15 +205,18 @@ class Context:
         read once more, for their log-probabilities. Raises ApiError.
         """
         works = [self._work(each, only_read, scored) for each in requests]
-        places = self.admission.enter(terms.client, works, self.room)
-        asked = [] if only_read else zip(requests, places, strict=True)
-        seconds = self.config.request_timeout if terms.timeout is None else terms.timeout
-        try:
-            async with time_limit(seconds), Generation(self.service, asked, terms.streaming) as generation:
-                yield generation
-        finally:
-            for place in places:
-                place.close()
+        with self.quotas.hold(terms.client, sum(work.tokens for work in works)) as bill:
+            places = self.admission.enter(terms.client, works, self.room)
+            asked = [] if only_read else zip(requests, places, strict=True)
+            generation = Generation(self.service, asked, terms.streaming)
+            seconds = self.config.request_timeout if terms.timeout is None else terms.timeout
+            try:
+                async with time_limit(seconds), generation:
+                    yield generation
+            finally:
+                bill.used = sum(work.read for work in works) + generation.made
+                for place in places:
+                    place.close()
 
     def _work(self, request: Request, only_read: bool, scored: bool) -> Work:
         size, params = len(request.prompt_token_ids), request.params

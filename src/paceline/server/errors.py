@@ -116,6 +116,11 @@ def overloaded(message: str, retry_after: int) -> ApiError:
     return ApiError(429, "rate_limit_error", message, code="queue_full", retry_after=retry_after)
 
 
+def over_limit(message: str, retry_after: int) -> ApiError:
+    """429: of one key alone."""
+    return ApiError(429, "rate_limit_error", message, code="key_limit", retry_after=retry_after)
+
+
 def round_failed() -> ApiError:
     """500: an exception in the engine; the log has it."""
     message = "the engine failed while it decoded this request; the server's log says why"

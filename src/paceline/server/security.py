@@ -17,6 +17,7 @@ from paceline.server import errors
 from paceline.server.connections import most_requests
 from paceline.server.generation import ClientGoneError
 from paceline.server.metrics import Meter
+from paceline.server.quotas import read_key
 from paceline.server.shares import Shares
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # what a load balancer and a browser need before there is a key
@@ -24,10 +25,12 @@ OPEN_TREE = "/playground/"  # the page's scripts and styles
 
 
 class KeyRing:
-    """The keys that are good. Only their digests are kept; comparing takes the same time for any key."""
+    """The keys that are good, each perhaps with limits behind it. Only their digests are kept; comparing takes the same
+    time for any key.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(read_key(line).secret) for line in keys]
 
     def admits(self, authorization: bytes) -> bool:
         """Whether an Authorization header carries a good key; always, if there are no keys."""
@@ -42,7 +45,7 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: Path) -> list[str]:
-    """One key a line; empty lines and those that begin with # are skipped. Raises ParameterError."""
+    """One key a line, with its limits; empty lines and those that begin with # are skipped. Raises ParameterError."""
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,105 @@
+"""Limits of single keys: read strictly, enforced for that key alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.errors import ParameterError
+from paceline.params import ServerConfig
+from paceline.server import errors
+from paceline.server.clients import key_name
+from paceline.server.quotas import Key, Quotas, read_key
+from server_support import Live, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_key_and_its_limits_are_read_strictly() -> None:
+    assert read_key("secret") == Key("secret")
+    assert read_key("secret  max_tokens_per_minute=5 max_requests=2") == Key("secret", 2, 5)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "max_requests=3",
+        "secret max_requests",
+        "secret max_requests=",
+        "secret max_requests=0",
+        "secret max_requests=-1",
+        "secret max_requests=1.5",
+        "secret max_requests=٣",
+        "secret max_requests=9999999999",
+        "secret max_requests=1 max_requests=1",
+        "secret max_request=1",
+        "secret more words",
+        "secret max_requests = 1",
+    ],
+)
+def test_what_is_no_key_or_limit_is_refused_without_showing_it(line: str) -> None:
+    with pytest.raises(ParameterError, match="max_requests=N") as caught:
+        Quotas([line])
+    assert "secret" not in str(caught.value)
+
+
+def test_a_key_may_not_be_given_twice() -> None:
+    with pytest.raises(ParameterError, match="twice"):
+        Quotas(["a", "a max_requests=1"])
+
+
+def test_tokens_come_back_with_time_and_what_was_not_used_at_once() -> None:
+    now = [0.0]
+    quotas, client = Quotas(["a max_tokens_per_minute=60"], lambda: now[0]), key_name("a")
+
+    def use(asked: int, used: int) -> int:
+        """Seconds to wait; 0: it was served."""
+        try:
+            with quotas.hold(client, asked) as bill:
+                bill.used = used
+        except errors.ApiError as error:
+            return error.retry_after or 0
+        return 0
+
+    assert use(60, 10) == 0
+    assert use(50, 50) == 0
+    assert use(30, 30) == 30
+    now[0] += 30
+    assert use(30, 30) == 0
+    assert use(1000, 0) == 60, "more than a minute's: when nothing else was used for a minute"
+    now[0] += 60
+    assert use(1000, 90) == 0
+    assert use(1, 1) == 31
+    with quotas.hold("address 1.2.3.4", 10**9):
+        pass
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: str) -> Iterator[Live]:
+    keys = ("free", "few max_requests=1", "slow max_tokens_per_minute=20")
+    yield from start(ServerConfig(port=0, api_keys=keys), tiny)
+
+
+def test_one_key_s_limit_is_nobody_elses(keyed: Live) -> None:
+    def ask(key: str, **body: object) -> tuple[int, str | None]:
+        whole = {"prompt": "abcd", "max_tokens": 8, "ignore_eos": True, **body}
+        reply = keyed.post("/v1/completions", whole, headers={"Authorization": f"Bearer {key}"})
+        return reply.status_code, reply.headers.get("retry-after")
+
+    assert ask("slow", max_tokens=6) == (200, None)
+    status, seconds = ask("slow", max_tokens=8)
+    assert status == 429, "of which 10 are used and 12 would be"
+    assert 1 <= int(seconds or 0) <= 6
+    assert ask("free", max_tokens=60) == ask("few") == (200, None)
+    assert ask("few max_requests=1")[0] == ask("slow max_tokens_per_minute=20")[0] == 401
+    account = keyed.context.quotas._accounts[key_name("few")]
+    assert account._requests == 0
+    account._requests = 1  # as if one were running
+    try:
+        assert ask("few") == (429, "1")
+        assert ask("free") == (200, None)
+    finally:
+        account._requests = 0
+    keyed.wait_until_idle()
