@@ -321,8 +321,8 @@ class ServerConfig:
     """How the server listens and whom it serves.
 
     host, port: where it listens. served_model_name: what requests call the model; None: its own name.
-    api_keys: requests must carry one of them; none: everybody who reaches the server may use it. Limits may stand behind
-        a key: "KEY max_requests=N max_tokens_per_minute=N" (at a time; of prompts and answers).
+    api_keys: requests must carry one of them; none: everybody who reaches the server may use it. Limits may stand
+        behind a key: "KEY max_requests=N max_tokens_per_minute=N" (at a time; of prompts and answers).
     max_waiting: answers that may wait for a row; requests beyond them are refused with 429.
     max_waiting_tokens: likewise tokens, of prompts to read and of answers to make at their longest; None: as many as
         max_waiting answers of the model's length have.

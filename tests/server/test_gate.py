@@ -288,3 +288,22 @@ def test_an_answer_leaves_at_once_however_short_it_is() -> None:
     finally:
         for each in sockets:
             each.close()
+
+
+def test_a_body_in_crumbs_is_refused_before_it_is_taken_apart(live: Live) -> None:
+    """Each chunk of a byte costs as much as a kilobyte in one: eight such clients would hold up everybody."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "metadata": {"a": "x" * 3000}}).encode()
+
+    def chunked(size: int) -> bytes:
+        parts = [body[at : at + size] for at in range(0, len(body), size)]
+        return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+    head += b"Connection: close\r\nTransfer-Encoding: Chunked\r\n\r\n"
+    for size, status in ((1, b"400"), (100, b"200"), (3000, b"200")):
+        with connected(live, head + chunked(size)) as client:
+            assert answer(client).split(b" ", 2)[1] == status, size
+        with connected(live, head) as client:
+            time.sleep(0.05)  # the head by itself
+            client.sendall(chunked(size))
+            assert answer(client).split(b" ", 2)[1] == status, size

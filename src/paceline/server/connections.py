@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, defaultdict
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from paceline.params import ServerConfig
 
 MAX_HEADER_BYTES = 32 * 2**10
 _CHUNK = 32 * 2**10  # bytes read at a time: what a connection may hold before its request has been looked at
+_CRUMB = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}[;\r]")  # where a chunk of less than 256 bytes begins
+_MOST_CRUMBS = 1000  # in one body
 _SHARE_OF_REQUESTS = 0.75  # of all connections; the others are for those that say what they want
 
 
@@ -88,6 +91,7 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._reading_deadline: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._crumbs = 0  # chunks of a few bytes in this request's body
         self._thrown_away = 0  # bytes of a body whose request has been answered
 
     # --- what asyncio and uvicorn call -------------------------------------------
@@ -112,11 +116,14 @@ class Connection(H11Protocol):
             if self._thrown_away > self._limits.max_body_bytes:
                 self.drop()
                 return
+        elif self._comes_in_crumbs(data):
+            self._refuse_crumbs()
+            return
         super().data_received(data)
         self._look()
 
     def on_response_complete(self) -> None:
-        self._thrown_away = 0
+        self._thrown_away = self._crumbs = 0
         self.cycle.body = bytearray()  # what nobody asked for
         super().on_response_complete()
         self._look()
@@ -169,6 +176,22 @@ class Connection(H11Protocol):
     def _answered_early(self) -> bool:
         """Whether the rest of a body is to come that nobody wants."""
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+
+    def _comes_in_crumbs(self, data: bytes) -> bool:
+        """Whether a body comes in so many chunks of a few bytes that taking them apart would hold up everybody."""
+        if self.conn.their_state is h11.SEND_BODY:
+            in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
+        else:
+            in_chunks = b"chunked" in data.lower()  # as its head may say, which comes with it
+        if in_chunks:
+            self._crumbs += len(_CRUMB.findall(data))
+        return self._crumbs > _MOST_CRUMBS
+
+    def _refuse_crumbs(self) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.send_400_response("the body comes in chunks of a few bytes: send longer ones")
+        else:
+            self.drop()
 
     def _limit_time(self, seconds: float | None) -> None:
         if self._deadline is not None:
