@@ -27,7 +27,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 def make(draft: bool = True, **options: Any) -> LLM:
     common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded", "threads": 1}
-    options = common | {"num_speculative_tokens": 4} | options
+    guesses = {"num_speculative_tokens": 4} if draft or options.get("drafter") else {}
+    options = common | guesses | options
     return LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1) if draft else None, **options)
 
 

@@ -19,6 +19,8 @@ from paceline.params import (
     SamplingParams,
     ServerConfig,
     StructuredOutputs,
+    check_used,
+    engine_config,
 )
 from paceline.ranges import check_text, rule_for
 
@@ -287,3 +289,53 @@ def test_a_synthetic_acceptance_is_for_benchmarks_that_say_so() -> None:
         EngineConfig(acceptance="synthetic:0.8")
     assert EngineConfig(acceptance="synthetic:0.8", benchmark=True).synthetic_acceptance == 0.8
     assert EngineConfig().synthetic_acceptance is None
+
+
+UNUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_speculative_tokens": 4}, "num_speculative_tokens"),
+    ({"num_speculative_tokens": "bass"}, "num_speculative_tokens"),
+    ({"acceptance": "rejection"}, "acceptance"),
+    ({"profile": "p.json"}, "profile"),
+    ({"profile": "p.json", "drafter": "ngram", "num_speculative_tokens": 4}, "profile"),
+    ({"profile": "p.json", "drafter": "ngram", "num_speculative_tokens": "bass"}, "profile"),
+    ({"draft_dtype": "float32"}, "draft_dtype"),
+    ({"draft_quantization": "int8", "drafter": "ngram"}, "draft_quantization"),
+    ({"draft_quantization": None}, "draft_quantization"),
+    ({"draft_model": "a", "drafter": "ngram"}, "draft_model"),
+    ({"draft_model": "a", "drafter": None}, "draft_model"),
+    ({"reference_documents": ["a"]}, "reference_documents"),
+    ({"reference_documents": ["a"], "draft_model": "a"}, "reference_documents"),
+]
+
+
+@pytest.mark.parametrize(("given", "name"), UNUSED)
+def test_what_would_do_nothing_is_refused_by_name(given: dict[str, Any], name: str) -> None:
+    options = dict(given)
+    draft_model, documents = options.pop("draft_model", None), options.pop("reference_documents", ())
+    with pytest.raises(ParameterError, match=f"^{name}=.*it needs (a drafter|a draft model|n-gram)"):
+        engine_config(options, draft_model, documents)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"drafter": None, "num_speculative_tokens": 0},
+        {"num_speculative_tokens": "auto", "acceptance": "coupled", "draft_quantization": "same", "profile": None},
+        {"draft_model": "a", "num_speculative_tokens": 4, "acceptance": "rejection", "draft_dtype": "float32"},
+        {"draft_model": "a", "drafter": "hybrid", "reference_documents": ["a"], "draft_quantization": None},
+        {"drafter": "ngram", "reference_documents": ["a"], "profile": "p.json"},
+        {"drafter": "ngram", "profile": "p.json", "num_speculative_tokens": "profiled"},
+    ],
+)
+def test_what_does_something_or_is_as_it_would_be_is_taken(given: dict[str, Any]) -> None:
+    options = dict(given)
+    engine_config(options, options.pop("draft_model", None), options.pop("reference_documents", []))  # type: ignore[arg-type]
+
+
+def test_options_kept_from_before_may_rest() -> None:
+    """An engine made plain for a comparison keeps the other's acceptance: only what is said anew must have a use."""
+    plain = dataclasses.replace(EngineConfig(drafter="ngram", acceptance="rejection"), drafter=None)
+    check_used(plain, {"drafter": None})
+    with pytest.raises(ParameterError, match=r"^acceptance="):
+        check_used(plain, {"acceptance": "rejection"})

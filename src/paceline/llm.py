@@ -29,6 +29,8 @@ from paceline.params import (
     EngineOptions,
     QuantizationName,
     SamplingParams,
+    check_used,
+    engine_config,
 )
 from paceline.ranges import FileName
 from paceline.sharing import SharedEngine
@@ -64,18 +66,16 @@ class LLM:
         _check_source("model", model)
         if draft_model is not None:
             _check_source("draft_model", draft_model)
-            options.setdefault("drafter", "model")
-        config = EngineConfig(**options)
-        if config.asks_draft_model and draft_model is None:
-            raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
+        documents = as_documents("reference_documents", reference_documents)
+        config = engine_config(options, draft_model, documents)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         if draft_model is not None:
             self._check_vocabulary(draft_model)
-        documents = [self._encode(text) for text in as_documents("reference_documents", reference_documents)]
+        references = [self._encode(document) for document in documents]
         with torch_threads(config.threads or default_threads()):  # for a while: other engines have numbers of their own
             draft = None if draft_model is None else _load_draft(draft_model, config)
             target = _load(model, config, config.dtype, config.quantization)
-        self._models = Models(target, draft, self._eos(model), documents)
+        self._models = Models(target, draft, self._eos(model), references)
         self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
     @classmethod
@@ -91,7 +91,9 @@ class LLM:
         for fixed in ("dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic"):
             if fixed in options:
                 raise ParameterError(fixed, options[fixed], "what the weights were loaded with; make a new LLM")
-        return self._sharing(self, replace(self.engine.config, **options))
+        config = replace(self.engine.config, **options)
+        check_used(config, options)
+        return self._sharing(self, config)
 
     def plain(self) -> LLM:
         """The same weights decoding without speculation, for comparison."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from paceline.errors import ParameterError
 from paceline.ranges import (
     FileName,
     Number,
@@ -283,6 +284,11 @@ class EngineConfig:
         check(self.benchmark, "acceptance", given, allowed)
 
     @property
+    def reads_profile(self) -> bool:
+        """Whether its length policy makes use of one."""
+        return self.drafter is not None and self.num_speculative_tokens in ("auto", "profiled")
+
+    @property
     def asks_draft_model(self) -> bool:
         """Whether the drafter runs one."""
         return self.drafter in ("model", "hybrid")
@@ -397,3 +403,47 @@ class EngineOptions(TypedDict, total=False):
     device: str
     threads: int | None
     memory_limit: int | None
+
+
+_GUESSES = "a drafter, who guesses: a draft_model, or drafter='ngram'"
+_DRAFTS = "a draft model that drafts: drafter='model' or 'hybrid'"
+_LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid'"
+
+_NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
+    "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
+    "acceptance": (lambda config: config.drafter is not None, _GUESSES),
+    "profile": (lambda config: config.reads_profile, _GUESSES + "; and num_speculative_tokens='auto' or 'profiled'"),
+    "draft_model": (lambda config: config.asks_draft_model, _DRAFTS),
+    "draft_dtype": (lambda config: config.asks_draft_model, _DRAFTS),
+    "draft_quantization": (lambda config: config.asks_draft_model, _DRAFTS),
+    "reference_documents": (lambda config: config.drafter in ("ngram", "hybrid"), _LOOKS_UP),
+}
+"""What an engine must do for an option to have any effect, and how to say so."""
+
+
+def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
+    """Raise ParameterError for what was given, is not as it would be anyway, and changes nothing in this engine.
+
+    given: options of ``EngineConfig``, draft_model, reference_documents.
+    """
+    usual = {each.name: each.default for each in fields(EngineConfig)} | {
+        "draft_model": None,
+        "reference_documents": (),
+    }
+    for name in given.keys() & _NEEDS.keys():
+        used, needed = _NEEDS[name]
+        idle = given[name] == usual[name] or (name == "num_speculative_tokens" and given[name] == 0)
+        check(idle or used(config), name, given[name], f"left out here; it needs {needed}")
+
+
+def engine_config(options: EngineOptions, draft_model: Any = None, documents: Sequence[Any] = ()) -> EngineConfig:
+    """The configuration of an engine with these models and options; a draft model drafts unless options say otherwise.
+
+    Raises ParameterError, also for what would have no effect.
+    """
+    with_drafter: EngineOptions = {"drafter": None if draft_model is None else "model"}
+    config = EngineConfig(**(with_drafter | options))
+    if config.asks_draft_model and draft_model is None:
+        raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
+    check_used(config, {**options, "draft_model": draft_model, "reference_documents": tuple(documents)})
+    return config

@@ -39,8 +39,6 @@ MEASURING = [
     ["bench", "traffic-http", "http://127.0.0.1:9"],
     ["bench", "phases", "no-model"],
     ["bench", "quality", "no-model"],
-    ["bench", "gpu", "--device", "cuda:99"],
-    ["bench", "attention", "--device", "cuda:99"],
     ["profile", "no-model"],
 ]
 

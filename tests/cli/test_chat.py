@@ -34,3 +34,14 @@ def test_a_turn_that_does_not_fit_is_refused_and_the_conversation_goes_on(paceli
     assert result.exit_code == 0
     assert result.stdout == once.stdout
     assert result.stderr.startswith("error: the prompt has")
+
+
+def test_a_line_that_is_no_text_is_refused_and_the_conversation_goes_on(paceline: Any, tiny: str) -> None:
+    options = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--quiet", "--dtype", "float32")
+    result = paceline("chat", tiny, *options, stdin=b"\xef\xbb\xbfhello\n\xff\xfe\n/clear\nhello\n")
+    assert result.exit_code == 0, result.output
+    (error,) = result.stderr.splitlines()
+    assert "no UTF-8" in error
+    first, second = result.stdout.splitlines()
+    assert first == second
+    assert paceline("chat", tiny, "--system", "\udcff").exit_code == 2

@@ -47,7 +47,7 @@ def test_a_server_guesses_by_n_gram_unless_told_otherwise() -> None:
 
 def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("PACELINE_API_KEYS", "two three")
-    (tmp_path / "keys").write_text("four\n")
+    (tmp_path / "keys").write_text("\ufefffour\n", encoding="utf-8")  # as some editors do
     config = ServerFlags(api_key=["one"], api_key_file=tmp_path / "keys").config()
     assert config.api_keys == ("one", "two", "three", "four")
 

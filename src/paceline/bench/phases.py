@@ -130,7 +130,9 @@ class Stage:
                 "tokens", tokens, f"less: a row grows to {length} tokens, of {llm.engine.max_model_len}"
             )
         draft = llm.engine.models.draft is not None
-        options = llm.with_options(drafter="model" if draft else None, max_batch_size=rows, num_speculative_tokens=1)
+        options = llm.with_options(
+            drafter="model" if draft else None, max_batch_size=rows, num_speculative_tokens=int(draft)
+        )
         self.engine: Engine = options.engine
         self.phases, self.tokens = tuple(phases), tokens
         parts = self.engine.parts

@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.console import note, stderr, table
 from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
 from paceline.errors import ParameterError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")]
@@ -27,6 +27,7 @@ ALL_TRACES, DEFAULT_REQUESTS, DEFAULT_INTERVAL, DEFAULT_CV, DEFAULT_TOKENS = "st
 
 
 def traffic(
+    context: typer.Context,
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     traces: Traces = ALL_TRACES,
@@ -46,10 +47,20 @@ def traffic(
     from paceline.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
 
     plot = checked_plot(output)
+    _need_drafter(engine)
     wanted = _known_traces(traces)
     _check_intervals(interval, cv)
     load = Load(requests, interval, cv, max_tokens, engine.max_batch_size)
     if quick:
+        refuse_given(
+            context,
+            "left out beside --quick, which chooses it",
+            "requests",
+            "interval",
+            "cv",
+            "max_tokens",
+            "max_batch_size",
+        )
         load = Load(6, 0.02, 1.0, 8, 4)
     llm = engine.load(model, quiet)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
@@ -111,7 +122,11 @@ def traffic_http(
     _finish(document, where, output, plot, quiet)
 
 
+CHOSEN_BY_PHASES = {"drafter", "reference_document", "num_speculative_tokens", "max_batch_size", "profile"}
+
+
 def phases(
+    context: typer.Context,
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of a row in each phase.")] = 300,
@@ -127,6 +142,8 @@ def phases(
     from paceline.bench.phases import PHASES, Phase, Stage, compare, draw
 
     plot = checked_plot(output)
+    if quick:
+        refuse_given(context, "left out beside --quick, which chooses it", "max_tokens", "repeats")
     llm = engine.load(model, quiet)
     if quick:
         stage = Stage(llm, [Phase(1, 0.9), Phase(2, 0.1)], tokens=8)
@@ -145,6 +162,11 @@ def phases(
     draw(comparison, plot, stage.engine.describe())
     document |= {"machine": machine(stage.engine.threads), "versions": versions()}
     _finish(document, stage.engine.describe(), output, plot, quiet)
+
+
+def _need_drafter(engine: EngineFlags) -> None:
+    if engine.drafter is None and engine.draft_model is None:
+        raise ParameterError("--drafter", None, "'ngram', or a --draft-model: without guesses all policies are one")
 
 
 def _check_intervals(interval: float, cv: float) -> None:

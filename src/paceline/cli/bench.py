@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.adaptive import phases, traffic, traffic_http
+from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
 from paceline.cli.console import Sheet, stderr, table, working
 from paceline.cli.document import command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers, with_flags
+from paceline.cli.options import (
+    DEFAULT_MODEL,
+    EngineFlags,
+    Model,
+    Quiet,
+    refuse_given,
+    speculation_length,
+    whole_numbers,
+    with_flags,
+)
 from paceline.cli.quality import quality
 from paceline.errors import ParameterError
 from paceline.files import check_output
@@ -27,6 +36,7 @@ def _bench() -> None:
 
 
 def offline(
+    context: typer.Context,
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Prompts at once.")] = "1,2,4,8",
@@ -55,6 +65,12 @@ def offline(
     sizes = whole_numbers("--batch-sizes", batch_sizes)
     if max_tokens < 2:
         raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
+    if lengths is not None:
+        refuse_given(context, "left out beside --lengths, which says them", "num_speculative_tokens")
+    if engine.drafter is None and engine.draft_model is None:
+        refuse_given(
+            context, "left out without a drafter; name one with --drafter or --draft-model", "lengths", "wrong_guesses"
+        )
     each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
     llm = engine.load(model, quiet)
     others = [Transformers(model, llm)] if compare == "transformers" else []
@@ -67,10 +83,10 @@ def offline(
     end(document(llm, command_line(), results), output)
 
 
-app.command()(with_flags(offline))
-app.command()(with_flags(traffic))
+app.command()(with_flags(offline, without={"max_batch_size"}))  # it has --batch-sizes
+app.command()(with_flags(traffic, without={"num_speculative_tokens"}))  # it plays every length
 app.command()(traffic_http)
-app.command()(with_flags(phases))
+app.command()(with_flags(phases, without=CHOSEN_BY_PHASES))
 app.command()(quality)
 
 

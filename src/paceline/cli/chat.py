@@ -11,6 +11,7 @@ from paceline.cli.console import note, report_error, stderr
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
 from paceline.errors import RequestError
 from paceline.params import SamplingParams
+from paceline.ranges import check_text
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -27,6 +28,8 @@ def chat(
 ) -> None:
     """Talk to a model. /clear forgets what was said, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
     params = sampling.params()
+    if system is not None:
+        check_text("--system", system)
     llm = engine.load(model, quiet)
     start: Messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
@@ -41,8 +44,12 @@ def _read_line() -> str | None:
     """The next line without its end; None at the end of the input."""
     if sys.stdin.isatty():
         stderr().print("[bold]> [/bold]", end="")
-    line = sys.stdin.readline()
-    return line.strip() if line else None
+    line = sys.stdin.buffer.readline()
+    try:
+        return line.decode("utf-8-sig").strip() if line else None
+    except UnicodeDecodeError as error:
+        report_error(RequestError(f"this line is no UTF-8 ({error})"))
+        return ""
 
 
 def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams, quiet: bool) -> Messages:

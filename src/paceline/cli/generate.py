@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.cli.console import report_error, stdout
 from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
 from paceline.errors import ParameterError
 from paceline.files import read_stdin, read_text
 from paceline.outputs import CompletionOutput
@@ -19,6 +19,7 @@ from paceline.params import SamplingParams
 
 
 def generate(
+    context: typer.Context,
     engine: EngineFlags,
     sampling: SamplingFlags,
     model: Model = DEFAULT_MODEL,
@@ -40,6 +41,10 @@ def generate(
     """Continue prompts, all in one batch."""
     if not prompt and prompts_file is None:
         raise ParameterError("--prompt", prompt, "at least one, or --prompts-file")
+    if not prompt:
+        refuse_given(context, "left out without --prompt: lines of a file have prompt or messages", "chat")
+    if not as_json:
+        refuse_given(context, "left out without --json, whose documents show them", "logprobs")
     params = sampling.params()
     entries: list[Job | Failure] = [_from_option(text, params, chat) for text in prompt or ()]
     if prompts_file is not None:

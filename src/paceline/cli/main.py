@@ -45,8 +45,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Batched speculative decoding for language models, without changing the output.",
 )
-for command in (generate, chat, serve, pull, demo, verify, profile):
+for command in (generate, serve, pull, demo):
     app.command()(with_flags(command))
+app.command()(with_flags(chat, without={"n", "logprobs"}))  # one answer a turn, shown as text
+app.command()(with_flags(verify, without={"num_speculative_tokens", "acceptance"}))  # it has --lengths, and tries both
+app.command()(with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"}))  # it varies them
 app.add_typer(bench_app, name="bench")
 
 

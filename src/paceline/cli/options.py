@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
@@ -28,6 +28,7 @@ from paceline.params import (
     QuantizationName,
     RoundsName,
     SamplingParams,
+    engine_config,
 )
 
 if TYPE_CHECKING:
@@ -135,15 +136,18 @@ class EngineFlags:
             options["drafter"] = self.drafter
         return options
 
+    def check(self) -> None:
+        """Raise ParameterError for bad values, and for what would have no effect, before anything is loaded."""
+        engine_config(self.options(), self.draft_model, self.reference_document or ())
+
     def load(self, model: str, quiet: bool = False) -> LLM:
         """Load the models; says on stderr what runs. Raises PacelineError."""
+        self.check()
         documents = [read_text("--reference-document", path) for path in self.reference_document or ()]
-        options = self.options()
-        EngineConfig(**options)  # refuse bad values before anything is loaded
         with working(f"loading {model}"):
             from paceline.llm import LLM
 
-            llm = LLM(model, self.draft_model, reference_documents=documents, **options)
+            llm = LLM(model, self.draft_model, reference_documents=documents, **self.options())
         if not quiet:
             note(llm.engine.describe())
         return llm
@@ -216,21 +220,34 @@ def whole_numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the fields of its dataclass parameters as options of its own."""
+def refuse_given(context: typer.Context, allowed: str, *names: str) -> None:
+    """Raise ParameterError for those of the running command's options that were given: here they would do nothing."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ParameterError("--" + name.replace("_", "-"), context.params[name], allowed)
+
+
+def with_flags(command: Callable[..., Any], without: Collection[str] = ()) -> Callable[..., Any]:
+    """Give a command the fields of its dataclass parameters as options of its own.
+
+    without: fields that the command has no use for; they keep their defaults.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name in groups:
-            parameters += _as_parameters(groups[parameter.name])
+            parameters += [each for each in _as_parameters(groups[parameter.name]) if each.name not in without]
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         grouped = {
-            name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})  # type: ignore[operator]
+            name: group(
+                **{field.name: values.pop(field.name) for field in dataclasses.fields(group) if field.name in values}
+            )  # type: ignore[operator]
             for name, group in groups.items()
         }
         return command(**values, **grouped)

@@ -11,7 +11,8 @@ import typer
 
 from paceline.cli.console import note, stdout, table
 from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given, whole_numbers
+from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.lengths.fit import PaperFit
@@ -21,6 +22,7 @@ DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32",
 
 
 def profile(
+    context: typer.Context,
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once.")] = DEFAULT_SIZES,
@@ -40,6 +42,14 @@ def profile(
 
     plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
+    if quick:
+        refuse_given(
+            context, "left out beside --quick, which chooses it", "batch_sizes", "max_k", "max_tokens", "repeats"
+        )
+    if engine.drafter is None and engine.draft_model is None:
+        raise ParameterError(
+            "--drafter", None, "'ngram', or a --draft-model: there is nothing to profile without guesses"
+        )
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
     llm = replace(engine, num_speculative_tokens=str(sweep.max_k)).load(model, quiet)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"

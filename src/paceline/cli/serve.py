@@ -141,7 +141,7 @@ def serve(
 
     flags = with_drafter(engine if speculative_config is None else with_json(engine, speculative_config))
     config = server.config()
-    EngineConfig(**flags.options())  # refuse bad values before anything is loaded
+    flags.check()
     if config.served_model_name is None:
         config = dataclasses.replace(config, served_model_name=model)
 

@@ -274,8 +274,9 @@ def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
         for entry in parse_lines(read_text("--prompts-file", prompts_file).split("\n"), SamplingParams()):
             if isinstance(entry, Failure):
                 raise entry.error
-            if not isinstance(entry.prompt, str):
-                raise ParameterError("--prompts-file", entry.where, "lines with a text as prompt")
+            if not isinstance(entry.prompt, str) or entry.params != SamplingParams():
+                allowed = "lines with a text as prompt and nothing else: verify samples each in its own ways"
+                raise ParameterError("--prompts-file", entry.where, allowed)
             texts.append(entry.prompt)
     return texts
 

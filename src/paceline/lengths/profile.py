@@ -108,7 +108,7 @@ class Profile:
     def load(path: Path) -> Profile:
         """Raises ProfileError if there is no such file or it is no profile."""
         try:
-            document = json.loads(path.read_text())
+            document = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ProfileError(f"cannot read the profile {path}: {error}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:

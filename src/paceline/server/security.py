@@ -47,7 +47,7 @@ def _digest(key: str) -> bytes:
 def read_keys(path: Path) -> list[str]:
     """One key a line, with its limits; empty lines and those that begin with # are skipped. Raises ParameterError."""
     try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError("api_key_file", str(path), f"a text file with one key a line: {error}") from error
     keys = [line for line in lines if line and not line.startswith("#")]

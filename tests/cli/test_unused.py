@@ -1,0 +1,72 @@
+"""Every option is honoured or refused: what a command has no use for, it does not have, or it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ABSENT = [
+    ("chat", "--n"),
+    ("chat", "--logprobs"),
+    ("verify", "--num-speculative-tokens"),
+    ("verify", "--acceptance"),
+    ("profile", "--num-speculative-tokens"),
+    ("profile", "--max-batch-size"),
+    ("profile", "--profile"),
+    ("bench offline", "--max-batch-size"),
+    ("bench traffic", "--num-speculative-tokens"),
+    ("bench phases", "--drafter"),
+    ("bench phases", "--reference-document"),
+    ("bench phases", "--num-speculative-tokens"),
+    ("bench phases", "--max-batch-size"),
+    ("bench phases", "--profile"),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), ABSENT)
+def test_commands_lack_what_they_have_no_use_for(paceline: Any, command: str, option: str) -> None:
+    result = paceline(*command.split(), "no-model", option, "1")
+    assert result.exit_code == 2
+    assert f"No such option: {option}" in result.stderr
+    assert f"{option} " not in paceline(*command.split(), "--help").stdout
+
+
+REFUSED = [
+    ("generate -p x --logprobs 3", "--logprobs"),
+    ("generate --prompts-file absent --chat", "--chat"),
+    ("generate -p x -k 4", "num_speculative_tokens"),
+    ("generate -p x --acceptance rejection", "acceptance"),
+    ("generate -p x --profile p.json", "profile"),
+    ("generate -p x --draft-quantization int8", "draft_quantization"),
+    ("generate -p x --draft-dtype float32 --drafter ngram", "draft_dtype"),
+    ("generate -p x --draft-model other --drafter ngram", "draft_model"),
+    ("generate -p x --draft-model other --reference-document a", "reference_documents"),
+    ("serve --draft-model other --reference-document a", "reference_documents"),
+    ("bench offline --drafter ngram -k 3 --lengths 1,2", "--num-speculative-tokens"),
+    ("bench offline --lengths 1,2", "--lengths"),
+    ("bench offline --wrong-guesses", "--wrong-guesses"),
+    ("bench traffic", "--drafter"),
+    ("bench traffic --drafter ngram --quick --requests 3", "--requests"),
+    ("bench traffic --drafter ngram --quick --max-batch-size 3", "--max-batch-size"),
+    ("bench phases --quick --repeats 3", "--repeats"),
+    ("profile", "--drafter"),
+    ("profile --drafter ngram --quick --max-k 3", "--max-k"),
+]
+
+
+@pytest.mark.parametrize(("line", "named"), REFUSED)
+def test_what_would_do_nothing_is_refused_before_anything_is_loaded(paceline: Any, line: str, named: str) -> None:
+    result = paceline(*line.split(), "no-model")
+    assert result.exit_code == 2
+    (error,) = result.stderr.splitlines()
+    assert error.startswith(f"error: {named}=")
+
+
+def test_verify_takes_no_parameters_from_lines(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    for line in ('{"prompt": "x", "temperature": 0.3}', '{"messages": []}', '{"prompt": [1]}'):
+        (tmp_path / "lines").write_text(line)
+        result = paceline("verify", tiny, "--prompts-file", str(tmp_path / "lines"))
+        assert result.exit_code == 2
+        assert "lines with a text as prompt and nothing else" in result.stderr
