@@ -22,6 +22,7 @@ from toy import (
     POSITIONS,
     VOCAB,
     Scripted,
+    ToyAsked,
     ToyConstraint,
     ToyModel,
     always,
@@ -189,8 +190,9 @@ class Faulty(ToyConstraint):
         super().__init__()
         self.at = at
 
-    def mask(self, logits: Any, guesses: Any, first: int) -> None:
+    def ask(self, guesses: Any, first: int, places: int) -> Any:
         self._fail("mask")
+        return ToyAsked(self, [])
 
     def advance(self, tokens: Any) -> None:
         self._fail("advance")

@@ -178,15 +178,26 @@ class ToyConstraint:
     def forbids(self, answer: Sequence[int], token: int) -> bool:
         return (sum(answer) + token) % 4 == 1 or (len(answer) < 2 and token < 1)
 
-    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
-        for place in range(len(logits)):
-            before = [*self.answer, *guesses[: first + place]]
-            for token in range(logits.shape[-1]):
-                if self.forbids(before, token):
-                    logits[place, token] = -math.inf
+    def ask(self, guesses: Sequence[int], first: int, places: int) -> ToyAsked:
+        return ToyAsked(self, [[*self.answer, *guesses[: first + place]] for place in range(places)])
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.answer += tokens
+
+
+@dataclass
+class ToyAsked:
+    constraint: ToyConstraint
+    before: list[list[int]]  # of every place
+
+    def send(self) -> None:
+        pass
+
+    def mask(self, logits: Tensor) -> None:
+        for place, before in enumerate(self.before):
+            for token in range(logits.shape[-1]):
+                if self.constraint.forbids(before, token):
+                    logits[place, token] = -math.inf
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
-from paceline.rows import Constraint
+from paceline.rows import Asked, Constraint
+
+T = TypeVar("T")
 
 
 class Guarded:
@@ -19,21 +23,39 @@ class Guarded:
         self._constraint = constraint
         self._fault: Exception | None = None
 
-    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
-        self._attempt(lambda: self._constraint.mask(logits, guesses, first))
+    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
+        return _GuardedAsked(self, self.attempt(lambda: self._constraint.ask(guesses, first, places)))
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._attempt(lambda: self._constraint.advance(tokens))
+        self.attempt(lambda: self._constraint.advance(tokens))
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        if self._fault is not None:
-            return
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 (of whatever kind: it is kept and raised where it ends one request)
-            self._fault = error
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Its result; None after a fault, of this work or of some before it."""
+        if self._fault is None:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 (of whatever kind: it is kept and raised where it ends one request)
+                self._fault = error
+        return None
 
     def check(self) -> None:
         """Raise what went wrong in the round that was just played; what its row gained means nothing then."""
         if self._fault is not None:
             raise self._fault
+
+
+@dataclass(frozen=True)
+class _GuardedAsked:
+    """A question to a guarded constraint; None: it could not even be asked."""
+
+    constraint: Guarded
+    asked: Asked | None
+
+    def send(self) -> None:
+        if self.asked is not None:
+            self.constraint.attempt(self.asked.send)
+
+    def mask(self, logits: Tensor) -> None:
+        asked = self.asked
+        if asked is not None:
+            self.constraint.attempt(lambda: asked.mask(logits))

@@ -29,10 +29,12 @@ from paceline.params import (
     EngineOptions,
     QuantizationName,
     SamplingParams,
+    StructuredOutputs,
     check_used,
     engine_config,
 )
 from paceline.ranges import FileName
+from paceline.rows import Constraint
 from paceline.sharing import SharedEngine
 from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
@@ -229,9 +231,18 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         make_stream = self._stream if self.tokenizer is not None else None
         wanted = params.structured_outputs
-        make_constraint = None if wanted is None else self._grammars.compile(wanted)
+        make_constraint = None if wanted is None else self.structure(wanted)
         tokens = self._encode(prompt)
         return Request(tokens, params, text, request_id, max_time, make_stream, make_constraint, client, priority)
+
+    def structure(
+        self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
+    ) -> Callable[[], Constraint]:
+        """What makes a constraint for one answer; any thread may ask. ``stopped``: whether nobody waits any more.
+
+        Raises StructureError, MissingPackageError.
+        """
+        return self._grammars.compile(wanted, stopped)
 
     @cached_property
     def _grammars(self) -> Grammars:

@@ -25,14 +25,27 @@ _SCALARS: dict[str, torch.dtype] = {
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
+class Asked(Protocol):
+    """A question to a row's constraint: what may follow its text and some guesses."""
+
+    def send(self) -> None:
+        """Whoever works it out may begin. All questions of a round are sent before the first answer is waited for."""
+        ...
+
+    def mask(self, logits: Tensor) -> None:
+        """Of the row's logits [L, V] at the places asked for, in place: -inf for the tokens that may not come there.
+
+        What follows a guess that may not stand there itself, or an end, is never drawn and stays as it is. Raises
+        what ends the answer: it cannot be held to the constraint any longer.
+        """
+        ...
+
+
 class Constraint(Protocol):
     """What may follow a row's text: a grammar, for example. It knows the tokens that the row has gained."""
 
-    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
-        """Of a row's logits [L, V], in place: -inf for the tokens that may not follow the first ``first + j`` guesses.
-
-        What follows a guess that may not stand there itself, or an end, is never drawn and stays as it is.
-        """
+    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
+        """What may follow the first ``first + j`` guesses, for every j below ``places``."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -47,8 +60,8 @@ class After:
     constraint: Constraint
     guesses: Sequence[int]
 
-    def mask(self, logits: Tensor, guesses: Sequence[int], first: int) -> None:
-        self.constraint.mask(logits, [*self.guesses, *guesses], len(self.guesses) + first)
+    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
+        return self.constraint.ask([*self.guesses, *guesses], len(self.guesses) + first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
         raise NotImplementedError("guesses are no gain")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.batch import Batch
 from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
-from paceline.rows import Constraint
+from paceline.rows import Asked
 
 
 class Purpose(IntEnum):
@@ -110,10 +110,16 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
 
 def _constrain(logits: Tensor, batch: Batch, guesses: Tensor, first: int) -> None:
     """What each row's constraint forbids, in place."""
-    tokens = guesses.tolist()
-    for row, constraint in enumerate(batch.sampling.constraints[: batch.rows]):
-        if constraint is not None:
-            constraint.mask(logits[row], tokens[row], first)
+    tokens, places = guesses.tolist(), logits.shape[1]
+    asked = [
+        (row, constraint.ask(tokens[row], first, places))
+        for row, constraint in enumerate(batch.sampling.constraints[: batch.rows])
+        if constraint is not None
+    ]
+    for _, question in asked:
+        question.send()
+    for row, question in asked:
+        question.mask(logits[row])
 
 
 def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
@@ -249,15 +255,18 @@ class Choices:
     def _constrained(self) -> Sequence[Tensor | None]:
         """Copies of the logits of the rows that have a constraint, without what it forbids."""
         constraints, guesses = self._batch.sampling.constraints[: self._batch.rows], self._guesses.tolist()
-        return [
-            None if constraint is None else self._masked(constraint, logits, line)
-            for constraint, logits, line in zip(constraints, self._of_rows(), guesses, strict=True)
+        rows = self._of_rows()
+        asked = [
+            None if constraint is None else constraint.ask(line, self._first, len(logits))
+            for constraint, logits, line in zip(constraints, rows, guesses, strict=True)
         ]
-
-    def _masked(self, constraint: Constraint, logits: Tensor, guesses: Sequence[int]) -> Tensor:
-        masked = logits.clone(memory_format=torch.contiguous_format)
-        constraint.mask(masked, guesses, self._first)
-        return masked
+        for question in asked:
+            if question is not None:
+                question.send()
+        return [
+            None if question is None else _masked(question, logits)
+            for question, logits in zip(asked, rows, strict=True)
+        ]
 
     def _of_rows(self) -> Sequence[Tensor]:
         """Each row's logits [places, V]."""
@@ -290,6 +299,13 @@ class Choices:
             return likelihood_of(self.kernels, self.places, tokens)
         logits = self.adjusted
         return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
+
+
+def _masked(question: Asked, logits: Tensor) -> Tensor:
+    """A copy without what the answer to a question forbids."""
+    masked = logits.clone(memory_format=torch.contiguous_format)
+    question.mask(masked)
+    return masked
 
 
 def draw(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.engine import Request
 from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.params import StructuredOutputs
 from paceline.server.completions import extras_of
 from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
@@ -31,12 +32,13 @@ from paceline.server.streaming import Events
 
 @dataclass
 class ChatJob:
-    """One request, ready for the engine."""
+    """One request, ready for the engine. structure: of its answers, not yet compiled."""
 
     context: Context
     body: ChatRequest
     request: Request
     terms: Terms
+    structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
 
@@ -50,15 +52,16 @@ class ChatJob:
         context.check_answers(body.n or 1)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
-        params = replace(params, structured_outputs=await context.in_thread(lambda: body.structure))
+        wanted = await context.in_thread(lambda: body.structure)
+        structure = replace(params, structured_outputs=wanted).structured_outputs  # beside parameters that fit it
         terms = Terms.of(body, client)
         (request,) = await context.requests([tokens], params, terms)
         context.check_logprobs([request], params.logprobs)
-        return cls(context, body, request, terms)
+        return cls(context, body, request, terms, structure)
 
     async def answer(self) -> bytes:
         """Everything at once. Raises ApiError."""
-        async with self.context.generate([self.request], self.terms) as generation:
+        async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
@@ -78,7 +81,7 @@ class ChatJob:
         """Documents as the engine makes them. Raises ApiError."""
         begun: set[int] = set()
         tally = Tally(len(self.request.prompt_token_ids))
-        async with self.context.generate([self.request], self.terms) as generation:
+        async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
             async for update in generation.updates():
                 yield await self.context.events(functools.partial(self._chunks, update, begun, tally), update.entries)
             output = generation.outputs[0]

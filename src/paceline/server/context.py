@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from paceline.engine import Request
 from paceline.errors import PacelineError
 from paceline.outputs import Metrics, RequestOutput
-from paceline.params import SamplingParams, ServerConfig
+from paceline.params import SamplingParams, ServerConfig, StructuredOutputs
 from paceline.server import errors
 from paceline.server.admission import Admission, Room, Work
 from paceline.server.clients import client_of
@@ -34,6 +34,7 @@ from paceline.server.protocol import GenerationRequest
 from paceline.server.quotas import Quotas
 from paceline.server.replies import Usage
 from paceline.server.service import EngineService
+from paceline.server.structures import structured
 from paceline.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Context:
         return f"{kind}-{self._start}-{next(self._count)}"
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Templates, grammars, short texts. Raises ApiError for what paceline raises on purpose."""
+        """Templates, short texts. Raises ApiError for what paceline raises on purpose."""
         return await _run_in(self._texts, functools.partial(work, *args, **kwargs))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -199,22 +200,32 @@ class Context:
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[Request], terms: Terms, *, only_read: bool = False, scored: bool = False
+        self,
+        requests: Sequence[Request],
+        terms: Terms,
+        *,
+        only_read: bool = False,
+        scored: bool = False,
+        structure: StructuredOutputs | None = None,
     ) -> AsyncIterator[Generation]:
         """The requests in the engine, admitted together. only_read: there is nothing to generate. scored: prompts are
-        read once more, for their log-probabilities. Raises ApiError.
+        read once more, for their log-probabilities. structure: of the answers, compiled first. Raises ApiError.
         """
         works = [self._work(each, only_read, scored) for each in requests]
         with self.quotas.hold(terms.client, sum(work.tokens for work in works)) as bill:
             places = self.admission.enter(terms.client, works, self.room)
-            asked = [] if only_read else zip(requests, places, strict=True)
-            generation = Generation(self.service, asked, terms.streaming)
             seconds = self.config.request_timeout if terms.timeout is None else terms.timeout
+            generation = None
             try:
-                async with time_limit(seconds), generation:
-                    yield generation
+                async with time_limit(seconds):
+                    held = await structured(self.llm, requests, structure)
+                    generation = Generation(
+                        self.service, [] if only_read else zip(held, places, strict=True), terms.streaming
+                    )
+                    async with generation:
+                        yield generation
             finally:
-                bill.used = sum(work.read for work in works) + generation.made
+                bill.used = sum(work.read for work in works) + (0 if generation is None else generation.made)
                 for place in places:
                     place.close()
 

@@ -1,0 +1,65 @@
+"""The structure of answers, compiled while the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.engine import Request
+from paceline.errors import PacelineError
+from paceline.params import StructuredOutputs
+from paceline.rows import Constraint
+from paceline.server import errors
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+Made = Callable[[], Constraint]
+
+
+async def structured(llm: LLM, requests: Sequence[Request], wanted: StructuredOutputs | None) -> Sequence[Request]:
+    """The requests with their answers held to a structure; None: as they are. Raises ApiError."""
+    if wanted is None:
+        return requests
+    made = await _compiled(llm, wanted)
+    return [
+        replace(each, params=replace(each.params, structured_outputs=wanted), make_constraint=made) for each in requests
+    ]
+
+
+async def _compiled(llm: LLM, wanted: StructuredOutputs) -> Made:
+    """In a thread that only waits for the process that works, and that nobody waits for at the server's end.
+
+    Given up as soon as nobody waits here. Raises ApiError.
+    """
+    given_up, loop = threading.Event(), asyncio.get_running_loop()
+    found: asyncio.Future[Made] = loop.create_future()
+
+    def tell(made: Made | None, error: Exception | None) -> None:
+        if found.cancelled():
+            return
+        if error is not None:
+            found.set_exception(error)
+        elif made is not None:
+            found.set_result(made)
+
+    def wait() -> None:
+        made, error = None, None
+        try:
+            made = llm.structure(wanted, given_up.is_set)
+        except Exception as caught:  # noqa: BLE001 (of whatever kind: it is raised where it is waited for)
+            error = caught
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, made, error)
+
+    threading.Thread(target=wait, name="structure", daemon=True).start()
+    try:
+        return await found
+    except PacelineError as error:
+        raise errors.from_paceline(error) from error
+    finally:
+        given_up.set()
