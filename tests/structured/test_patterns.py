@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -94,3 +95,17 @@ def test_names_that_are_taken() -> None:
     free = re.compile(any_but(["a", "abc", "b"], letters))
     assert all(free.fullmatch(text) for text in ["", "ab", "abcd", "abd", "aa", "c", "bb"])
     assert not any(free.fullmatch(text) for text in ["a", "abc", "b"])
+
+
+def test_a_class_lets_nothing_through_but_utf8() -> None:
+    """Every beginning of two bytes; across lengths and lead bytes xgrammar 0.2.8 alone is wrong."""
+    xgrammar = pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+    tokens = xgrammar.TokenizerInfo(["<end>", "a"], xgrammar.VocabType.RAW, vocab_size=2, stop_token_ids=[0])
+    text = json.dumps(class_of(alphabet([])) + "{2}", ensure_ascii=False)
+    grammar = xgrammar.GrammarCompiler(tokens, cache_enabled=False).compile_grammar(f"root ::= Regex({text})")
+    sample = [*range(0x1100), *range(0x1100, 0x110000, 64)]
+    begin = {bytes(chr(code).encode()[:2]) for code in sample if not 0xD800 <= code < 0xE000}
+    for first in range(0x80, 0x100):
+        for second in range(0x70, 0xD0):
+            two = bytes([first, second])
+            assert xgrammar.GrammarMatcher(grammar).accept_string(two) == (two in begin), two.hex()

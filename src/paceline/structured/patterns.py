@@ -22,6 +22,10 @@ Ranges = tuple[tuple[int, int], ...]  # of code points, first and last, in order
 _parser: Any = importlib.import_module("re._parser")
 
 _LAST = sys.maxunicode
+_STRETCHES = (  # of characters whose UTF-8 has the same bounds on its second byte
+    (0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFF), (0x1000, 0xCFFF), (0xD000, 0xDFFF), (0xE000, 0xFFFF), (0x10000, 0x3FFFF),
+    (0x40000, 0xFFFFF), (0x100000, _LAST),
+)  # fmt: skip
 _SURROGATES = ((0xD800, 0xDFFF),)
 _CATEGORIES: dict[str, Ranges] = {
     "DIGIT": ((0x30, 0x39),),
@@ -105,9 +109,16 @@ def named(ranges: Ranges) -> str:
 
 
 def class_of(ranges: Ranges) -> str:
-    """A set as a class of a regular expression."""
-    parts = (_in_class(first) + (f"-{_in_class(last)}" if last > first else "") for first, last in ranges)
-    return f"[{''.join(parts)}]"
+    """A set as classes of a regular expression, one for each stretch.
+
+    In a class that spans two of them xgrammar 0.2.8 lets bytes through that are no UTF-8, such as overlong spellings.
+    """
+    found = [part for low, high in _STRETCHES if (part := common(ranges, ((low, high),)))]
+    ways = [
+        "".join(_in_class(first) + (f"-{_in_class(last)}" if last > first else "") for first, last in part)
+        for part in found
+    ]
+    return f"[{ways[0]}]" if len(ways) == 1 else f"({'|'.join(f'[{way}]' for way in ways)})"
 
 
 def _in_class(code: int) -> str:

@@ -1,0 +1,91 @@
+"""Structures over HTTP: while one is compiled everything else goes on, and nobody waits longer than wanted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.errors import StructureError
+from paceline.params import StructuredOutputs
+from server_support import Live
+
+pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+
+SLOW = {"type": "string", "pattern": "slow"}
+
+
+def chat(schema: Any, **extra: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "response_format": form, **extra}
+
+
+@pytest.fixture
+def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What became of the structures that take for ever: "begun", then "given up"."""
+    told: list[str] = []
+    released = threading.Event()
+    usual = live.context.llm.structure
+
+    def structure(wanted: StructuredOutputs, stopped: Callable[[], bool]) -> Any:
+        if "slow" not in str(wanted.json):
+            return usual(wanted, stopped)
+        told.append("begun")
+        while not (stopped() or released.is_set()):
+            time.sleep(0.01)
+        told.append("given up")
+        raise StructureError("nobody waits")
+
+    monkeypatch.setattr(live.context.llm, "structure", structure)
+    yield told
+    released.set()
+    wait_for(lambda: told.count("begun") == told.count("given up"))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_while_a_structure_is_compiled_other_requests_are_answered(live: Live, compiling: list[str]) -> None:
+    replies: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: replies.append(live.post("/v1/chat/completions", chat(SLOW)).status_code), daemon=True
+    )
+    waiting.start()
+    wait_for(lambda: compiling == ["begun"])
+    assert live.post("/tokenize", {"prompt": "abc"}).status_code == 200
+    assert live.post("/v1/completions", {"prompt": "abc", "max_tokens": 3}).status_code == 200
+    assert live.post("/v1/chat/completions", chat({"type": "boolean"})).status_code == 200
+    assert waiting.is_alive()
+    assert compiling == ["begun"]
+    assert replies == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timeout_covers_compiling(live: Live, compiling: list[str], stream: bool) -> None:
+    reply = live.post("/v1/chat/completions", chat(SLOW, timeout=0.2, stream=stream))
+    assert reply.status_code == 504
+    wait_for(lambda: compiling == ["begun", "given up"])
+
+
+def test_whoever_hangs_up_ends_the_compiling(live: Live, compiling: list[str]) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(live.url + "/v1/chat/completions", json=chat(SLOW), timeout=0.5)
+    wait_for(lambda: compiling == ["begun", "given up"])
+
+
+def test_an_answer_that_cannot_be_followed_any_further_ends_with_the_reason(live: Live) -> None:
+    schema = {"type": "string", "pattern": "[a-c]{100}"}
+    make = live.context.llm.structure(StructuredOutputs(json=schema))
+    make()._follower._give_up("a test")  # type: ignore[attr-defined]
+    reply = live.post("/v1/chat/completions", chat(schema))
+    assert reply.status_code == 400
+    assert "too much to follow: a test" in reply.json()["error"]["message"]
+    assert live.post("/v1/chat/completions", chat({"type": "boolean"})).status_code == 200
