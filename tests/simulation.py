@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.batch import Batch, Draft, RowStart, Verdict
-from paceline.lengths.base import LengthPolicy, selected
+from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostTable
 from paceline.params import SamplingParams
 
@@ -147,7 +147,9 @@ class GuessSimulation:
         k = min(policy.choose(batch), batch.room - 1)
         batch.cap_guesses(k)
         self._who, self._read = who[: batch.rows], (0, 0)
-        draft = selected(policy, batch, self._propose(self._who, k).capped(batch.caps))
+        draft = self._propose(self._who, k).capped(batch.caps)
+        if draft.k > 0:
+            draft = policy.select(batch, draft)
         counts = draft.counts.tolist()
         right = (draft.tokens == RIGHT).tolist()
         accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]

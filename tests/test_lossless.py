@@ -366,7 +366,7 @@ def test_many_rounds_without_guesses_leave_nothing_stale_in_the_draft_cache(rule
     engine = make_engine(toy(), toy(blur=0.15), drafter="model", acceptance=rule, max_model_len=positions)
     drafter, policy = engine.parts.drafter, engine.parts.policy
 
-    class Phases:
+    class Phases(LengthPolicy):
         name, round = "phases", 0
 
         def choose(self, batch: Batch) -> int:

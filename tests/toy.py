@@ -18,6 +18,7 @@ from paceline.batch import Batch, Draft, Verdict
 from paceline.cache import KVCache
 from paceline.decoder import Decoder
 from paceline.engine import Engine, Models, Request
+from paceline.lengths.base import LengthPolicy
 from paceline.models.base import Model
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import EngineConfig, SamplingParams
@@ -354,7 +355,7 @@ def truth_of(
     }
 
 
-class RandomLength:
+class RandomLength(LengthPolicy):
     """Another speculation length every round, 0 included."""
 
     name = "random"
@@ -364,9 +365,6 @@ class RandomLength:
 
     def choose(self, batch: Batch) -> int:
         return self.rng.randint(0, self.longest)
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
 
 
 class RandomCaps(RandomLength):
@@ -383,6 +381,7 @@ class RandomSelection(RandomLength):
     """Another length every round, and of what was drafted another part in every row."""
 
     name = "selection"
+    selects = True
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return draft.first([self.rng.randint(0, count) for count in draft.counts.tolist()])

@@ -27,7 +27,6 @@ from paceline.guard import Guarded
 from paceline.hardware import default_threads, torch_threads
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
-from paceline.lengths.base import Foreseeing
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity, Profile, machine_name, model_hash
@@ -108,8 +107,7 @@ class Engine:
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, self.chunks)
-        if isinstance(self.parts.policy, Foreseeing):
-            self.scheduler.hopeful = self.parts.policy.hopeful
+        self.scheduler.hopeful = self.parts.policy.hopeful
         self._pipeline = self._make_pipeline()
 
     def _backend(self) -> AttentionBackend:

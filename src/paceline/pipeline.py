@@ -14,8 +14,6 @@ from paceline.device_round import USUAL_LAG, DeviceRound, RowControl
 from paceline.drafters import ModelDrafter, NoDrafter
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_record
-from paceline.lengths.base import Selective
-from paceline.lengths.goodput import GoodputLength
 from paceline.models.base import AnyModel, FlatModel
 from paceline.round import Speculation
 from paceline.scheduler import Scheduler, Sequence, gain_tokens
@@ -62,13 +60,13 @@ class Pipeline:
         rows, parts = self.batch.sampling, self.parts
         free = all(params.structured_outputs is None for params in rows.params[: self.batch.rows])
         plain = free and not (rows.adjusts or rows.any_cut) and rows.logprobs is None
-        known = isinstance(parts.drafter, (ModelDrafter, NoDrafter)) and not isinstance(parts.policy, Selective)
+        known = isinstance(parts.drafter, (ModelDrafter, NoDrafter)) and not parts.policy.selects
         return plain and known
 
     @property
     def late(self) -> int:
         """How many rounds the host is behind."""
-        return 0 if isinstance(self.parts.policy, GoodputLength) else 1
+        return 0 if self.parts.policy.times else 1
 
     def step(self) -> list[Sequence]:
         """Launch a round; settle the one before. Returns the sequences that gained tokens."""

@@ -8,7 +8,7 @@ from paceline.acceptance import AcceptanceRule
 from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
 from paceline.drafters.base import Drafter
-from paceline.lengths.base import LengthPolicy, selected
+from paceline.lengths.base import LengthPolicy
 
 
 @dataclass
@@ -26,7 +26,8 @@ def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     k = min(parts.policy.choose(batch), batch.room - 1)  # the last token of a row needs no guess
     batch.cap_guesses(k)
     draft = parts.drafter.propose(batch, k).capped(batch.caps) if k > 0 else Draft.empty(batch)
-    draft = selected(parts.policy, batch, draft)  # a policy may verify the best guesses only
+    if draft.k > 0:
+        draft = parts.policy.select(batch, draft)  # it may verify the best guesses only
     logits = parts.target.verify(batch, draft)  # of each row's unseen token and its guesses, one forward pass
     verdict = parts.accept(draft, logits, batch)  # every row gains accepted + 1 tokens
     batch.commit(verdict)

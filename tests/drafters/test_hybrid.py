@@ -12,6 +12,7 @@ from paceline.batch import Batch, Draft, RowStart, Verdict
 from paceline.decoder import Decoder
 from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
+from paceline.lengths.base import LengthPolicy
 from paceline.params import SamplingParams
 from toy import VOCAB, FlatToy, ToyModel, answers, logits_after, make_engine, run, slow_adjust, slow_draw
 
@@ -118,7 +119,7 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
         FlatToy(), FlatToy(), drafter="hybrid", num_speculative_tokens="auto", attention="auto", max_batch_size=1
     )
 
-    class CopiesFirst:
+    class CopiesFirst(LengthPolicy):
         name, round = "copies first", 0
 
         def choose(self, batch: Batch) -> int:

@@ -287,7 +287,15 @@ def test_log_probabilities_of_logits_that_are_not_numbers_stay_inside_the_vocabu
 
 def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     class Even:
-        def mask(self, logits: torch.Tensor, guesses: list[int], first: int) -> None:
+        """A constraint, and what is asked of it."""
+
+        def ask(self, guesses: list[int], first: int, places: int) -> Even:
+            assert (len(guesses), first, places) == (GUESSES, 0, GUESSES + 1)
+            return self
+
+        def send(self) -> None: ...
+
+        def mask(self, logits: torch.Tensor) -> None:
             assert logits.shape == (GUESSES + 1, 100)
             logits[:, 1::2] = -math.inf
 

@@ -11,6 +11,7 @@ import torch
 
 from paceline.batch import Batch, Verdict
 from paceline.engine import Engine
+from paceline.lengths.base import LengthPolicy
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
@@ -217,7 +218,7 @@ def _plain_verdict(simulation: Simulation) -> Verdict:
     )
 
 
-class Script:
+class Script(LengthPolicy):
     """Asks for k in each round as written, then for the last one again; caps likewise."""
 
     name = "script"

@@ -244,6 +244,68 @@ def test_connections_and_bodies_without_end(served: Served) -> None:
             assert post(served, "/v1/completions", SEEDED) == 200
 
 
+# --- 18, 19 -----------------------------------------------------------------------------------------------------------
+
+
+def structured(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return {"messages": [{"role": "user", "content": "Answer."}], "max_tokens": 8, "response_format": form, **more}
+
+
+def words(pattern: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+
+
+SCHEMAS = [
+    words("^(.{1,128}.{1,128}){1,128}$"),
+    words(r"^(\w{1,20}\s?){1,20}$"),
+    words("^((a|b|c|d|e|f){1,100}(x|y){1,100}z?){1,16}$"),
+    {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 100} for name in "abcde"},
+        "required": list("abcde"),
+    },
+    {"enum": [f"{number:x}" * 4 for number in range(20_000)]},
+    {
+        "type": "object",
+        "properties": {f"p{number}": {"type": "integer"} for number in range(300)},
+        "additionalProperties": True,
+    },
+    {"$ref": "#"},
+    {"type": "array", "items": {"type": "string"}, "minItems": -1},
+]
+
+
+def longest_pause(served: Served, seconds: float) -> float:
+    """Between two events of a stream that runs so long."""
+    body = {"prompt": "once upon a time", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    longest, end = 0.0, time.monotonic() + seconds
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as reply:
+        last = time.monotonic()
+        for _ in reply.iter_lines():
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            if now > end:
+                break
+    return longest
+
+
+def test_structures_that_take_for_ever(served: Served) -> None:
+    """Each is refused or followed; others' streams go on, and so do structures that are quickly compiled."""
+    easy = structured(words("^[a-z]{1,4}$"), max_tokens=30)
+    assert post(served, "/v1/chat/completions", easy) == 200  # the processes start
+    bodies = [structured(schema, timeout=30) for schema in SCHEMAS]
+    with unharmed(served, "structures that take for ever"), ThreadPoolExecutor(1) as pool:
+        pause = pool.submit(longest_pause, served, 8)
+        found = flood(lambda n: post(served, "/v1/chat/completions", bodies[n % len(bodies)]), 24)
+        assert post(served, "/v1/chat/completions", easy) == 200
+        print(
+            json.dumps({"structures": {str(status): count for status, count in found.items()}, "pause": pause.result()})
+        )
+        assert found.keys() <= {200, 400, 429, 504}, found
+        assert pause.result() < 2.5
+
+
 # --- malformed --------------------------------------------------------------------------------------------------------
 
 FIELDS = {

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from paceline.batch import Batch, Draft, Verdict
 from paceline.lengths import LengthPolicy
-from paceline.lengths.base import selected
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Round:
 
 
 @dataclass
-class Recorder:
-    """A length policy that lets ``inner`` choose and notes what came of it."""
+class Recorder(LengthPolicy):
+    """A length policy that lets ``inner`` choose and notes what came of it; rounds are played as under ``inner``."""
 
     inner: LengthPolicy
     rounds: list[Round] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.name = self.inner.name
+        self.name, self.selects, self.times = self.inner.name, self.inner.selects, self.inner.times
 
     def choose(self, batch: Batch) -> int:
         self._began = time.perf_counter()
@@ -59,7 +58,10 @@ class Recorder:
         return self._k
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        return selected(self.inner, batch, draft)
+        return self.inner.select(batch, draft)
+
+    def hopeful(self, rows: int) -> bool:
+        return self.inner.hopeful(rows)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)

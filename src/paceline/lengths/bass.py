@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from paceline.batch import Batch, Verdict
+from paceline.lengths.base import LengthPolicy
 from paceline.params import MAX_SPECULATION_LENGTH
 
 FIRST = 7
@@ -12,7 +13,7 @@ INCREMENT = 2
 SHRINK = 10  # a round that no row kept whole takes away ceil(l / SHRINK), and one more if the round before did so too
 
 
-class BassLength:
+class BassLength(LengthPolicy):
     """One length l for all rows, driven by x_i = guesses that row i kept. Finished rows are not in the batch."""
 
     name = "bass"

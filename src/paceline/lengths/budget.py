@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.batch import Batch, Draft, Verdict
+from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostModel, GuessTimes
 from paceline.lengths.goodput import LONGEST_AUTO, PLAIN_MARGIN, PROBE_SHARE, REVIEW
 from paceline.lengths.judgement import judge
@@ -46,13 +47,14 @@ SLACK = 0.3  # plain rounds by which a row of such a batch may fall behind where
 # more where guesses are cheap, for what one row loses another gains: with the inverse square of their price
 
 
-class BudgetLength:
+class BudgetLength(LengthPolicy):
     """Chooses how many guesses every row verifies; measures time from ``choose`` to ``observe`` (both on the host).
 
     costs: time(rows, mean guesses a row, context). clock: seconds.
     """
 
     name = "auto (a budget for all rows)"
+    selects = True
 
     def __init__(self, costs: CostModel, clock: Clock = time.perf_counter) -> None:
         self.costs, self.clock = costs, clock

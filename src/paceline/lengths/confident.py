@@ -43,6 +43,7 @@ class ConfidentLength(GoodputLength):
     """As ``GoodputLength``, and the draft model's confidence ends each draft. costs, decoders, clock: as there."""
 
     name = "auto (the draft model's confidence ends a draft)"
+    selects = True
 
     def __init__(self, costs: CostModel, decoders: Sequence[Decoder] = (), clock: Clock = time.perf_counter) -> None:
         super().__init__(CostModel(costs.table.without_drafting(), costs.longest), decoders, clock)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch
+from paceline.lengths.base import LengthPolicy
 
 
-class FixedLength:
+class FixedLength(LengthPolicy):
     """k guesses for every row, every round."""
 
     def __init__(self, k: int) -> None:
@@ -14,6 +15,3 @@ class FixedLength:
 
     def choose(self, batch: Batch) -> int:
         return self.k
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass

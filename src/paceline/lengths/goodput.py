@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from paceline.batch import Batch, Verdict
 from paceline.decoder import Decoder
+from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostModel
 from paceline.lengths.lateness import worth_of_tokens
 from paceline.lengths.timing import Clock
@@ -73,13 +74,14 @@ class Round:
         return self.k if asked is None else [self.k if row in asked else 0 for row in range(self.rows)]
 
 
-class GoodputLength:
+class GoodputLength(LengthPolicy):
     """Chooses every round's length; measures time from ``choose`` to ``observe`` (both on the host).
 
     costs: time(b, k, context). decoders: the drafter's, whose caches fall behind while k = 0. clock: seconds.
     """
 
     name = "auto"
+    times = True
 
     def __init__(self, costs: CostModel, decoders: Sequence[Decoder] = (), clock: Clock = time.perf_counter) -> None:
         self.costs, self.decoders, self.clock = costs, decoders, clock

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch
+from paceline.lengths.base import LengthPolicy
 
 
-class ProfiledLength:
+class ProfiledLength(LengthPolicy):
     """The table's length for the present batch size; sizes between two entries are rounded up to the next.
 
     Beyond the largest entry, the largest counts.
@@ -25,6 +26,3 @@ class ProfiledLength:
 
     def choose(self, batch: Batch) -> int:
         return self.length_for(batch.rows)
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
