@@ -80,7 +80,7 @@ class Tokenizer:
         checked = [dict(check_message(message)) for message in messages]
         if not checked:
             raise RequestError("a conversation has at least one message")
-        if self._control_tokens is None or not self._control_tokens.are_spelled_in(checked):
+        if not self._control_tokens.are_spelled_in(checked):
             return self.encode(self._render(checked), add_special_tokens=False)
         return self._control_tokens.encode(checked, self._render)
 
@@ -100,12 +100,10 @@ class Tokenizer:
         return ChatTemplate(template, self.huggingface.special_tokens_map)
 
     @cached_property
-    def _control_tokens(self) -> ControlTokens | None:
-        """None for the few tokenizers that are written in Python: their own way stands."""
-        if not isinstance(self.huggingface, PreTrainedTokenizerFast):
-            return None
+    def _control_tokens(self) -> ControlTokens:
+        fast = isinstance(self.huggingface, PreTrainedTokenizerFast)
         spellings = filter(None, (self.spelling(index) for index in self._special))
-        return ControlTokens(self.huggingface.backend_tokenizer, spellings)
+        return ControlTokens(self.huggingface.backend_tokenizer if fast else None, spellings)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens by their name; bytes that are no whole character show as U+FFFD."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from paceline.errors import RequestError
 from paceline.models.control_tokens import ControlTokens
 from paceline.tokenizer import Tokenizer as OurTokenizer
 from test_tokenizer import TEXTS, byte_level_backend, real_model, sentencepiece_backend, smollm2, wrap
@@ -123,3 +124,11 @@ def test_the_renamed_tokenizer_has_the_same_ids() -> None:
     assert control._backend.get_vocab() == names
     assert json.loads(control._backend.to_str())["post_processor"] is None
     assert isinstance(wrap(backend).huggingface, PreTrainedTokenizerFast)
+
+
+def test_a_tokenizer_that_cannot_tell_them_apart_refuses_what_spells_one() -> None:
+    tokenizer = byte_level()
+    tokenizer.__dict__["_control_tokens"] = ControlTokens(None, ["<eos>"])
+    assert tokenizer.chat(user("hello"))
+    with pytest.raises(RequestError, match="spells a control token"):
+        tokenizer.chat(user("hello<eos>"))

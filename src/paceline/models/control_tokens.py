@@ -15,13 +15,18 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from paceline.errors import RequestError
+
 Message = dict[str, Any]
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer, by their spellings."""
+    """The control tokens of one tokenizer, by their spellings.
 
-    def __init__(self, backend: Tokenizer, spellings: Iterable[str]) -> None:
+    backend: None for the few tokenizers that are written in Python, whose tokens cannot be renamed.
+    """
+
+    def __init__(self, backend: Tokenizer | None, spellings: Iterable[str]) -> None:
         nonce = secrets.token_hex(8)  # letters of the private use area around it: no model knows them as words
         names = list(
             enumerate(sorted(spellings, key=len, reverse=True))
@@ -41,7 +46,10 @@ class ControlTokens:
         )
 
     def encode(self, messages: Iterable[Message], render: Callable[[list[Message]], str]) -> list[int]:
-        """The messages' tokens as text, the template's own control tokens as control. render: the chat template."""
+        """The messages' tokens as text, the template's own control tokens as control. render: the chat template.
+
+        Raises RequestError without a backend.
+        """
         text = render([self._hide(message) for message in messages])
         text = self._spelled.sub(lambda found: self._names[found[0]], text)
         text = self._marked.sub(lambda found: self._spelling_of[found[0]], text)
@@ -56,6 +64,8 @@ class ControlTokens:
     @property
     def _backend(self) -> Tokenizer:
         """Made when it is first needed: it takes as long as reading the tokenizer's file did."""
+        if self._original is None:
+            raise RequestError("a message spells a control token, which this model's tokenizer would take for one")
         if self._renamed is None:
             self._renamed = Tokenizer.from_str(json.dumps(_renamed(json.loads(self._original.to_str()), self._names)))
         return self._renamed
