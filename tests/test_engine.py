@@ -539,3 +539,14 @@ def test_the_engine_says_what_it_runs(drafter: str | None) -> None:
     who = {"ngram": "drafter ngram", "model": "drafter toy(blur=0.5)", "hybrid": "drafter ngram or toy(blur=0.5)"}
     assert (who[drafter] if drafter else "no speculation") in line
     assert engine_module.__doc__
+
+
+def test_rounds_in_which_nobody_comes_or_goes_look_at_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To note which features rows use takes as long as a small model's draw."""
+    engine = make_engine(ToyModel(), max_batch_size=3)
+    for prompt in ([1, 2], [3, 4], [5, 6]):
+        engine.add(Request(prompt, SamplingParams(temperature=0, max_tokens=8)))
+    engine.step()
+    monkeypatch.setattr(engine.batch.sampling, "refresh", lambda _: pytest.fail("nothing has changed"))
+    for _ in range(5):
+        engine.step()

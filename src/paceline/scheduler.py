@@ -97,7 +97,8 @@ class Scheduler:
         failed: list[Sequence] = []
         while self.waiting and (free := self.capacity - len(self.running) - len(self.prefilling)) > 0:
             failed += self._begin(self.waiting.turn(free))
-        self._join()
+        if self.prefilling:
+            self._join()
         if self.prefilling:
             self._prefill()
             self._join()

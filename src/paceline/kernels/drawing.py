@@ -203,7 +203,8 @@ def accept_guesses(kernels: native.Kernels, places: Places, purpose: int) -> tup
 
     Tokens beyond those drawn are 0. ``places`` has guesses and counts.
     """
-    tokens, accepted = torch.zeros(places.rows, places.block, dtype=torch.int64), torch.zeros(places.rows).long()
+    tokens = torch.zeros(places.rows, places.block, dtype=torch.int64)
+    accepted = torch.zeros(places.rows, dtype=torch.int64)
     call = places.call(purpose)
     place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
     kernels.library.pl_accept(kernels.handle, _pool(kernels), *place)
