@@ -145,12 +145,17 @@ def test_the_second_load_answers_alike_and_never_sees_the_checkpoints_weights(
     assert answers(make(target, num_speculative_tokens=2, **options)) == first
 
 
-def test_a_real_model_from_a_gguf_file_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = real_models.find("smollm2-135m")
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """Found before a test has a cache of its own."""
+    return real_models.find("smollm2-135m")
+
+
+def test_a_real_model_from_a_gguf_file_answers_alike(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
     def texts() -> list[str]:
-        llm = LLM(source, quantization="int8", max_model_len=128, max_batch_size=2)
+        llm = LLM(smollm2, quantization="int8", max_model_len=128, max_batch_size=2)
         outputs = llm.generate(["Once upon a time", "The capital of France is"], params, use_tqdm=False)
         return [output.outputs[0].text for output in outputs]
 
