@@ -19,16 +19,17 @@ from dataclasses import asdict, dataclass
 from typing import get_args
 
 from paceline import LLM, SamplingParams
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.hardware import cpu_name
+from paceline.lengths import LengthPolicy
 from paceline.params import QuantizationName
 
 LONGEST = 6
 TEXTS = [*COPYING, *OPEN]
 
 
-class RandomLength:
+class RandomLength(LengthPolicy):
     """Another length every round, 0 included."""
 
     name = "random"
@@ -38,9 +39,6 @@ class RandomLength:
 
     def choose(self, batch: Batch) -> int:
         return self._random.randint(0, LONGEST)
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
 
 
 @dataclass

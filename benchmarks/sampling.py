@@ -108,8 +108,8 @@ def play(llm: LLM, rows: int, side: str, max_tokens: int) -> Run:
     prompts = [TEXTS[row % len(TEXTS)] + " " * (row // len(TEXTS)) for row in range(rows)]
     llm.generate(prompts, params, use_tqdm=False)
     engine.parts.accept = watch.rule
-    medians = (1000 * statistics.median(times) for times in (watch.rounds, watch.judging))
-    return Run(*medians, statistics.fmean(watch.tokens))
+    rounds, judging = 1000 * statistics.median(watch.rounds), 1000 * statistics.median(watch.judging)
+    return Run(rounds, judging, statistics.fmean(watch.tokens))
 
 
 def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) -> list[Result]:
@@ -122,7 +122,7 @@ def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) ->
             runs[side].append(play(llm, rows, side, arguments.max_tokens))
 
     def median(side: str, name: str) -> float:
-        return statistics.median(getattr(run, name) for run in runs[side])
+        return float(statistics.median(getattr(run, name) for run in runs[side]))
 
     alone, judged = median(ALONE, "round_ms"), median(ALONE, "judging_ms")
     return [
@@ -130,7 +130,9 @@ def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) ->
             rows,
             drafter,
             side,
-            *(round(median(side, name), 4) for name in ("round_ms", "judging_ms", "tokens")),
+            round_ms=round(median(side, "round_ms"), 4),
+            judging_ms=round(median(side, "judging_ms"), 4),
+            tokens=round(median(side, "tokens"), 4),
             ratio=round(median(side, "round_ms") / alone, 4),
             by_judging=round(1 + (median(side, "judging_ms") - judged) / alone, 4),
             runs=runs[side],
