@@ -25,6 +25,7 @@ from paceline.kernels import abi, native, pack
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import NativeModel, Quantization
+from paceline.nodes import Nodes
 
 _READ_BYTES = 1 << 29
 _LEAST_TURNS = 5
@@ -196,11 +197,12 @@ def measure_step(
     flat = torch.randint(0, model.vocab_size, (rows * tokens,))
     place = torch.arange(rows).repeat_interleave(tokens)
     positions = (context + torch.arange(tokens)).repeat(rows)
-    hidden = model.forward_flat(flat, place, positions, cache)
+    nodes = Nodes(flat, place, positions)
+    hidden = model.forward(nodes, cache).hidden
 
-    forward = fastest(lambda: model.forward_flat(flat, place, positions, cache), seconds)
+    forward = fastest(lambda: model.forward(nodes, cache), seconds)
     head = fastest(lambda: model.logits(hidden), seconds)
-    steps, reads = in_turn(lambda: model.logits(model.forward_flat(flat, place, positions, cache)), reader, seconds)
+    steps, reads = in_turn(lambda: model.logits(model.forward(nodes, cache).hidden), reader, seconds)
     name = model.quantization or "bf16"
     width = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 3 / pack.INT4_GROUP}[name]
     macs = rows * tokens * model.weight_bytes() / width
@@ -219,7 +221,7 @@ def measure_step(
         of_memory_floor=round(statistics.median(floor / step for floor, step in zip(floors, steps, strict=True)), 3),
         memory_floor_ms=round(1e3 * statistics.median(floors), 3),
         compute_floor_ms=round(macs / machine.gmac_s[name] / 1e6, 3),
-        phases_ms=_phases(lambda: model.forward_flat(flat, place, positions, cache), model, seconds),
+        phases_ms=_phases(lambda: model.forward(nodes, cache), model, seconds),
     )
 
 

@@ -83,7 +83,7 @@ def watch_engine(engine: Engine, clock: Clock) -> None:
         (parts, "accept", "accept"),
         (engine.batch, "commit", "commit"),
         (parts.target, "verify", "decoder"),
-        (parts.target.model, "forward_flat", CALL),
+        (parts.target.model, "forward", CALL),
         (parts.target.model, "logits", HEAD),
     ):
         clock.watch(owner, method, name)

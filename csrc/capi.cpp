@@ -50,14 +50,14 @@ PL_EXPORT Model* pl_model_new(const ModelSpec* spec, const Kernels* kernels) { r
 PL_EXPORT void pl_model_free(Model* model) { delete model; }
 
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions, int count,
-                                 const Cache* cache, float* hidden, double* seconds) {
+                                 const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds) {
   for (int i = 0; i < count; ++i) {
     if (tokens[i] < 0 || tokens[i] >= model->vocabulary()) return "a token is outside the vocabulary";
     if (rows[i] < 0 || rows[i] >= cache->rows) return "a row is outside the cache";
     if (positions[i] < 0 || positions[i] > INT32_MAX) return "a position is negative or absurdly large";
     if (i > 0 && rows[i] == rows[i - 1] && positions[i] <= positions[i - 1]) return "positions of a row do not ascend";
   }
-  model->forward(*pool, Tokens{tokens, rows, positions, count}, *cache, hidden, seconds);
+  model->forward(*pool, Tokens{tokens, rows, positions, count}, *cache, Streams{hidden, taps, tap_count, features}, seconds);
   return nullptr;
 }
 

@@ -48,8 +48,8 @@ class Stopwatch {
 
 class Pass {
  public:
-  Pass(Model& model, Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds)
-      : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), cache_(cache), hidden_(hidden), seconds_(seconds) {
+  Pass(Model& model, Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds)
+      : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), cache_(cache), out_(out), seconds_(seconds) {
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
@@ -61,14 +61,30 @@ class Pass {
     Stopwatch watch(thread == 0 ? seconds_ : nullptr);
     embed(thread);
     watch.lap(kEmbed);
-    for (size_t layer = 0; layer < m_.layers.size(); ++layer) run_layer(layer, thread, watch);
+    for (size_t layer = 0; layer < m_.layers.size(); ++layer) {
+      tap(layer, thread);
+      run_layer(layer, thread, watch);
+    }
     const Share share(tokens_.count, thread, pool_.threads());
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = share.first; i < share.last; ++i) {
       k_.rms_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
-      std::memcpy(hidden_ + static_cast<size_t>(i) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
+      std::memcpy(out_.hidden + static_cast<size_t>(i) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
     }
     watch.lap(kPrepare);
+  }
+
+  // What enters a tapped layer goes out; nobody changes it before all threads have met within the layer.
+  void tap(size_t layer, int thread) const {
+    const size_t width = static_cast<size_t>(s_.width);
+    for (int t = 0; t < out_.tap_count; ++t) {
+      if (out_.taps[t] != static_cast<int64_t>(layer)) continue;
+      const Share share(tokens_.count, thread, pool_.threads());
+      for (int i = share.first; i < share.last; ++i) {
+        const size_t place = static_cast<size_t>(i) * static_cast<size_t>(out_.tap_count) + static_cast<size_t>(t);
+        std::memcpy(out_.features + place * width, residual(i), sizeof(float) * width);
+      }
+    }
   }
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
@@ -189,7 +205,7 @@ class Pass {
   Pool& pool_;
   const Tokens& tokens_;
   const Cache& cache_;
-  float* hidden_;
+  const Streams out_;
   double* seconds_;
   std::vector<Unit> units_;
 };
@@ -212,12 +228,15 @@ void Model::grow(int threads, int tokens) {
   }
 }
 
-void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds) {
+void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
+  const size_t width = static_cast<size_t>(spec.width);
   for (int start = 0; start < tokens.count; start += kChunk) {
     const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start, std::min(kChunk, tokens.count - start)};
     grow(pool.threads(), chunk.count);
-    Pass pass(*this, pool, chunk, cache, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), seconds);
+    const size_t done = static_cast<size_t>(start) * width;
+    const Streams here = {out.hidden + done, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
+    Pass pass(*this, pool, chunk, cache, here, seconds);
     pool.run(Pass::job, &pass);
   }
 }

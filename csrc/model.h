@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 7;
+constexpr int kAbiVersion = 8;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -100,6 +100,14 @@ struct Tokens {
   int count;
 };
 
+// What a pass gives of every token.
+struct Streams {
+  float* hidden;  // [tokens][width]
+  const int64_t* taps;  // layers
+  int tap_count;
+  float* features;  // [tokens][tap_count][width]: what enters each of these layers
+};
+
 enum Phase { kEmbed, kPrepare, kProducts, kRotary, kAttention, kPhases };
 
 // Memory that is reused from call to call, aligned to cache lines and padded with zeros.
@@ -133,7 +141,7 @@ class Model {
  public:
   Model(const ModelSpec& spec, const Kernels& kernels);
 
-  void forward(Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds);
+  void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
   int64_t vocabulary() const { return spec.head.outputs; }
 
@@ -145,7 +153,6 @@ class Model {
  private:
   friend class Pass;
   friend class HeadPass;
-  void forward_chunk(Pool& pool, const Tokens& tokens, const Cache& cache, float* hidden, double* seconds);
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;

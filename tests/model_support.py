@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.attention.reference import ReferenceAttention
 from paceline.cache import KVCache
-from paceline.models.base import Model
+from paceline.models.base import Model, Streams
 
 VOCABULARY = 61
 
@@ -126,6 +126,9 @@ class Runner:
 
     def __call__(self, tokens: Tensor, positions: Tensor, first_row: int = 0) -> Tensor:
         """tokens, positions [B, L] -> logits [B, L, V]."""
+        return self.model.logits(self.streams(tokens, positions, first_row).hidden)
+
+    def streams(self, tokens: Tensor, positions: Tensor, first_row: int = 0, taps: Sequence[int] = ()) -> Streams:
         backend, rows = ReferenceAttention(), slice(first_row, first_row + len(tokens))
         longest = min(int(positions.max()) + 1, self.cache.positions)
         plan, index = backend.plan(positions, longest), self.cache.write_index(first_row, positions)
@@ -138,7 +141,7 @@ class Runner:
             keys, values = self.cache.keys[layer, rows], self.cache.values[layer, rows]
             return backend.attend(q, keys, values, plan, scale=scale, window=window)
 
-        return self.model.logits(self.model.hidden(tokens, positions, attend))
+        return self.model.streams(tokens, positions, attend, taps)
 
 
 def ragged_error(model: Model, expected: Callable[[Tensor], Tensor]) -> float:

@@ -16,6 +16,7 @@ LAYERS: list[set[str]] = [
     {"errors", "ranges", "params", "inputs", "outputs", "files"},
     {
         "batch",
+        "nodes",
         "rows",
         "history",
         "reliability",

@@ -19,7 +19,8 @@ from paceline.cache import KVCache
 from paceline.decoder import Decoder
 from paceline.engine import Engine, Models, Request
 from paceline.lengths.base import LengthPolicy
-from paceline.models.base import Model
+from paceline.models.base import Model, Streams
+from paceline.nodes import Nodes
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import EngineConfig, SamplingParams
 from paceline.sampling import Purpose, noise_key, sequence_seed, uniform
@@ -66,7 +67,8 @@ class ToyModel:
         mixed = (tokens[:, None, :, None] + 3) * (positions[:, None, :, None] + 7) * (place + 11 * layer) * 2654435761
         return ((mixed >> 13) % 16).float()
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+        assert not taps, "a toy has no streams"
         rows, length = tokens.shape
         total = torch.zeros(rows, self.HEADS, length, self.head_dim)
         nothing = torch.zeros(rows, self.kv_heads, length, self.head_dim)
@@ -74,7 +76,7 @@ class ToyModel:
             out = attend(layer, torch.zeros_like(total), nothing, self._code(layer, tokens, positions))
             sums = (out * (positions + 1)[:, None, :, None]).round()
             total += (layer + 1) * sums
-        return total.transpose(1, 2).reshape(rows, length, -1)
+        return Streams(total.transpose(1, 2).reshape(rows, length, -1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         weights = torch.arange(1, hidden.shape[-1] + 1) * 40503 % 997
@@ -91,7 +93,9 @@ class FlatToy(ToyModel):
     kernels = "toy"
     quantization = None
 
-    def forward_flat(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
+        assert not taps, "a toy has no streams"
+        tokens, rows, positions = nodes
         last: dict[int, int] = {}
         for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
             assert position == last.get(row, position - 1) + 1, "a row's tokens are consecutive"
@@ -104,7 +108,7 @@ class FlatToy(ToyModel):
             for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
                 sums = cache.values[layer, row, :, : position + 1].sum(1)
                 total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
-        return total.reshape(len(tokens), -1)
+        return Streams(total.reshape(len(tokens), -1))
 
 
 @functools.cache

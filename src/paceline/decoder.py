@@ -14,6 +14,7 @@ from paceline.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.batch import Batch, Draft, real_places
 from paceline.cache import KVCache
 from paceline.models.base import AnyModel, FlatModel, Model
+from paceline.nodes import Nodes
 
 CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
 
@@ -62,7 +63,7 @@ class Decoder:
         model = cast(Model, self.model)
         plan = self.backend.plan(positions, min(longest, self.cache.positions + 1))
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
-        return model.hidden(tokens, positions, attend)
+        return model.streams(tokens, positions, attend).hidden
 
     def _forward_flat(
         self, model: FlatModel, tokens: Tensor, positions: Tensor, first_row: int, counts: Tensor | None
@@ -71,9 +72,9 @@ class Decoder:
         real = None if counts is None else real_places(counts, tokens.shape[1])
         rows = torch.tensor(self._places[first_row : first_row + tokens.shape[0]])[:, None].expand_as(tokens)
         if real is None or bool(real.all()):
-            flat = model.forward_flat(tokens.flatten(), rows.flatten(), positions.flatten(), self.cache)
+            flat = model.forward(Nodes(tokens.flatten(), rows.flatten(), positions.flatten()), self.cache).hidden
             return flat.view(*tokens.shape, -1)
-        flat = model.forward_flat(tokens[real], rows[real], positions[real], self.cache)
+        flat = model.forward(Nodes(tokens[real], rows[real], positions[real]), self.cache).hidden
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
@@ -102,7 +103,7 @@ class Decoder:
         fed, of_row, at = torch.tensor([tokens, rows, positions])
         if model.vocab_size < self.vocab_size:
             fed.clamp_(max=model.vocab_size - 1)
-        logits = self.logits(model.forward_flat(fed, of_row, at, self.cache))
+        logits = self.logits(model.forward(Nodes(fed, of_row, at), self.cache).hidden)
         return logits.view(batch.rows, draft.k + 1, -1) if len(tokens) == batch.rows * (draft.k + 1) else logits
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class Decoder:
         if model.vocab_size < self.vocab_size:
             tokens = tokens.clamp(max=model.vocab_size - 1)
         places = torch.cat([torch.full((stop - start,), self._places[row]) for row, start, stop in parts])
-        model.forward_flat(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts]), self.cache)
+        model.forward(Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts])), self.cache)
 
     def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         """Neighbouring rows."""

@@ -9,6 +9,7 @@ from paceline.kernels.spec import NativeSpec
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
+from paceline.nodes import Nodes
 
 QUANTIZATIONS = (None, "int8", "int4")
 SHAPES = {
@@ -25,6 +26,10 @@ quantised_every_way = pytest.mark.parametrize("quantization", QUANTIZATIONS)
 
 def model_of(spec, kernels, quantization=None, threads=2):
     return NativeModel(spec, "random", quantization=quantization, threads=threads, kernels=kernels)
+
+
+def forward(model, tokens, rows, positions, cache):
+    return model.forward(Nodes(tokens, rows, positions), cache).hidden
 
 
 def some_tokens(spec, count, seed=0):
@@ -49,7 +54,9 @@ def plain_forward(spec: NativeSpec, tokens):
         return x * cos + torch.cat([-b, a], dim=-1) * sin
 
     x = weights["embed"][tokens]
+    entering = []
     for layer in spec.layers:
+        entering.append(x)
         heads = linear(norm(x, layer.input_norm), layer.qkv).view(len(tokens), -1, spec.head_dim)
         q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if layer.q_norm is not None:
@@ -61,7 +68,7 @@ def plain_forward(spec: NativeSpec, tokens):
         x = x + linear(y.transpose(0, 1).flatten(1), layer.attention_out)
         gate, up = linear(norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=1)
         x = x + linear(functional.silu(gate) * up, layer.down)
-    return norm(x, spec.final_norm)
+    return norm(x, spec.final_norm), entering
 
 
 def error(x, expected):
@@ -75,10 +82,13 @@ def test_the_forward_pass_is_that_of_plain_torch(kernels, shape, quantization):
     spec = random_spec(**SHAPES[shape])
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
     rows, positions = ragged({2: 60})
-    hidden = model.forward_flat(tokens, rows, positions, cache_for(spec))
-    expected = plain_forward(spec, tokens)
+    hidden = forward(model, tokens, rows, positions, cache_for(spec))
+    expected, entering = plain_forward(spec, tokens)
+    tapped = model.forward(Nodes(tokens, rows, positions), cache_for(spec), taps=(1, 0))
+    assert torch.equal(tapped.hidden, hidden), "taps change nothing"
     bound = {None: 0.01, "int8": 0.03, "int4": 0.25}[quantization]
     assert error(hidden, expected) < bound
+    assert error(tapped.features, torch.stack([entering[1], entering[0]], 1)) < bound
     head = spec.embedding if spec.head is None else spec.head.weight
     assert error(model.logits(hidden), hidden @ head.float().T) < 0.02
 
@@ -88,7 +98,7 @@ def test_bf16_agrees_with_its_twin_closely_with_a_float32_cache(kernels):
     spec = random_spec(bias=True, qk_norm=True)
     tokens, (rows, positions) = some_tokens(spec, 90), ragged({2: 60, 0: 30})
     both = [
-        model_of(spec, which).forward_flat(tokens, rows, positions, cache_for(spec, dtype=torch.float32))
+        forward(model_of(spec, which), tokens, rows, positions, cache_for(spec, dtype=torch.float32))
         for which in (kernels, None)
     ]
     assert error(*both) < 0.003
@@ -103,14 +113,14 @@ def test_a_tokens_bits_do_not_depend_on_its_company(kernels, shape, quantization
     model = model_of(spec, kernels, quantization)
     lengths = {3: 150, 0: 33, 1: 1, 2: 7}
     tokens, (rows, positions) = some_tokens(spec, 191), ragged(lengths)
-    together = model.forward_flat(tokens, rows, positions, cache_for(spec, dtype=dtype))
+    together = forward(model, tokens, rows, positions, cache_for(spec, dtype=dtype))
     logits = model.logits(together)
     for row, length in lengths.items():
         mine = rows == row
         for size in (1, 5, 7, 40, 200):  # decoded one by one, verified with guesses, prefilled in chunks
             cache = cache_for(spec, dtype=dtype)
             parts = [
-                model.forward_flat(*(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)
+                forward(model, *(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)
                 for i in range(0, length, size)
             ]
             assert torch.equal(torch.cat(parts), together[mine])
@@ -124,7 +134,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernels):
     tokens, (rows, positions) = some_tokens(spec, 44), ragged({1: 40, 0: 4})
     results = [
         (model := model_of(spec, kernels, "int8", threads)).logits(
-            model.forward_flat(tokens, rows, positions, cache_for(spec))
+            forward(model, tokens, rows, positions, cache_for(spec))
         )
         for threads in (1, 2, 5)
     ]
@@ -137,10 +147,31 @@ def test_a_long_prefill_equals_a_chunked_one(kernels):
     spec = random_spec()
     model, tokens = model_of(spec, kernels, "int8"), some_tokens(spec, 700)
     rows, positions = ragged({0: 700})
-    whole = model.forward_flat(tokens, rows, positions, cache_for(spec, 1, 700))
+    whole = forward(model, tokens, rows, positions, cache_for(spec, 1, 700))
     cache = cache_for(spec, 1, 700)
-    parts = [model.forward_flat(*(t[i : i + 90] for t in (tokens, rows, positions)), cache) for i in range(0, 700, 90)]
+    parts = [forward(model, *(t[i : i + 90] for t in (tokens, rows, positions)), cache) for i in range(0, 700, 90)]
     assert torch.equal(whole, torch.cat(parts))
+
+
+@on_every_isa
+def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
+    spec = random_spec(layers=3)
+    model, tokens = model_of(spec, kernels, "int8"), some_tokens(spec, 300)
+    nodes = Nodes(tokens, *ragged({0: 300}))
+    whole = model.forward(nodes, cache_for(spec, 1), taps=(2, 0, 1)).features
+    cache = cache_for(spec, 1)
+    parts = [model.forward(Nodes(*(t[i : i + 90] for t in nodes)), cache, taps=(2, 0, 1)) for i in range(0, 300, 90)]
+    assert torch.equal(whole, torch.cat([part.features for part in parts]))
+
+
+@pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=str)
+def test_taps_are_layers(kernels):
+    spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
+    model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
+    for taps in ((2,), (0, -1)):
+        with pytest.raises(ParameterError, match="taps"):
+            model.forward(Nodes(one, one, one), cache_for(spec), taps)
+    assert model.forward(Nodes(none, none, none), cache_for(spec), (0,)).features.shape == (0, 1, spec.width)
 
 
 @on_every_isa
@@ -149,9 +180,9 @@ def test_rejected_tokens_leave_no_trace(kernels):
     model, cache, clean = model_of(spec, kernels), cache_for(spec), cache_for(spec)
     tokens, (rows, positions) = some_tokens(spec, 20), ragged({1: 20})
     for which in (cache, clean):
-        model.forward_flat(tokens[:15], rows[:15], positions[:15], which)
-    model.forward_flat(some_tokens(spec, 5, seed=9), rows[15:], positions[15:], cache)
-    last = [model.forward_flat(tokens[15:], rows[15:], positions[15:], which) for which in (cache, clean)]
+        forward(model, tokens[:15], rows[:15], positions[:15], which)
+    forward(model, some_tokens(spec, 5, seed=9), rows[15:], positions[15:], cache)
+    last = [forward(model, tokens[15:], rows[15:], positions[15:], which) for which in (cache, clean)]
     assert torch.equal(last[0], last[1])
 
 
@@ -159,7 +190,7 @@ def test_rejected_tokens_leave_no_trace(kernels):
 def test_no_tokens_are_no_work(kernels):
     spec = random_spec()
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
-    assert model.forward_flat(none, none, none, cache_for(spec)).shape == (0, spec.width)
+    assert forward(model, none, none, none, cache_for(spec)).shape == (0, spec.width)
     assert model.logits(torch.empty(0, spec.width)).shape == (0, spec.vocab_size)
 
 
@@ -178,14 +209,14 @@ def test_nonsense_is_refused(kernels, tokens, rows, positions, what):
     spec = random_spec()
     model = model_of(spec, kernels)
     with pytest.raises(ParameterError, match=what):
-        model.forward_flat(*(torch.tensor(t) for t in (tokens, rows, positions)), cache_for(spec))
+        forward(model, *(torch.tensor(t) for t in (tokens, rows, positions)), cache_for(spec))
 
 
 @on_every_isa
 def test_a_cache_of_another_model_is_refused(kernels):
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ParameterError, match="cache"):
-        model_of(random_spec(), kernels).forward_flat(one, one, one, cache_for(random_spec(layers=3)))
+        forward(model_of(random_spec(), kernels), one, one, one, cache_for(random_spec(layers=3)))
 
 
 def test_heads_of_odd_width_are_refused():
@@ -222,7 +253,7 @@ def transformers_logits(model, tokens):
         mask = (distance >= 0) & (distance < (window or 10**9))
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    return model.logits(model.hidden(tokens[None], positions[None], attend))[0]
+    return model.logits(model.streams(tokens[None], positions[None], attend).hidden)[0]
 
 
 @on_every_isa
@@ -232,7 +263,7 @@ def test_a_loaded_transformer_runs_alike(kernels, changes, monkeypatch):
     transformer = tiny_transformer(**changes)
     model = NativeModel.from_transformer(transformer)
     tokens, (rows, positions) = torch.arange(40) * 2, ragged({0: 40})
-    logits = model.logits(model.forward_flat(tokens, rows, positions, cache_for_model(model)))
+    logits = model.logits(forward(model, tokens, rows, positions, cache_for_model(model)))
     assert error(logits, transformers_logits(transformer, tokens)) < 0.03
     assert model.kernels == kernels.name
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.errors import ParameterError
 from paceline.kernels import build
 from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CModel, address
+from paceline.nodes import Nodes
 
 _log = logging.getLogger("paceline.kernels")
 
@@ -214,6 +215,13 @@ class Arena:
             self._library.pl_arena_free(self._address, max(self._nbytes, 1))
 
 
+def _layers(taps: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(taps))(*taps)
+
+
+_NO_TAPS = _layers(()), None
+
+
 class NativeDecoder:
     """A decoder in the library. Keeps alive what the library points to."""
 
@@ -227,12 +235,22 @@ class NativeDecoder:
         return int(current_pool(self.kernels, self._threads).handle)
 
     def forward(
-        self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: CCache, hidden: Tensor, seconds: Tensor | None
+        self,
+        nodes: Nodes,
+        cache: CCache,
+        hidden: Tensor,
+        tapped: tuple[Sequence[int], Tensor] | None,
+        seconds: Tensor | None,
     ) -> str | None:
-        """Fill hidden [N, width]; returns what is wrong with the input, or None. seconds: adds up time by PHASES."""
+        """Fill hidden [N, width]; returns what is wrong with the input, or None.
+
+        tapped: layers, and the features [N, taps, width] to fill with what enters them. seconds: adds up PHASES.
+        """
         place, laps = ctypes.addressof(cache), address(seconds)
-        flat = tokens.data_ptr(), rows.data_ptr(), positions.data_ptr(), tokens.shape[0]
-        problem = self._library.pl_forward(self._handle, self._pool, *flat, place, hidden.data_ptr(), laps)
+        flat = nodes.tokens.data_ptr(), nodes.rows.data_ptr(), nodes.positions.data_ptr(), nodes.tokens.shape[0]
+        taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
+        out = hidden.data_ptr(), taps, len(taps), features
+        problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps)
         return None if problem is None else str(problem.decode())
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:

@@ -5,7 +5,7 @@ The same quantisation arithmetic, so integer sums agree exactly; sums of floats 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 from paceline.cache import KVCache
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.nodes import Nodes
 
 ACTIVATION_GROUP = 64  # inputs of a row that share a scale: outliers cost their neighbours alone
 _SILENT = 1e-30  # rows whose largest amplitude is not above it count as zero
@@ -121,13 +122,17 @@ class TwinDecoder:
     def _make(to: Format) -> Callable[[LinearWeights], _TwinLinear]:
         return lambda weights: _TwinLinear(weights, to)
 
-    def forward(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Flat tokens -> hidden [N, width] after the final norm; writes the cache."""
-        spec = self._spec
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """-> hidden [N, width] after the final norm, features [N, taps, width]; writes the cache."""
+        spec, (tokens, rows, positions) = self._spec, nodes
+        if len(tokens) == 0:
+            return torch.empty(0, spec.width), torch.empty(0, len(taps), spec.width) if taps else None
         at = positions.clamp(max=spec.max_positions - 1)
         cos, sin = self._cos[at], self._sin[at]
         x = self._embedding[tokens]
+        entering = []
         for index, layer in enumerate(self._layers):
+            entering.append(x)
             weights = layer.weights
             qkv = layer.qkv(rms_norm(x, weights.input_norm, spec.epsilon)).view(x.shape[0], -1, spec.head_dim)
             q, k, v = qkv.split_with_sizes([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
@@ -138,7 +143,8 @@ class TwinDecoder:
             x = x + layer.attention_out(attended.flatten(1))
             gate, up = layer.gate_up(rms_norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
             x = x + layer.down(functional.silu(gate) * up)
-        return rms_norm(x, spec.final_norm, spec.epsilon)
+        features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
+        return rms_norm(x, spec.final_norm, spec.epsilon), features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [M, width] -> [M, vocab]."""

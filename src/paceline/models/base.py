@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.attention.base import Attend
 from paceline.cache import KVCache
+from paceline.errors import ParameterError
+from paceline.nodes import Nodes
 from paceline.params import QuantizationName
+
+
+class Streams(NamedTuple):
+    """What a forward pass gives of every token.
+
+    hidden [..., width]: its last hidden state, after the final norm.
+    features [..., taps, inner width]: the residual stream that enters each tapped layer, in the order of the taps; None
+        without taps. In float32 from the CPU kernels, else in the model's own precision.
+    """
+
+    hidden: Tensor
+    features: Tensor | None = None
+
+
+def check_taps(taps: Sequence[int], layers: int) -> None:
+    """Raise ParameterError unless every tap is a layer."""
+    if not all(0 <= tap < layers for tap in taps):
+        raise ParameterError("taps", tuple(taps), f"layers, from 0 to {layers - 1}")
 
 
 class _AnyModel(Protocol):
@@ -34,8 +55,8 @@ class _AnyModel(Protocol):
 class Model(_AnyModel, Protocol):
     """A causal language model whose keys, values and attention are somebody else's."""
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [B, L] int64 -> last hidden states [B, L, width], after the final norm.
+    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+        """tokens, positions [B, L] int64 -> hidden [B, L, width] and the features of the tapped layers.
 
         Calls ``attend`` exactly once a layer, with the layer's index.
         """
@@ -49,11 +70,8 @@ class FlatModel(_AnyModel, Protocol):
     kernels: str  # what it runs on, for the start line
     quantization: QuantizationName | None
 
-    def forward_flat(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """tokens, their cache rows and positions, each [N] int64 -> hidden [N, width] after the final norm.
-
-        The tokens of a row are consecutive and their positions ascend. Writes their keys and values.
-        """
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
+        """N nodes -> hidden [N, width] and the features of the tapped layers. Writes the nodes' keys and values."""
         ...
 
 

@@ -9,7 +9,7 @@ compared with those of its own unmodified forward pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from paceline.attention.base import Attend
 from paceline.attention.reference import ReferenceAttention
 from paceline.cache import KVCache
 from paceline.errors import ModelFormatError, PacelineError
+from paceline.models.base import Streams, check_taps
 from paceline.models.boundary import brief, name_of, reading
 from paceline.models.config import longest_sequence
 
@@ -170,15 +171,29 @@ class HuggingFaceModel:
         return wired.get_decoder() if mixed else wired.base_model, head
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [B, L] int64 -> last hidden states [B, L, width], after the final norm."""
-        out: Tensor = self._decoder(
+    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+        """tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, width].
+
+        The features are transformers' hidden_states. Raises ModelFormatError if its code gives none.
+        """
+        asked = {"output_hidden_states": True} if taps else {}
+        out = self._decoder(
             input_ids=tokens,
             position_ids=positions.clamp(max=self.max_positions - 1),  # padding: the last position is as good
             use_cache=False,
             paceline_attend=attend,
-        ).last_hidden_state
-        return out
+            **asked,
+        )
+        return Streams(out.last_hidden_state, self._tapped(out, taps) if taps else None)
+
+    def _tapped(self, out: Any, taps: Sequence[int]) -> Tensor:
+        """[B, L, taps, width]: hidden_states[i] enters layer i; the one more is what leaves the last, normed."""
+        check_taps(taps, self.layers)
+        states = getattr(out, "hidden_states", None) or ()
+        self._refuse_unless(
+            len(states) == self.layers + 1, f"it gives {len(states)} hidden states of {self.layers} layers"
+        )
+        return torch.stack([states[tap] for tap in taps], 2)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -209,7 +224,7 @@ class HuggingFaceModel:
         """One pass that shows which layers call the attention, and with what."""
         probe, tokens = _Probe(), self._tokens()
         positions = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
-        self._attempt(lambda: self.hidden(tokens, positions, probe))
+        self._attempt(lambda: self.streams(tokens, positions, probe))
         self._refuse_unless(
             bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
             f"its layers call the attention as {probe.layers}, not once each",
@@ -268,7 +283,7 @@ class HuggingFaceModel:
             cache.write(layer, index, k, v)
             return backend.attend(q, cache.keys[layer], cache.values[layer], plan, scale=scale, window=window)
 
-        found = self.logits(self.hidden(tokens.gather(1, positions), positions, attend))
+        found = self.logits(self.streams(tokens.gather(1, positions), positions, attend).hidden)
         wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
         error = _distance(found, wanted)
         self._refuse_unless(

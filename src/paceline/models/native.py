@@ -7,7 +7,7 @@ says so (the twin makes no promise about bits).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,12 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.models.base import Streams, check_taps
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.packing import Contents, PackedDecoder, packed_size
 from paceline.models.transformer import RMSNorm, Transformer, _GatedMLP
+from paceline.nodes import Nodes
 from paceline.params import QuantizationName
 
 Quantization = Literal["int8", "int4"]
@@ -33,8 +35,7 @@ _HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": 
 class NativeModel:
     """A decoder on packed weights: bf16 (quantization None), int8 or int4.
 
-    Flat interface: tokens [N] with their cache rows [N] and positions [N]; the tokens of a row are consecutive and
-    their positions ascend. dtype is that of the cache which the model wants; float32 caches work too.
+    It takes flat lists of nodes. dtype is that of the cache which the model wants; float32 caches work too.
 
     contents: writes weights that were packed before, for kernels; of the spec's tensors only the shapes matter then.
     """
@@ -92,20 +93,24 @@ class NativeModel:
         weights = _weights_of(model)
         return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
 
-    def forward_flat(self, tokens: Tensor, rows: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """tokens, rows, positions [N] int64 -> hidden [N, width] float32 after the final norm; writes the cache."""
-        hidden = torch.empty(tokens.shape[0], self.width)
-        if tokens.shape[0] == 0:
-            return hidden
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
+        """N nodes -> hidden [N, width], features [N, taps, width], both float32; writes the cache."""
+        count = nodes.tokens.shape[0]
+        if taps:
+            check_taps(taps, self.layers)
         if self._twin is not None:
-            return self._twin.forward(tokens, rows, positions, cache)
+            return Streams(*self._twin.forward(nodes, cache, taps))
         assert self._packed is not None
-        flat = tokens.contiguous(), rows.contiguous(), positions.contiguous()
-        seconds = self.seconds if self.timed else None
-        problem = self._packed.decoder.forward(*flat, self._describe(cache), hidden, seconds)
-        if problem is not None:
-            raise ParameterError("tokens", f"[{tokens.shape[0]} tokens]", problem)
-        return hidden
+        hidden = torch.empty(count, self.width)
+        features = torch.empty(count, len(taps), self.width) if taps else None
+        if count > 0:
+            flat = Nodes(*(tensor.contiguous() for tensor in nodes))
+            tapped = None if features is None else (taps, features)
+            seconds = self.seconds if self.timed else None
+            problem = self._packed.decoder.forward(flat, self._describe(cache), hidden, tapped, seconds)
+            if problem is not None:
+                raise ParameterError("tokens", f"[{count} tokens]", problem)
+        return Streams(hidden, features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., width] -> logits [..., vocab_size] in float32."""

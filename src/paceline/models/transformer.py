@@ -6,7 +6,7 @@ Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paceline.attention.base import Attend, AttendPacked
 from paceline.gpu.state import PackedHeads
+from paceline.models.base import Streams, check_taps
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, Linear, LinearFactory
 
@@ -228,18 +229,23 @@ class Transformer:
             dense = getattr(owner, name)
             setattr(owner, name, make(dense.weight, dense.bias))
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [B, L] int64 -> last hidden states [B, L, embed_width], after the final norm."""
+    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+        """tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width]."""
         rows, length = tokens.shape
+        check_taps(taps, self.layers)
         x = self._embed(tokens, positions)
         rotation = self._angles(positions) if self._angles else None
-        for block in self._blocks:
+        tapped: dict[int, Tensor] = {}
+        for index, block in enumerate(self._blocks):
+            if index in taps:
+                tapped[index] = x
             x = block(x, rows, rotation, attend)
         if self._norm is not None:
             x = self._norm(x)
         if self._project_out is not None:
             x = functional.linear(x, self._project_out)
-        return x.view(rows, length, -1)
+        features = torch.stack([tapped[tap] for tap in taps], 1).view(rows, length, len(taps), -1) if taps else None
+        return Streams(x.view(rows, length, -1), features)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """-> [N, width]. Padding beyond the last learned position takes the last one: nothing looks at it."""
