@@ -16,6 +16,7 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user's own cache
+os.environ["PACELINE_COST_CACHE"] = "off"
 
 from paceline.kernels import drawing
 

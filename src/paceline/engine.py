@@ -29,7 +29,8 @@ from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
-from paceline.lengths.profile import Identity, Profile, machine_name, model_hash
+from paceline.lengths.kept_costs import KeptCosts
+from paceline.lengths.profile import Identity, Profile, is_from_files, machine_name, model_hash
 from paceline.memory import check_memory
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.prepare import why_not_native
@@ -173,9 +174,11 @@ class Engine:
 
     def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
         """What rounds cost with these models; only while the engine is idle."""
-        parts = self.parts
         with self._own_threads():
-            return Calibration(parts.target, parts.drafter, parts.accept, grid).run(progress)
+            return self._calibration(grid).run(progress)
+
+    def _calibration(self, grid: Grid) -> Calibration:
+        return Calibration(self.parts.target, self.parts.drafter, self.parts.accept, grid)
 
     def _costs(self) -> CostTable:
         """From the profile, from an engine before this one on the same models, or measured now."""
@@ -185,16 +188,41 @@ class Engine:
         sizes = config.max_batch_size, self.max_model_len, self.threads
         key = (config.drafter, config.attention, config.acceptance, *sizes)
         if key not in known:
-            started = time.perf_counter()
-            known[key] = self.measure_costs(Grid.coarse(config.max_batch_size))
-            log.info(
-                "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
-                time.perf_counter() - started,
-                known[key].round_ms(1, 0),
-                known[key].round_ms(config.max_batch_size, 0),
-                config.max_batch_size,
-            )
+            known[key] = self._kept_costs() or self._measured_costs()
         return known[key]
+
+    def _kept_costs(self) -> CostTable | None:
+        """What an earlier process measured, unless the machine was busy then."""
+        costs = self._keep.load() if self._keeps else None
+        if costs is None:
+            return None
+        with self._own_threads():
+            now = self._calibration(Grid.coarse(self.config.max_batch_size)).plain_ms()
+        return costs if self._keep.agrees(costs, now) else None
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether files say which weights these are: another time they will be the same."""
+        draft = self.models.draft if self.config.asks_draft_model else None
+        return is_from_files(self.models.target) and (draft is None or is_from_files(draft))
+
+    @property
+    def _keep(self) -> KeptCosts:
+        return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
+
+    def _measured_costs(self) -> CostTable:
+        started = time.perf_counter()
+        costs = self.measure_costs(Grid.coarse(self.config.max_batch_size))
+        log.info(
+            "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
+            time.perf_counter() - started,
+            costs.round_ms(1, 0),
+            costs.round_ms(self.config.max_batch_size, 0),
+            self.config.max_batch_size,
+        )
+        if self._keeps:
+            self._keep.save(costs)
+        return costs
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""

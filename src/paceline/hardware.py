@@ -67,6 +67,16 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_signature() -> str:
+    """What tells processors of one name apart: family, model, stepping and features. Empty where nothing says so."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return ""
+    first = cpuinfo.read_text().split("\n\n", 1)[0]
+    told = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features", "CPU part")
+    return "; ".join(" ".join(line.split()) for line in first.splitlines() if line.split(":")[0].strip() in told)
+
+
 def resolve_device(name: str) -> torch.device:
     """Name to device; "auto" is the first CUDA device if there is one, else the CPU."""
     if name == "auto":

@@ -107,6 +107,15 @@ class Calibration:
             feed=tuple(point.ms for point in feed.values()) or (0.0,),
         )
 
+    @torch.inference_mode()
+    def plain_ms(self) -> float:
+        """Of a round without guesses for one row: a few rounds tell whether a table was measured on a busy machine."""
+        self._fill(1, self.context)
+        point = self._verify(1, 0, self.context)
+        for _ in range(1 + self.grid.repeats):
+            point.measure()
+        return point.ms
+
     def _verify_table(self, measured: dict[tuple[int, int], float]) -> tuple[tuple[float, ...], ...]:
         """[size][length]; no round is slower than one with more rows or more guesses: noise only ever adds."""
         table = []

@@ -102,6 +102,8 @@ class CostTable:
     @staticmethod
     def from_json(document: dict[str, Any]) -> CostTable:
         """Raises TypeError, KeyError or ValueError if the document is not one of ``as_json``."""
+        if not isinstance(document, dict):
+            raise TypeError(f"a table of costs is an object, not {type(document).__name__}")
         given = {name: _tupled(value) for name, value in document.items()}
         table = CostTable(**given)
         if len(table.verify) != len(table.batch_sizes) or any(len(r) != len(table.lengths) for r in table.verify):

@@ -58,6 +58,11 @@ def model_hash(model: AnyModel) -> str:
     return digest.hexdigest()[:16]
 
 
+def is_from_files(model: AnyModel) -> bool:
+    """Whether the model's name is that of the files its weights came from, so that ``model_hash`` knows them."""
+    return bool(_weight_files(Path(model.name)))
+
+
 def _weight_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))

@@ -1,0 +1,108 @@
+"""Costs that were measured once are kept on disk: measuring them takes a second or more, which a short job feels.
+
+They are kept for models that come from files, beside those in paceline's cache, a small file each. What was measured on
+another machine, for other weights or by another version has another name and is never read. A file that cannot be read
+is measured and written anew. ``PACELINE_COST_CACHE=off`` keeps nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from paceline import __version__
+from paceline.errors import ParameterError
+from paceline.files import write_text
+from paceline.hardware import cpu_signature
+from paceline.lengths.cost import CostTable
+from paceline.lengths.profile import Identity
+from paceline.models.hub import cache_directory
+
+log = logging.getLogger("paceline")
+
+VARIABLE = "PACELINE_COST_CACHE"
+FASTER = 1.25  # a fastest round spreads by up to 7 % on an idle machine: what is this much faster, was slowed by others
+
+
+@dataclass(frozen=True)
+class KeptCosts:
+    """The cost table of one engine's models, sizes and machine, on disk (perhaps not yet).
+
+    identity: as of a profile. max_batch_size, max_model_len: the engine's, which decide what was measured.
+    """
+
+    identity: Identity
+    max_batch_size: int
+    max_model_len: int
+
+    @property
+    def path(self) -> Path:
+        versions = __version__, torch.__version__, cpu_signature()
+        digest = hashlib.sha256(json.dumps([asdict(self), versions]).encode()).hexdigest()[:16]
+        return cache_directory() / "costs" / f"{digest}.json"
+
+    def load(self) -> CostTable | None:
+        """The table; None if there is none that can be used."""
+        if _is_off():
+            return None
+        try:
+            table = CostTable.from_json(json.loads(self.path.read_text(encoding="utf-8")))
+            _check(table)
+        except FileNotFoundError:
+            return None
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            log.warning("the costs kept in %s cannot be used (%r): measuring anew", self.path, error)
+            return None
+        log.info("costs of rounds read from %s", self.path)
+        return table
+
+    def agrees(self, table: CostTable, plain_ms: float) -> bool:
+        """Whether a round without guesses for one row, timed now, is not much faster than the table says.
+
+        Slower rounds are no reason to measure: the machine is busy now, and the policy corrects the table as it plays.
+        """
+        told = table.verify_ms(1, 0)
+        if plain_ms * FASTER >= told:
+            return True
+        log.info("the costs kept in %s were measured on a busy machine (%.2f ms, now %.2f)", self.path, told, plain_ms)
+        return False
+
+    def save(self, table: CostTable) -> None:
+        """Keep the table; warns if that is not possible."""
+        if _is_off():
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, json.dumps(table.as_json()) + "\n")
+        except OSError as error:
+            log.warning("the costs of rounds are not kept in %s: %s", self.path, error)
+
+
+def _is_off() -> bool:
+    choice = os.environ.get(VARIABLE, "on")
+    if choice not in ("on", "off"):
+        raise ParameterError(VARIABLE, choice, "'on' or 'off'")
+    return choice == "off"
+
+
+def _check(table: CostTable) -> None:
+    """Raise ValueError or TypeError unless all are times and sizes that a measurement could have given."""
+    axes: list[Iterable[float]] = [table.batch_sizes, table.lengths, table.feed_tokens, (table.context,)]
+    times = [*table.verify, table.draft_once, table.draft_step, table.feed, (table.context_once, table.context_token)]
+    if not all(math.isfinite(number) and number >= 0 for line in (*axes, *times) for number in line):
+        raise ValueError("a time or a size is no number, or below 0")
+    sized = (
+        (table.draft_once, table.batch_sizes),
+        (table.draft_step, table.batch_sizes),
+        (table.feed, table.feed_tokens),
+    )
+    if any(len(line) != len(axis) for line, axis in sized) or not all(ms > 0 for line in table.verify for ms in line):
+        raise ValueError("a time is missing, or 0")
