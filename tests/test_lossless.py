@@ -11,6 +11,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from paceline import acceptance
 from paceline.batch import Batch, Draft
 from paceline.drafters import NgramDrafter
 from paceline.engine import Engine, Request
+from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.budget import BudgetLength
 from paceline.lengths.confident import ConfidentLength
@@ -31,6 +33,7 @@ from paceline.lengths.goodput import LONGEST_AUTO
 from paceline.lengths.hybrid import HybridLength
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
+from paceline.outputs import RequestOutput
 from paceline.params import SamplingParams, StructuredOutputs
 from paceline.sampling import Purpose, noise_key, noisy_argmax
 from simulation import linear_costs
@@ -109,7 +112,7 @@ EVERYTHING = [  # every row has every parameter
     )
     for row in range(len(PROMPTS))
 ]
-PARAMS = FAMILIES | {"everything": EVERYTHING}
+PARAMS = {**FAMILIES, "everything": EVERYTHING}
 
 
 @functools.cache
@@ -335,6 +338,71 @@ def test_logprobs_are_the_models_own_whoever_guessed(drafter: str, rule: str) ->
             values, ids = law.topk(3)
             assert [token for token, _ in entry.top] == ids.tolist()
             assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+RANKED = [
+    replace(params, n=2, best_of=4, rank_by=("mean_logprob", "logprob")[place % 2])
+    for place, params in enumerate(MIXED)
+]
+PARAMS["ranked"] = RANKED
+
+
+def own_logprobs(prompt: list[int], answer: list[int]) -> list[float]:
+    """Of an answer's tokens, by the model itself, each from the whole text before it."""
+    laws = [torch.tensor(logits_after(ToyModel(), [*prompt, *answer[:place]])) for place in range(len(answer))]
+    return [float(law.log_softmax(-1)[token]) for law, token in zip(laws, answer, strict=True)]
+
+
+@functools.cache
+def by_rank() -> list[list[int]]:
+    """Which answers are the best of each prompt, by plain Python: their indices, best first."""
+    ranks = []
+    for prompt, params, each in zip(PROMPTS, RANKED, plain("toy", "ranked"), strict=True):
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+        keys = []
+        for index, answer in enumerate(each):
+            own = own_logprobs(prompt, answer)
+            score = sum(own) / len(own) if params.rank_by == "mean_logprob" else sum(own)
+            keys.append((answer[-1] not in stops, -score, index))
+        ranks.append([index for *_, index in sorted(keys)][: params.n])
+    assert any(rank != sorted(rank) for rank in ranks), "the test needs an order that is not that of sampling"
+    return ranks
+
+
+def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        for answer in output.outputs:
+            assert answer is output.candidates[answer.index]
+            own = own_logprobs(prompt, answer.token_ids)
+            assert answer.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
+            assert answer.mean_logprob == pytest.approx(sum(own) / len(own), abs=1e-5)
+    return [[answer.index for answer in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("model", ["toy", "flat"])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "sometimes", "ragged", "none"])
+def test_ranking_changes_no_answer_and_speculation_no_rank(
+    drafter: str, model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    engine = speculative_engine(model, drafter, "random", "ranked", attention="auto", prefill_chunk=7)
+    outputs = run(engine, PROMPTS, RANKED)
+    assert answers(outputs) == plain("toy", "ranked")
+    assert ranked_answers(outputs) == by_rank()
+    unranked = [replace(params, n=4, best_of=None, rank_by=None) for params in RANKED]
+    assert answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, unranked)) == plain("toy", "ranked")
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_answers_are_ranked_by_what_was_drawn_under_both_rules(rule: str) -> None:
+    engine = speculative_engine("toy", "model", 4, "ranked", acceptance=rule)
+    for output in run(engine, PROMPTS, RANKED):
+        scores = [
+            answer.score(output.rank_by or "logprob") for answer in output.outputs if answer.finish_reason == "stop"
+        ]
+        assert scores == sorted(scores, reverse=True)
+    ranked_answers(run(engine, PROMPTS, RANKED))
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------

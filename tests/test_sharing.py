@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,7 +201,8 @@ def test_a_round_that_fails_is_raised_where_it_was_played_and_told_to_the_others
 def test_the_last_item_of_a_stream_is_finished_when_time_is_up() -> None:
     llm = toy_llm()
     items = [
-        (output.request_id, output.outputs[0].finish_reason) for output in llm.stream(PROMPTS, LONG, max_time=1e-9)
+        (output.request_id, output.outputs[0].finish_reason)
+        for output in llm.stream(PROMPTS, replace(LONG, time_budget=1e-9))
     ]
     assert [reason for _, reason in items] == ["deadline"] * 3
     assert len({name for name, _ in items}) == 3

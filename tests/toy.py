@@ -206,7 +206,8 @@ class ToyAsked:
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
-    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+    """Of every answer that was made, in the order of sampling."""
+    return [[answer.token_ids for answer in output.candidates] for output in outputs]
 
 
 # --- the slow, plain truth --------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
     assert batch.sampling.logprobs is not None
     kernels = kernels_for(logits)
     if kernels is not None:
-        wanted = [-1 if p.logprobs is None else p.logprobs for p in batch.sampling.params[: batch.rows]]
+        wanted = [-1 if p.scored is None else p.scored for p in batch.sampling.params[: batch.rows]]
         gained = Gained(verdict.tokens, verdict.accepted, draft.counts)
         return Logprobs(*logprobs_of(kernels, logits, gained, wanted))
     if logits.dim() == 2:

@@ -53,7 +53,8 @@ class Request:
 
     make_constraint: makes one constraint an answer, where ``params`` have structured_outputs.
 
-    max_time: seconds from now; what is not finished by then ends with finish_reason "deadline".
+    arrival: when it came, on the clock of time.monotonic: its ``time_budget`` is counted from there; None: when it is
+        added.
 
     client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
         ones, whoever asks.
@@ -63,7 +64,7 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     request_id: str | None = None
-    max_time: float | None = None
+    arrival: float | None = None
     make_stream: Callable[[SamplingParams], TextStream] | None = None
     make_constraint: Callable[[], Constraint] | None = None
     client: str = ""
@@ -285,29 +286,34 @@ class Engine:
         request_id = request.request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ParameterError("request_id", request_id, "not the id of a request that still runs")
-        now = time.monotonic()
-        output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [])
-        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        rows = [self._sequence(request, request_id, index, seed, now) for index in range(request.params.n)]
+        params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
+        output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        rows = [self._sequence(request, request_id, index, seed, arrival) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
         self._requests[request_id] = output
         self.scheduler.waiting.extend(rows)
         return output
 
-    def _sequence(self, request: Request, request_id: str, index: int, seed: int, now: float) -> Row:
+    def _sequence(self, request: Request, request_id: str, index: int, seed: int, arrival: float) -> Row:
         params = request.params
         eos = () if params.ignore_eos else self.models.eos_token_ids
         rate = self.config.synthetic_acceptance
-        metrics = Metrics(now, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
+        metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
         return Row(
             request_id=request_id,
             prompt=request.prompt_token_ids,
             params=params,
             seed=sequence_seed(seed, index),
             stop_tokens=frozenset((*eos, *params.stop_token_ids)),
-            output=CompletionOutput(index, logprobs=None if params.logprobs is None else [], metrics=metrics),
+            output=CompletionOutput(
+                index,
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.scored is None else 0.0,
+                metrics=metrics,
+            ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
-            deadline=None if request.max_time is None else now + request.max_time,
+            deadline=None if params.time_budget is None else arrival + params.time_budget,
             constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
             client=request.client,
             priority=request.priority,
@@ -328,8 +334,6 @@ class Engine:
         if (request.params.structured_outputs is None) != (request.make_constraint is None):
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
-        if request.max_time is not None and not request.max_time > 0:
-            raise ParameterError("max_time", request.max_time, "a number of seconds above 0")
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         ids: dict[str, Iterable[int]] = {
@@ -394,14 +398,15 @@ class Engine:
         if self._pipeline is not None:
             self._pipeline.forget()
         for output in self._requests.values():  # an interrupt may have caught a sequence between two queues
-            for answer in output.outputs:
+            for answer in output.candidates:
                 answer.finish_reason = answer.finish_reason or "abort"
+            output.close()
         self._requests.clear()
 
     def clear_begun(self) -> list[RequestOutput]:
         """After an exception in a round: end the requests it may have touched; those that only wait go on."""
         waiting = Counter(row.request_id for row in self.scheduler.waiting)
-        begun = {name for name, output in self._requests.items() if waiting[name] < len(output.outputs)}
+        begun = {name for name, output in self._requests.items() if waiting[name] < len(output.candidates)}
         ended = [self._requests[name] for name in begun]
         untouched = {name: output for name, output in self._requests.items() if name not in begun}
         queue = [row for row in self.scheduler.waiting if row.request_id in untouched]
@@ -417,6 +422,7 @@ class Engine:
         outputs = [self._requests[request_id] for request_id in ids]
         for output in outputs:
             if output.finished:
+                output.close()
                 del self._requests[output.request_id]
         return outputs
 

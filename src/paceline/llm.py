@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +24,6 @@ from paceline.models.prepare import prepare
 from paceline.outputs import RequestOutput
 from paceline.params import (
     DEFAULT_MODEL,
-    MAX_TIME,
     DtypeName,
     EngineConfig,
     EngineOptions,
@@ -121,17 +121,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        max_time: float | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue all prompts (strings or token ids) in one batch; results in the order of the prompts.
 
-        params: one for all, or one a prompt. max_time: seconds after which unfinished answers end as they are
-        (finish_reason "deadline"). on_finished is called with each request as it ends, in the order of ending.
+        params: one for all, or one a prompt; a ``time_budget`` counts from this call on. on_finished is called with
+        each request as it ends, in the order of ending.
         If interrupted, what has not ended has finish_reason "abort" and the interrupt goes on to the caller.
         What goes wrong with one request ends it with finish_reason "error" and its ``error``; the others go on.
         """
-        requests = self._requests(as_prompts("prompts", prompts), params, max_time)
+        arrival = time.monotonic()
+        requests = self._requests(as_prompts("prompts", prompts), params, arrival)
         return self._run(requests, use_tqdm, on_finished)
 
     def chat(
@@ -140,12 +140,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        max_time: float | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several in one batch, through the model's chat template. See ``generate``."""
+        arrival = time.monotonic()
         prompts = [self.tokens_of_chat(conversation) for conversation in as_conversations(messages)]
-        return self._run(self._requests(prompts, params, max_time), use_tqdm, on_finished)
+        return self._run(self._requests(prompts, params, arrival), use_tqdm, on_finished)
 
     def tokens_of_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as the prompt the model was trained on."""
@@ -155,14 +155,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        max_time: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Like ``generate``, but yields a request's (growing) result whenever it gained tokens or ended.
 
-        The last time that a request is yielded it is finished. Leaving the iterator ends what is not.
+        The last time that a request is yielded it is finished, and its answers are in the order of their rank, if they
+        are ranked: until then they are all there, in the order of sampling. Leaving the iterator ends what is not.
         """
-        requests = self._requests(as_prompts("prompts", prompts), params, max_time)
+        arrival = time.monotonic()
+        requests = self._requests(as_prompts("prompts", prompts), params, arrival)
         with self._share().begin(requests) as call:
             yield from call
 
@@ -200,7 +200,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        max_time: float | None,
+        arrival: float,
     ) -> list[Request]:
         given = SamplingParams() if params is None else params
         if not isinstance(given, (SamplingParams, list, tuple)):
@@ -208,32 +208,31 @@ class LLM:
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
             raise ParameterError("params", f"{len(each)} entries", f"one, or one a prompt ({len(prompts)})")
-        return [self.request(prompt, p, max_time=max_time) for prompt, p in zip(prompts, each, strict=True)]
+        return [self.request(prompt, p, arrival=arrival) for prompt, p in zip(prompts, each, strict=True)]
 
     def request(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
-        max_time: float | None = None,
+        arrival: float | None = None,
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
     ) -> Request:
         """A prompt as ``engine.add`` takes it: tokens, how they become text again, and what the answers must look like.
 
+        arrival: when it came, on the clock of time.monotonic; None: when it is added.
         Raises ParameterError, StructureError, MissingPackageError.
         """
         if not isinstance(params, SamplingParams):
             raise ParameterError("params", params, _PARAMS)
-        if max_time is not None:
-            MAX_TIME.take("max_time", max_time)
         text = prompt if isinstance(prompt, str) else None
         make_stream = self._stream if self.tokenizer is not None else None
         wanted = params.structured_outputs
         make_constraint = None if wanted is None else self.structure(wanted)
         tokens = self._encode(prompt)
-        return Request(tokens, params, text, request_id, max_time, make_stream, make_constraint, client, priority)
+        return Request(tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority)
 
     def structure(
         self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False

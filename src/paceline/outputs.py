@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from paceline.params import RankName
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no guesses for the row
@@ -63,8 +67,10 @@ class Metrics:
 
 @dataclass
 class CompletionOutput:
-    """One answer (``index`` of n) to a prompt. ``logprobs`` and ``cumulative_logprob`` only if asked for.
+    """One answer to a prompt, ``index`` in the order of sampling. ``logprobs`` only if asked for.
 
+    cumulative_logprob: the sum of its tokens' log-probabilities under the model, where ``logprobs`` or a ranking of the
+        answers are asked for.
     pieces: the text that each token let out; "" while a character or a stop string is open. Together they are ``text``.
     error: why it could not go on, where finish_reason is "error"; nobody else's answers are touched by it.
     """
@@ -79,11 +85,18 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     metrics: Metrics = field(default_factory=Metrics)
     error: Exception | None = None
+    cumulative_logprob: float | None = None
 
     @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the tokens' log-probabilities; None unless logprobs were asked for."""
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+    def mean_logprob(self) -> float | None:
+        """``cumulative_logprob`` over the number of tokens; None without tokens, too."""
+        total = self.cumulative_logprob
+        return None if total is None or not self.token_ids else total / len(self.token_ids)
+
+    def score(self, by: RankName) -> float:
+        """What answers are ranked by; without tokens the least of all."""
+        score = self.mean_logprob if by == "mean_logprob" else self.cumulative_logprob
+        return -math.inf if score is None or not self.token_ids else score
 
     @property
     def finished(self) -> bool:
@@ -92,18 +105,42 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers, in order of their index."""
+    """A prompt and its answers.
+
+    outputs: the answers given back: as long as it runs all of them, in the order of sampling; once it has ended the n
+        best, the best first, if they are ranked (``SamplingParams.rank_by``).
+    candidates: all answers that are made (``best_of``), always in the order of sampling.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    n: int | None = None
+    rank_by: RankName | None = None
+    candidates: list[CompletionOutput] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.candidates = self.outputs
+
+    def close(self) -> None:
+        """All its answers have ended: choose those given back."""
+        order = self.candidates if self.rank_by is None else ranked(self.candidates, self.rank_by)
+        self.outputs = order[: self.n]
 
     @property
     def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
+        return all(output.finished for output in self.candidates)
 
     @property
     def error(self) -> Exception | None:
         """What ended the request, answers and all; None where nothing went wrong."""
-        return next((output.error for output in self.outputs if output.error is not None), None)
+        return next((output.error for output in self.candidates if output.error is not None), None)
+
+
+def ranked(answers: Sequence[CompletionOutput], by: RankName) -> list[CompletionOutput]:
+    """Best first: those that ended by themselves before those that were cut; equals in the order given.
+
+    An answer that reached max_tokens was cut, too: its last word is not the model's, and loops are very likely text.
+    """
+    return sorted(answers, key=lambda answer: (answer.finish_reason != "stop", -answer.score(by)))

@@ -33,6 +33,7 @@ DrafterName = Literal["model", "ngram", "hybrid"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LengthName = Literal["auto", "bass", "profiled"]
 LogFormat = Literal["text", "json"]
+RankName = Literal["mean_logprob", "logprob"]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4
@@ -59,6 +60,7 @@ MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28
 MIN_TEMPERATURE = 1e-30
 MIN_TOP_P = 1e-30
 MIN_SECONDS = 1e-3
+MIN_TIME_BUDGET = 1e-9
 
 MAX_CONNECTIONS = 2**20
 
@@ -67,8 +69,6 @@ Share = Annotated[float, Number(0, 1)]
 Penalty = Annotated[float, Number(-2, 2)]
 Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
 Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
-MAX_TIME = Number(1e-9, MAX_SECONDS)
-"""Of a request, in seconds."""
 Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves
 
@@ -114,7 +114,14 @@ class SamplingParams:
 
     Order of work on the logits: bias, penalties, minimum length, temperature, min-p, top-k, top-p; then the draw.
 
-    n: answers to the prompt; they share its prefill.
+    n: answers to the prompt; they share its prefill. best_of: so many are made, of which the best n are given back.
+    rank_by: the order of the answers: "mean_logprob", the mean log-probability of an answer's tokens, as BASS ranks
+        (2404.15778), or "logprob", their sum. Those that ended by themselves (finish_reason "stop") come before those
+        that were cut. The log-probabilities are the model's own (temperature 1, before bias, penalties and cuts) of
+        all tokens drawn: a stop token, and what a stop string cuts out of the text, count. None is the order of
+        sampling; of best_of more than n answers the best are then those by "mean_logprob".
+    time_budget: seconds from the request's arrival, in which it also waits and its prompt is read. What is not finished
+        by then ends as it is (finish_reason "deadline"); what a round brings later comes too late. None: no limit.
     max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.
     temperature: 0 is greedy, 100 the most. top_k: 0 keeps all. top_p, min_p: nucleus and relative cut.
     presence_penalty, frequency_penalty: subtracted for tokens of the answer so far, [-2, 2].
@@ -132,6 +139,9 @@ class SamplingParams:
     """
 
     n: Annotated[int, Whole(1, MAX_ANSWERS)] = 1
+    best_of: Annotated[int, Whole(1, MAX_ANSWERS)] | None = None
+    rank_by: RankName | None = None
+    time_budget: Annotated[float, Number(MIN_TIME_BUDGET, MAX_SECONDS)] | None = None
     max_tokens: Count = 128
     min_tokens: Annotated[int, Whole(0, MAX_COUNT)] = 0
     temperature: Annotated[float, Number(MIN_TEMPERATURE, 100, or_zero=True)] = 1.0
@@ -157,6 +167,8 @@ class SamplingParams:
         check_fields(self)
         fewer = f"a whole number from 0 to {self.max_tokens}, which is max_tokens"
         check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, fewer)
+        enough = f"a whole number from {self.n}, which is n, to {MAX_ANSWERS}"
+        check(self.best_of is None or self.best_of >= self.n, "best_of", self.best_of, enough)
         if self.structured_outputs is not None:
             free = "left alone with structured_outputs, which says itself when an answer ends"
             check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
@@ -179,6 +191,24 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def answers(self) -> int:
+        """How many are made."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranking(self) -> RankName | None:
+        """What the answers are ranked by; None: they keep the order of sampling."""
+        return "mean_logprob" if self.rank_by is None and self.answers > self.n else self.rank_by
+
+    @property
+    def scored(self) -> int | None:
+        """How many of the most likely tokens of each place are told, besides the drawn one's own log-probability.
+
+        None: nobody asks for any log-probability.
+        """
+        return 0 if self.logprobs is None and self.ranking is not None else self.logprobs
 
 
 def _minus_one(meaning: int | None) -> Callable[[object], object]:

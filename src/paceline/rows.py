@@ -152,7 +152,7 @@ class SamplingRows:
         self.any_bias = any(p.logit_bias for p in live)
         self.any_minimum = any(p.min_tokens > 0 for p in live)
         self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
-        self.logprobs = max((p.logprobs for p in live if p.logprobs is not None), default=None)
+        self.logprobs = max((p.scored for p in live if p.scored is not None), default=None)
         self._list_tokens(rows)
 
     def _list_tokens(self, rows: int) -> None:

@@ -305,7 +305,13 @@ class Scheduler:
 
 
 def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
-    """Append a row's new tokens up to the answer's end; what goes wrong with them ends this answer and no other."""
+    """Append a row's new tokens up to the answer's end; what goes wrong with them ends this answer and no other.
+
+    What comes after its deadline comes too late: an answer that ended by itself did so within its budget.
+    """
+    if sequence.deadline is not None and now > sequence.deadline:
+        finish(sequence, "deadline", now)
+        return
     try:
         if sequence.constraint is not None:
             sequence.constraint.check()
@@ -320,9 +326,9 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     accepted, drafted = host.accepted[row], host.drafted[row]
     kept = 0
     for place, token in enumerate(host.tokens[row]):
-        if output.logprobs is not None:
-            output.logprobs.append(_token_logprob(verdict, row, place, token, sequence.params))
         output.token_ids.append(token)
+        if output.cumulative_logprob is not None:
+            _note_logprob(output, verdict, row, place, sequence.params.logprobs)
         output.token_kinds.append(_kind(place, accepted, drafted))
         output.pieces.append("")
         kept += 1
@@ -345,12 +351,15 @@ def _kind(place: int, accepted: int, drafted: int) -> TokenKind:
     return "bonus" if drafted else "plain"
 
 
-def _token_logprob(verdict: Verdict, row: int, place: int, token: int, params: SamplingParams) -> TokenLogprob:
+def _note_logprob(output: CompletionOutput, verdict: Verdict, row: int, place: int, top: int | None) -> None:
+    """Of the token that the answer gained last, and of so many likely ones."""
     assert verdict.logprobs is not None
-    assert params.logprobs is not None
+    assert output.cumulative_logprob is not None
     own, ids, values = verdict.logprobs.host
-    best = zip(ids[row][place][: params.logprobs], values[row][place][: params.logprobs], strict=True)
-    return TokenLogprob(token, own[row][place], tuple(best))
+    output.cumulative_logprob += own[row][place]
+    if output.logprobs is not None:
+        best = zip(ids[row][place][:top], values[row][place][:top], strict=True)
+        output.logprobs.append(TokenLogprob(output.token_ids[-1], own[row][place], tuple(best)))
 
 
 def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> None:

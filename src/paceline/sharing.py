@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from threading import Lock
 
 from paceline.engine import Engine, Request
@@ -59,6 +60,8 @@ class SharedEngine:
         self._next, self._held = Lock(), Lock()
         self._calls: dict[int, Call] = {}
         self._callers: dict[str, Call] = {}  # by request
+        self._order: dict[str, int] = {}  # in which they were taken
+        self._numbers = count()
         self._left: deque[Call] = deque()
 
     def begin(self, requests: Sequence[Request], final: bool = False) -> Call:
@@ -78,6 +81,7 @@ class SharedEngine:
         call.outputs.append(output)
         call.open[output.request_id] = output
         self._callers[output.request_id] = call
+        self._order[output.request_id] = next(self._numbers)
 
     def news(self, call: Call) -> list[RequestOutput]:
         """What gained tokens or ended; plays a round unless other callers' rounds have brought some already."""
@@ -126,6 +130,7 @@ class SharedEngine:
             self._calls.pop(id(call), None)
             for output in call.outputs:
                 self._callers.pop(output.request_id, None)
+                self._order.pop(output.request_id, None)
                 self.engine.abort(output.request_id)
 
     def _step(self, caller: Call) -> None:
@@ -140,19 +145,15 @@ class SharedEngine:
             raise
         finally:
             self.engine.closed = False
-        for output in sorted(changed, key=_arrival):
-            if output.request_id in self._callers:
-                self._callers[output.request_id].tell(output)
+        known = [output for output in changed if output.request_id in self._callers]
+        for output in sorted(known, key=lambda output: self._order[output.request_id]):
+            self._callers[output.request_id].tell(output)
 
     def _round_failed(self, caller: Call, error: BaseException) -> None:
         """Its rows are lost. The exception is the caller's who played it; others read of it in their results."""
         reason = RuntimeError(f"a round that was played for several callers failed: {type(error).__name__}: {error}")
         for output in self.engine.clear_begun():
             if self._callers.get(output.request_id) is not caller:
-                for answer in output.outputs:
+                for answer in output.candidates:
                     if answer.finish_reason == "abort":
                         answer.finish_reason, answer.error = "error", reason
-
-
-def _arrival(output: RequestOutput) -> float:
-    return output.outputs[0].metrics.arrival_time

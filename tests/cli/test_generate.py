@@ -141,7 +141,7 @@ BAD_LINES = {
     "wrong type": ('{"prompt": 5}', "a string or a list of token ids"),
     "unknown key": (
         '{"prompt": "x", "temprature": 1}',
-        "temprature=1 is not allowed: left out; known are n, max_tokens",
+        "temprature=1 is not allowed: left out; known are n, best_of",
     ),
     "bad value": ('{"prompt": "x", "top_p": 2}', "top_p=2"),
     "wrong value type": ('{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),
@@ -254,3 +254,21 @@ def test_the_defaults_are_those_of_the_parameters(paceline: Any) -> None:
     assert EngineConfig(**EngineFlags().options()) == EngineConfig()
     with pytest.raises(ParameterError):
         SamplingFlags(n=0).params()
+
+
+def test_the_best_answers_come_first_and_say_what_their_rank_comes_from(paceline: Any, tiny: str) -> None:
+    many = ("generate", tiny, "-p", "hello", "--n", "2", "--best-of", "5", "--seed", "1", "--max-tokens", "6")
+    (document,) = documents(paceline(*many, "--rank", "logprob", "--json"))
+    totals = [answer["cumulative_logprob"] for answer in document["outputs"]]
+    assert len(totals) == 2
+    assert totals == sorted(totals, reverse=True)
+    assert document["outputs"][0]["mean_logprob"] == pytest.approx(totals[0] / 6)
+    assert "mean log-probability" in paceline(*many).stdout
+
+
+def test_a_budget_of_time_is_honoured_and_said(paceline: Any, tiny: str) -> None:
+    short = ("generate", tiny, "-p", "hello", "--time-budget", "0.000001")
+    (document,) = documents(paceline(*short, "--json"))
+    assert document["outputs"][0]["finish_reason"] == "deadline"
+    assert "cut by --time-budget after 0 tokens" in paceline(*short, "--quiet").stderr
+    assert "cut by the time budget" in paceline(*short, "--n", "2").stdout

@@ -9,6 +9,8 @@ import pytest
 
 ABSENT = [
     ("chat", "--n"),
+    ("chat", "--best-of"),
+    ("chat", "--rank"),
     ("chat", "--logprobs"),
     ("verify", "--num-speculative-tokens"),
     ("verify", "--acceptance"),

@@ -336,6 +336,7 @@ NUMBERS = (
     "num_speculative_tokens",
     "stop_token_ids",
     "timeout",
+    "best_of",
     "deadline_ms",
 )
 CHUNKS = (

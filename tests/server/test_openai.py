@@ -116,6 +116,35 @@ def test_the_best_of_several_by_mean_log_probability(live: Live, offline: LLM) -
     assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
 
 
+@pytest.mark.parametrize("rank_by", ["mean_logprob", "logprob"])
+def test_answers_come_in_the_order_of_their_rank_in_completions_and_chats(
+    live: Live, offline: LLM, rank_by: Any
+) -> None:
+    answers = expected(offline, n=3, best_of=5, rank_by=rank_by)
+    reply = ask(live, n=3, extra_body={"best_of": 5, "rank_by": rank_by, "metrics": True})
+    assert [choice.text for choice in reply.choices] == [answer.text for answer in answers]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert reply.choices[0].paceline["metrics"]["mean_logprob"] == pytest.approx(answers[0].mean_logprob, abs=1e-4)
+
+    messages: Any = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=20, seed=3, n=3, best_of=5, rank_by=rank_by)
+    best = offline.chat(messages, params, use_tqdm=False)[0].outputs
+    common: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 20, "seed": 3, "temperature": 1.0}
+    chat = live.openai.chat.completions.create(**common, n=3, extra_body={"best_of": 5, "rank_by": rank_by})
+    assert [choice.message.content for choice in chat.choices] == [answer.text for answer in best]
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 5 * 20
+
+
+@pytest.mark.parametrize("extra", [{"best_of": 2}, {"rank_by": "mean_logprob"}], ids=repr)
+def test_a_chat_that_is_ranked_cannot_be_streamed(live: Live, extra: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": True, **extra}
+    reply = live.post("/v1/chat/completions", body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(f"{next(iter(extra))} cannot be streamed")
+
+
 def test_several_prompts_as_texts_or_tokens(live: Live, offline: LLM) -> None:
     texts = [expected(offline, prompt)[0].text for prompt in ("ab", "xyz")]
     assert [choice.text for choice in ask(live, ["ab", "xyz"]).choices] == texts
@@ -266,3 +295,14 @@ def test_a_deadline_ends_an_answer_as_it_is(live: Live) -> None:
     choice = live.post("/v1/completions", {"prompt": "a", "max_tokens": 400, "deadline_ms": 30, "ignore_eos": True})
     found = choice.json()["choices"][0]
     assert (found["finish_reason"], found["stop_reason"]) == ("length", "deadline")
+
+
+@pytest.mark.parametrize("extra", [{}, {"response_format": {"type": "json_object"}}], ids=repr)
+def test_a_deadline_before_the_beginning_is_answered_with_nothing(live: Live, extra: dict[str, Any]) -> None:
+    """Also where the structure of the answer would have to be compiled first."""
+    message = {"role": "user", "content": "hello"}
+    reply = live.post("/v1/chat/completions", {"messages": [message], "deadline_ms": 0.001, **extra})
+    assert reply.status_code == 200
+    (choice,) = reply.json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+    assert choice["message"]["content"] == ""

@@ -9,7 +9,7 @@ import typer
 from rich.rule import Rule
 from rich.text import Text
 
-from paceline.cli.console import report_error, stdout
+from paceline.cli.console import note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
 from paceline.errors import ParameterError
@@ -75,15 +75,28 @@ def _show_json(number: int, result: Result) -> None:
 
 def _show_bare(_: int, result: Result) -> None:
     for output in _answers(result):
+        _note_deadline(output)
         typer.echo(output.text)
+
+
+def _note_deadline(output: CompletionOutput) -> None:
+    if output.finish_reason == "deadline":
+        note(f"cut by --time-budget after {len(output.token_ids)} tokens")
 
 
 def _show_titled(number: int, result: Result) -> None:
     answers = _answers(result)
     for output in answers:
         sample = f", answer {output.index + 1}" if len(answers) > 1 else ""
-        stdout().print(Rule(Text(f"prompt {number + 1}{sample}"), align="left", style="dim"))
+        stdout().print(Rule(Text(f"prompt {number + 1}{sample}{_standing(output)}"), align="left", style="dim"))
         typer.echo(output.text)
+
+
+def _standing(output: CompletionOutput) -> str:
+    """What its rank comes from, and whether time cut it."""
+    mean = output.mean_logprob
+    rank = "" if mean is None else f", mean log-probability {mean:.3f}"
+    return rank + (", cut by the time budget" if output.finish_reason == "deadline" else "")
 
 
 def _answers(result: Result) -> list[CompletionOutput]:

@@ -168,8 +168,10 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "metrics": _metrics(output),
     }
-    if output.logprobs is not None:
+    if output.cumulative_logprob is not None:
         document["cumulative_logprob"] = output.cumulative_logprob
+        document["mean_logprob"] = output.mean_logprob
+    if output.logprobs is not None:
         document["logprobs"] = [dataclasses.asdict(entry) for entry in output.logprobs]
     return document
 

@@ -47,7 +47,7 @@ app = typer.Typer(
 )
 for command in (generate, serve, pull, demo):
     app.command()(with_flags(command))
-app.command()(with_flags(chat, without={"n", "logprobs"}))  # one answer a turn, shown as text
+app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))  # one answer a turn, shown as text
 app.command()(with_flags(verify, without={"num_speculative_tokens", "acceptance"}))  # it has --lengths, and tries both
 app.command()(with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"}))  # it varies them
 app.add_typer(bench_app, name="bench")

@@ -26,6 +26,7 @@ from paceline.params import (
     EngineOptions,
     LengthName,
     QuantizationName,
+    RankName,
     RoundsName,
     SamplingParams,
     engine_config,
@@ -158,6 +159,19 @@ class SamplingFlags:
     """How to continue a prompt: ``SamplingParams`` as options."""
 
     n: Annotated[int, sampling_option("--n", "-n", text="Answers to each prompt.")] = SamplingParams.n
+    best_of: Annotated[int | None, sampling_option("--best-of", text="Make so many answers and show the best n.")] = (
+        SamplingParams.best_of
+    )
+    rank_by: Annotated[
+        RankName | None,
+        sampling_option(
+            "--rank", text="Best answers first, by their log-probability; cut ones last. Default: as sampled."
+        ),
+    ] = SamplingParams.rank_by
+    time_budget: Annotated[
+        float | None,
+        sampling_option("--time-budget", text="Seconds after which answers end as they are, waiting included."),
+    ] = SamplingParams.time_budget
     max_tokens: Annotated[int, sampling_option("--max-tokens", text="Most tokens of an answer.")] = (
         SamplingParams.max_tokens
     )

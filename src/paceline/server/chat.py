@@ -49,12 +49,12 @@ class ChatJob:
     async def prepare(cls, context: Context, body: ChatRequest, client: str) -> ChatJob:
         """Raises ApiError."""
         context.check_model(body.model)
-        context.check_answers(body.n or 1)
+        context.check_answers(body.answers)
+        terms = Terms.of(body, client)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
         wanted = await context.in_thread(lambda: body.structure)
         structure = replace(params, structured_outputs=wanted).structured_outputs  # beside parameters that fit it
-        terms = Terms.of(body, client)
         (request,) = await context.requests([tokens], params, terms)
         context.check_logprobs([request], params.logprobs)
         return cls(context, body, request, terms, structure)
@@ -73,7 +73,7 @@ class ChatJob:
             object="chat.completion",
             created=self.created,
             model=self.context.model_name,
-            choices=[self._whole(answer) for answer in output.outputs],
+            choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
             usage=usage_of([output.prompt_token_ids], [output]),
         )
 
@@ -102,11 +102,11 @@ class ChatJob:
     def _shows(self, delta: Delta) -> bool:
         return bool(delta.text or delta.ended or self.body.metrics or self.body.logprobs)
 
-    def _whole(self, answer: CompletionOutput) -> ChatChoice:
+    def _whole(self, place: int, answer: CompletionOutput) -> ChatChoice:
         word = finish_word(answer)
         assert word is not None
         choice = ChatChoice(
-            index=answer.index,
+            index=place,
             message=ChatMessage(role="assistant", content=answer.text, refusal=None),
             logprobs=self._logprobs(answer.logprobs or []),
             finish_reason=word,

@@ -59,10 +59,10 @@ class CompletionJob:
     async def prepare(cls, context: Context, body: CompletionRequest, client: str) -> CompletionJob:
         """Raises ApiError."""
         context.check_model(body.model)
-        context.check_answers(len(body.prompts) * (body.best_of or body.n or 1))
-        params = body.sampling(_max_tokens(body) or 1, _logprobs(body), body.best_of)
-        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        context.check_answers(len(body.prompts) * body.answers)
         terms = Terms.of(body, client)
+        params = body.sampling(_max_tokens(body) or 1, body.logprobs)
+        tokens = [await _encode(context, prompt) for prompt in body.prompts]
         requests = await context.requests(tokens, params, terms)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
         return cls(context, body, tokens, requests, terms)
@@ -82,7 +82,7 @@ class CompletionJob:
         choices = [
             self._whole(number, place, answer)
             for number, output in enumerate(outputs)
-            for place, answer in enumerate(self._best(output))
+            for place, answer in enumerate(output.outputs)
         ]
         return self._document(choices, usage=usage_of(self.tokens, outputs))
 
@@ -110,13 +110,6 @@ class CompletionJob:
             )
             for request in self.requests
         ]
-
-    def _best(self, output: RequestOutput) -> Sequence[CompletionOutput]:
-        """The n answers with the highest mean log-probability of best_of; BASS (2404.15778) ranks by it, too."""
-        n = self.body.n or 1
-        if len(output.outputs) == n:
-            return output.outputs
-        return sorted(output.outputs, key=_mean_logprob, reverse=True)[:n]
 
     def _whole(self, number: int, place: int, answer: CompletionOutput) -> CompletionChoice:
         delta = replace(Delta.whole(answer), index=place)
@@ -242,7 +235,7 @@ def extras_of(delta: Delta) -> Extras:
     """What "metrics": true adds."""
     extras = Extras(token_ids=list(delta.token_ids), kinds=list(delta.kinds), pieces=list(delta.pieces))
     if delta.ended is not None:
-        extras.metrics = AnswerMetrics.of(delta.ended.metrics)
+        extras.metrics = AnswerMetrics.of(delta.ended)
     return extras
 
 
@@ -260,19 +253,6 @@ def _max_tokens(body: CompletionRequest) -> int:
     if wanted == 0 and not body.echo:
         raise errors.invalid("max_tokens = 0 asks for nothing unless echo is true", "max_tokens")
     return wanted
-
-
-def _logprobs(body: CompletionRequest) -> int | None:
-    """Ranking needs the tokens' own log-probabilities."""
-    if body.logprobs is None and body.best_of is not None and body.best_of > (body.n or 1):
-        return 0
-    return body.logprobs
-
-
-def _mean_logprob(answer: CompletionOutput) -> float:
-    total = answer.cumulative_logprob
-    assert total is not None
-    return total / max(1, len(answer.token_ids))
 
 
 def _pieces(context: Context, tokens: Sequence[int]) -> list[str]:

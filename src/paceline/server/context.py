@@ -51,18 +51,18 @@ T = TypeVar("T")
 class Terms:
     """On which terms a request is served. client: whose turn it is.
 
-    max_time: seconds after which answers end as they are; timeout: seconds after which all is given up.
+    arrival: on the clock of time.monotonic; timeout: seconds after which all is given up.
     """
 
     client: str
     priority: int
-    max_time: float | None
+    arrival: float
     timeout: float | None
     streaming: bool
 
     @staticmethod
     def of(body: GenerationRequest, client: str) -> Terms:
-        return Terms(client, body.priority or 0, body.max_time, body.timeout, bool(body.stream))
+        return Terms(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
 
 
 class Context:
@@ -175,7 +175,7 @@ class Context:
     def _request(self, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
         name = self.new_id("prompt")
         request = self.llm.request(
-            prompt, params, max_time=terms.max_time, request_id=name, client=terms.client, priority=terms.priority
+            prompt, params, arrival=terms.arrival, request_id=name, client=terms.client, priority=terms.priority
         )
         self.llm.engine.check(request)
         return request
@@ -218,7 +218,7 @@ class Context:
             generation = None
             try:
                 async with time_limit(seconds):
-                    held = await structured(self.llm, requests, structure)
+                    held = await structured(self.llm, requests, structure, terms.arrival)
                     generation = Generation(
                         self.service, [] if only_read else zip(held, places, strict=True), terms.streaming
                     )
@@ -232,7 +232,7 @@ class Context:
     def _work(self, request: Request, only_read: bool, scored: bool) -> Work:
         size, params = len(request.prompt_token_ids), request.params
         made = 0 if only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
-        return Work(params.n, made, size * (scored + (not only_read)))
+        return Work(params.answers, made, size * (scored + (not only_read)))
 
     def close(self) -> None:
         """Nothing is begun any more."""
@@ -265,13 +265,13 @@ class Tally:
 def usage_of(prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> Usage:
     """Every prompt once, every answer that was made."""
     prompt = sum(map(len, prompts))
-    answers = sum(answer.metrics.output_tokens for output in outputs for answer in output.outputs)
+    answers = sum(answer.metrics.output_tokens for output in outputs for answer in output.candidates)
     return Usage(prompt_tokens=prompt, completion_tokens=answers, total_tokens=prompt + answers)
 
 
 def log_request(request_id: str, outputs: Sequence[RequestOutput], user: str | None) -> None:
     """One line about a request that was answered: what it cost, all its answers together."""
-    answers = [answer for output in outputs for answer in output.outputs]
+    answers = [answer for output in outputs for answer in output.candidates]
     total = Metrics(
         rounds=sum(answer.metrics.rounds for answer in answers),
         drafted=sum(answer.metrics.drafted for answer in answers),

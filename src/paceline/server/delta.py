@@ -91,12 +91,12 @@ class Growth:
     ended: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        n = len(self.output.outputs)
+        n = len(self.output.candidates)
         self.tokens, self.letters, self.ended = [0] * n, [0] * n, [False] * n
 
     def news(self) -> list[Delta]:
         """What was gained since the last call."""
-        return [self._take(answer) for answer in self.output.outputs if self._has_news(answer)]
+        return [self._take(answer) for answer in self.output.candidates if self._has_news(answer)]
 
     def _has_news(self, answer: CompletionOutput) -> bool:
         return not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])

@@ -171,7 +171,7 @@ def _fault(fault: Mapping[str, Any], data: object) -> tuple[str | None, str]:
     if fault["type"] == "extra_forbidden":
         return place, f"unknown field {place!r}: this server refuses what it would have to ignore"
     text = shortened(fault["msg"], MAX_FAULT)
-    if fault["type"] in ("unsupported", "best_of", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
+    if fault["type"] in ("unsupported", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
         return place, text
     return place, f"{place or 'body'}: {text}"
 

@@ -66,7 +66,7 @@ class Pace:
 
     @staticmethod
     def of(output: RequestOutput) -> Pace:
-        n = len(output.outputs)
+        n = len(output.candidates)
         return Pace([0] * n, [0.0] * n)
 
 
@@ -178,7 +178,7 @@ class Meter:
     def gained(self, pace: Pace, output: RequestOutput) -> None:
         """A request has news: times between tokens, and the end of answers."""
         now = self._clock()
-        for answer in output.outputs:
+        for answer in output.candidates:
             fresh = len(answer.token_ids) - pace.tokens[answer.index]
             if fresh > 0:
                 self._observe_tokens(pace, answer, fresh, now)

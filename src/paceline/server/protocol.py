@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from paceline.params import (
+    MAX_LOGPROBS,
+    MAX_SECONDS,
+    MIN_TIME_BUDGET,
+    RankName,
+    SamplingParams,
+    StructuredOutputs,
+)
 from paceline.server import limits
 
 
@@ -94,8 +101,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], _some()]
 Bias = Annotated[dict[str, float], BeforeValidator(_few_entries), Field(max_length=limits.MAX_LOGIT_BIAS)]
 Positive = Annotated[float, Field(gt=0)]
+Milliseconds = Annotated[float, Field(ge=1000 * MIN_TIME_BUDGET, le=1000 * MAX_SECONDS)]
 _SAMPLING = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "n", "best_of", "rank_by", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "num_speculative_tokens",
 )  # fmt: skip
@@ -105,13 +114,16 @@ class GenerationRequest(Strict):
     """What completions and chats have in common. None (or absent) leaves a parameter at its default.
 
     Ranges are those of ``SamplingParams``. user: a label, repeated in the log. timeout: seconds after which the request
-    is given up with an error; deadline_ms: milliseconds after which its answers end as they are. metrics: say what each
-    answer cost and how each token came about. priority: higher values wait while lower ones do; nobody can ask for less
-    than 0, the default, so that a request may make way for others but not push in.
+    is given up with an error; deadline_ms: milliseconds from its arrival after which its answers end as they are, as a
+    ``SamplingParams.time_budget``. metrics: say what each answer cost and how each token came about. priority: higher
+    values wait while lower ones do; nobody can ask for less than 0, the default, so that a request may make way for
+    others but not push in.
     """
 
     model: Label | None = None
     n: int | None = None
+    best_of: int | None = None
+    rank_by: RankName | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -132,7 +144,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     user: Label | None = None
     timeout: Positive | None = None
-    deadline_ms: Positive | None = None
+    deadline_ms: Milliseconds | None = None
     metrics: bool = False
     priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
@@ -157,6 +169,14 @@ class GenerationRequest(Strict):
         return self
 
     @model_validator(mode="after")
+    def _check_ranking(self) -> GenerationRequest:
+        ranked = "rank_by" if self.rank_by is not None else "best_of" if self.answers > (self.n or 1) else None
+        if self.stream and ranked is not None:
+            message = "{field} cannot be streamed: which answers are best is known only at the end"
+            raise PydanticCustomError("not_a_stream", message, {"field": ranked})
+        return self
+
+    @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             context = {"field": "stream_options"}
@@ -172,15 +192,17 @@ class GenerationRequest(Strict):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
-    def max_time(self) -> float | None:
-        """Seconds after which answers end as they are."""
-        return None if self.deadline_ms is None else self.deadline_ms / 1000
+    def answers(self) -> int:
+        """How many are made."""
+        return self.best_of or self.n or 1
 
-    def sampling(self, max_tokens: int, logprobs: int | None, n: int | None = None) -> SamplingParams:
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """As the engine takes it. Raises ParameterError."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        given |= {"max_tokens": max_tokens, "logprobs": logprobs} | ({} if n is None else {"n": n})
-        return SamplingParams.from_mapping(given)
+        budget = None if self.deadline_ms is None else self.deadline_ms / 1000
+        return SamplingParams.from_mapping(
+            given | {"max_tokens": max_tokens, "logprobs": logprobs, "time_budget": budget}
+        )
 
 
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
@@ -197,18 +219,8 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], _some(limits.MAX_PROMPTS)]
         | Annotated[list[TokenIds], _some(limits.MAX_PROMPTS)]
     )
-    best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    @model_validator(mode="after")
-    def _check_together(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
-        if self.best_of is not None and self.stream and self.best_of > (self.n or 1):
-            message = "best_of cannot be streamed: which answers are best is known only at the end"
-            raise PydanticCustomError("best_of", message, {"field": "best_of"})
-        return self
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

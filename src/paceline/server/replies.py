@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import BaseModel
 
 from paceline.outputs import CompletionOutput, TokenKind
-from paceline.outputs import Metrics as Measured
 
 FinishWord = Literal["stop", "length"]
 
@@ -21,7 +20,7 @@ class Usage(BaseModel):
 
 
 class AnswerMetrics(BaseModel):
-    """What one answer cost; ``outputs.Metrics`` says how it is counted."""
+    """What one answer cost; ``outputs.Metrics`` says how it is counted. mean_logprob: where answers are ranked."""
 
     output_tokens: int
     rounds: int
@@ -32,9 +31,11 @@ class AnswerMetrics(BaseModel):
     ttft_ms: float | None
     ms_per_token: float | None
     queue_ms: float | None
+    mean_logprob: float | None
 
     @staticmethod
-    def of(measured: Measured) -> AnswerMetrics:
+    def of(answer: CompletionOutput) -> AnswerMetrics:
+        measured = answer.metrics
         first, started = measured.time_to_first_token, measured.first_scheduled
         return AnswerMetrics(
             output_tokens=measured.output_tokens,
@@ -46,6 +47,7 @@ class AnswerMetrics(BaseModel):
             ttft_ms=None if first is None else 1000 * first,
             ms_per_token=measured.ms_per_token,
             queue_ms=None if started is None else 1000 * (started - measured.arrival_time),
+            mean_logprob=answer.mean_logprob,
         )
 
 

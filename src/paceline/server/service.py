@@ -49,7 +49,7 @@ class Ticket:
     @property
     def made(self) -> int:
         """Tokens of its answers so far."""
-        return 0 if self.output is None else sum(len(answer.token_ids) for answer in self.output.outputs)
+        return 0 if self.output is None else sum(len(answer.token_ids) for answer in self.output.candidates)
 
 
 @dataclass
@@ -348,5 +348,5 @@ class EngineService:
 
 def _newly_ended(live: _Live, output: RequestOutput) -> int:
     """Answers that have ended since the last call."""
-    before, live.ended = live.ended, sum(answer.finished for answer in output.outputs)
+    before, live.ended = live.ended, sum(answer.finished for answer in output.candidates)
     return live.ended - before

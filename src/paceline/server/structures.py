@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,11 +22,21 @@ if TYPE_CHECKING:
 Made = Callable[[], Constraint]
 
 
-async def structured(llm: LLM, requests: Sequence[Request], wanted: StructuredOutputs | None) -> Sequence[Request]:
-    """The requests with their answers held to a structure; None: as they are. Raises ApiError."""
+async def structured(
+    llm: LLM, requests: Sequence[Request], wanted: StructuredOutputs | None, arrival: float
+) -> Sequence[Request]:
+    """The requests with their answers held to a structure; None: as they are. Raises ApiError.
+
+    As they are, too, where their budget of time, which began at ``arrival``, is over before: they get no token.
+    """
     if wanted is None:
         return requests
-    made = await _compiled(llm, wanted)
+    budgets = [budget for each in requests if (budget := each.params.time_budget) is not None]
+    try:
+        async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
+            made = await _compiled(llm, wanted)
+    except TimeoutError:
+        return requests
     return [
         replace(each, params=replace(each.params, structured_outputs=wanted), make_constraint=made) for each in requests
     ]
