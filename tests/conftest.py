@@ -20,6 +20,8 @@ os.environ["PACELINE_COST_CACHE"] = "off"
 
 from paceline.kernels import drawing
 
+torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
+
 # A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
 # Reducing a slow example can take minutes: a failure shows the example as it was found; HYPOTHESIS_PROFILE=shrink
 # reduces it.

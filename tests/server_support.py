@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import socket
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from paceline.params import ServerConfig
 from paceline.server.app import make_app
 from paceline.server.context import Context
 from paceline.server.run import Server
+from polling import PATIENCE, wait_until
+from web import client
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]"
 
@@ -60,6 +65,17 @@ def load(model: str, **options: Any) -> LLM:
     return LLM(model, **{"num_speculative_tokens": 4} | plain | options)  # type: ignore[arg-type]
 
 
+@contextmanager
+def asking(url: str, path: str, body: Any) -> Iterator[None]:
+    """A client has asked and waits; it hangs up when the block is left."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as made:
+        made.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
 @dataclass
 class Live:
     """A server that runs, and the means to look into it."""
@@ -69,20 +85,52 @@ class Live:
 
     @property
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=client)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=120, **options)
+        return client.post(self.url + path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=120, **options)
+        return client.get(self.url + path, **options)
 
-    def wait_until_idle(self, seconds: float = 10) -> None:
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values over its labels."""
+        lines = re.findall(rf"^paceline:{name}(?:{{.*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        return sum(map(float, lines))
+
+    def asking(self, path: str, body: Any) -> AbstractContextManager[None]:
+        return asking(self.url, path, body)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The engine does nothing meanwhile: whatever is asked of it waits, and is taken at once afterwards."""
+        begun, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            begun.set()
+            release.wait(PATIENCE)
+
+        self.context.service._inbox.put(hold)
+        assert begun.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            release.set()
+
+    @property
+    def waiting(self) -> int:
+        """Commands that the engine has not taken: while it is held, one for every prompt."""
+        return len(self.context.service._inbox.commands)
+
+    def wait_until_idle(self) -> None:
         """Until nothing of any request is left. The engine's thread clears its queues one by one: wait for the last."""
-        engine, end = self.context.llm.engine, time.monotonic() + seconds
-        while self.context.admission.inside or engine.busy or engine._requests or self.context.service._live:
-            assert time.monotonic() < end, "rows are still taken"
-            time.sleep(0.01)
+        engine, service = self.context.llm.engine, self.context.service
+        wait_until(
+            lambda: (
+                not (self.context.admission.inside or self.waiting or engine.busy or engine._requests or service._live)
+            ),
+            "rows are still taken",
+        )
         engine.scheduler.check_integrity()
 
 
@@ -92,13 +140,12 @@ def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
     thread.start()
     context: Context = server.config.app.state.context  # type: ignore[union-attr]
     try:
-        while not server.started or context.service.state != "ready":
-            assert thread.is_alive(), context.service.failure
-            time.sleep(0.01)
+        wait_until(lambda: (server.started and context.service.state == "ready") or not thread.is_alive())
+        assert thread.is_alive(), context.service.failure
         port = server.servers[0].sockets[0].getsockname()[1]
         yield Live(f"http://127.0.0.1:{port}", context)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
     assert context.service.state == "stopped"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from paceline.llm import LLM
+from paceline.outputs import RequestOutput
 from paceline.params import ServerConfig
 from server_support import Live, load, save_model, start
 
@@ -24,3 +26,16 @@ def live(tiny: str) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def offline(tiny: str) -> LLM:
     return load(tiny)
+
+
+@pytest.fixture
+def unhurried(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that take as long as those of a large model: what is not ended early takes many seconds."""
+    engine = live.context.llm.engine
+    play = engine.step
+
+    def step() -> list[RequestOutput]:
+        time.sleep(0.05)
+        return play()
+
+    monkeypatch.setattr(engine, "step", step)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -23,8 +20,11 @@ from paceline.server.delta import Growth, Update
 from paceline.server.documents import written, written_in_pieces
 from paceline.server.mailbox import UNREAD, Mailbox
 from paceline.server.protocol import CompletionRequest
+from paceline.server.service import Ticket
 from paceline.server.streaming import EventStream
+from polling import PATIENCE, wait_until
 from server_support import Live, start
+from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,41 +109,23 @@ def test_more_answers_than_there_is_room_for_are_refused_at_once(live: Live, bod
     live.wait_until_idle()
 
 
-@contextmanager
-def held(live: Live) -> Iterator[None]:
-    """The engine does nothing meanwhile."""
-    release = threading.Event()
-    live.context.service._inbox.put(lambda: release.wait(60))
-    try:
-        yield
-    finally:
-        release.set()
-
-
-def wait_for(fact: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not fact():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_prompts_to_score_wait_like_others_and_take_no_cache_before_their_turn(live: Live) -> None:
     body = {"prompt": ["some prompt"] * 8, "echo": True, "max_tokens": 0, "logprobs": 1}
     admission, service = live.context.admission, live.context.service
     with ThreadPoolExecutor(2) as pool:
-        with held(live):
+        with live.held():
             first = [pool.submit(live.post, "/v1/completions", body) for _ in range(2)]
-            wait_for(lambda: admission.inside == 16)
+            wait_until(lambda: admission.inside == 16)
             assert live.post("/v1/completions", body).status_code == 429
         assert [each.result().status_code for each in first] == [200, 200]
     assert service._scoring is None
-    with held(live):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{live.url}/v1/completions", json=body, timeout=0.2)
-        wait_for(lambda: admission.inside == 0)
-        wait_for(lambda: service._inbox.commands)
+    with live.held():
+        with live.asking("/v1/completions", body):
+            wait_until(lambda: admission.inside == 8 and live.waiting)
+        wait_until(lambda: admission.inside == 0)
+        assert live.waiting, "what was asked of the engine is still there"
     live.wait_until_idle()
-    wait_for(lambda: not service._has_scorings)
+    wait_until(lambda: not service._has_scorings)
 
 
 def test_too_many_log_probabilities_and_texts_that_no_prompt_can_be_are_refused(
@@ -176,10 +158,16 @@ def test_too_many_log_probabilities_and_texts_that_no_prompt_can_be_are_refused(
 # --- clients that do not read -----------------------------------------------------------------------------------------
 
 
-def test_a_place_is_free_when_the_engine_is_done_whoever_has_not_read_it(live: Live) -> None:
+def test_a_place_is_free_when_the_engine_is_done_whoever_has_not_read_it(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stream's first event never leaves; its 64 + 1 pieces of news do not pile up behind it."""
-    context, lengths = live.context, list[int]()
+    context, lengths, inboxes, submit = live.context, list[int](), list[Mailbox](), live.context.service.submit
     body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)
+
+    def noted(ticket: Ticket) -> None:
+        inboxes.append(ticket.inbox)
+        submit(ticket)
 
     async def never_read() -> None:
         job = await CompletionJob.prepare(context, body, "client")
@@ -194,15 +182,16 @@ def test_a_place_is_free_when_the_engine_is_done_whoever_has_not_read_it(live: L
                 await asyncio.Event().wait()
 
         stream = asyncio.ensure_future(EventStream(job.stream(), context.meter)({}, receive, send))
-        await asyncio.wait_for(sent.wait(), 30)
-        inbox = next(iter(context.service._live.values())).ticket.inbox
+        await asyncio.wait_for(sent.wait(), PATIENCE)
+        (inbox,) = inboxes
         while context.admission.inside:
             lengths.append(len(inbox))
             await asyncio.sleep(0.002)
         lengths.append(len(inbox))
         stream.cancel()
 
-    asyncio.run_coroutine_threadsafe(never_read(), context.service._loop).result(60)
+    monkeypatch.setattr(context.service, "submit", noted)
+    asyncio.run_coroutine_threadsafe(never_read(), context.service._loop).result(2 * PATIENCE)
     assert 0 < max(lengths) <= UNREAD
     live.wait_until_idle()
 
@@ -295,14 +284,8 @@ def keyed(tiny: str) -> Iterator[Live]:
     yield from start(ServerConfig(port=0, api_keys=("greedy", "modest"), max_waiting=120), tiny)
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as shared:
-        yield shared
-
-
 @pytest.fixture
-def ask(keyed: Live, client: httpx.Client) -> Callable[..., httpx.Response]:
+def ask(keyed: Live) -> Callable[..., httpx.Response]:
     def post(key: str, **body: Any) -> httpx.Response:
         whole = {"prompt": "abc", "max_tokens": 8, "ignore_eos": True, "seed": 1, **body}
         return client.post(f"{keyed.url}/v1/completions", json=whole, headers={"Authorization": f"Bearer {key}"})
@@ -327,13 +310,13 @@ def begun(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_hundred_requests_of_one_key_delay_anothers_single_one_by_a_turn(
     keyed: Live, ask: Callable[..., httpx.Response], begun: list[str]
 ) -> None:
-    admission = keyed.context.admission
     with ThreadPoolExecutor(101) as pool:
-        with held(keyed):
+        with keyed.held():
             many = [pool.submit(ask, "greedy", seed=1) for _ in range(100)]
-            wait_for(lambda: admission.inside == 100)
+            wait_until(lambda: keyed.waiting == 100)
             single = pool.submit(ask, "modest", seed=2)
-            wait_for(lambda: admission.inside == 101)
+            wait_until(lambda: keyed.waiting == 101)
+            assert keyed.context.admission.inside == 101
         assert {each.result().status_code for each in (*many, single)} == {200}
     assert [name.split()[-1] for name in begun].index("2") <= 1, "one turn of the other, no more"
     assert len({name.split()[1] for name in begun}) == 2
@@ -343,13 +326,12 @@ def test_a_hundred_requests_of_one_key_delay_anothers_single_one_by_a_turn(
 def test_a_request_can_make_way_and_cannot_push_in(
     keyed: Live, ask: Callable[..., httpx.Response], begun: list[str]
 ) -> None:
-    admission = keyed.context.admission
     with ThreadPoolExecutor(9) as pool:
-        with held(keyed):
+        with keyed.held():
             polite = [pool.submit(ask, "modest", seed=1, priority=5) for _ in range(6)]
-            wait_for(lambda: admission.inside == 6)
+            wait_until(lambda: keyed.waiting == 6)
             others = [pool.submit(ask, "modest", seed=2) for _ in range(2)]
-            wait_for(lambda: admission.inside == 8)
+            wait_until(lambda: keyed.waiting == 8)
         assert {each.result().status_code for each in (*polite, *others)} == {200}
     assert [name.split()[-1] for name in begun][:2] == ["2", "2"]
     refused = ask("modest", priority=-1)

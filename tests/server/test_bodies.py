@@ -6,7 +6,6 @@ import json
 import random
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import BaseModel
 
@@ -15,6 +14,7 @@ from paceline.server import errors, limits
 from paceline.server.bodies import read
 from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from server_support import Live
+from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,25 +137,24 @@ def test_a_body_must_be_said_to_be_json(live: Live) -> None:
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "\xff;;="):
         headers = {} if kind is None else {"content-type": kind}
         raw = {name: value.encode("latin-1") for name, value in headers.items()}
-        reply = httpx.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers=raw)
+        reply = client.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers=raw)
         assert reply.status_code == 415, kind
         assert "application/json" in reply.json()["error"]["message"]
     json_headers = {"content-type": "application/json; charset=utf-8"}
-    assert httpx.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers=json_headers).is_success
+    assert client.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers=json_headers).is_success
 
 
 def test_seeded_scraps_of_bodies_never_do_more_than_be_refused(live: Live) -> None:
     """Cut, spliced and scrambled: 200 bodies, every one answered, none with a fault of the server."""
     draw = random.Random(15)
     whole = json.dumps({"prompt": "ab", "max_tokens": 2, "stop": ["x"], "logit_bias": {"1": 2}, "seed": 3}).encode()
-    with httpx.Client(timeout=30) as client:
-        for _ in range(200):
-            body = bytearray(whole[: draw.randrange(1, len(whole) + 1)])
-            for _ in range(draw.randrange(4)):
-                body[draw.randrange(len(body))] = draw.randrange(256)
-            reply = client.post(
-                f"{live.url}/v1/completions", content=bytes(body), headers={"content-type": "application/json"}
-            )
-            assert reply.status_code in (200, 400), (bytes(body), reply.text)
-            assert len(reply.content) < 5000
+    for _ in range(200):
+        body = bytearray(whole[: draw.randrange(1, len(whole) + 1)])
+        for _ in range(draw.randrange(4)):
+            body[draw.randrange(len(body))] = draw.randrange(256)
+        reply = client.post(
+            f"{live.url}/v1/completions", content=bytes(body), headers={"content-type": "application/json"}
+        )
+        assert reply.status_code in (200, 400), (bytes(body), reply.text)
+        assert len(reply.content) < 5000
     live.wait_until_idle()

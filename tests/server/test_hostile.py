@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from served import HEALTH_PROBE, Served, resident
+from polling import wait_until
+from served import HealthProbe, Served, check_health, resident
+from web import client as web
 
 pytestmark = pytest.mark.slow
 
@@ -52,42 +51,27 @@ def texts(served: Served) -> list[str]:
 
 
 def idle(served: Served) -> bool:
-    stats, load = (httpx.get(f"{served.url}{path}").json() for path in ("/stats", "/load"))
+    stats, load = (web.get(f"{served.url}{path}").json() for path in ("/stats", "/load"))
     return not (stats["running"] or stats["waiting"] or load["server_load"])
 
 
-def wait_until_idle(served: Served, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not idle(served):
-        assert time.monotonic() < end, "places are still taken"
-        time.sleep(0.1)
+def wait_until_idle(served: Served) -> None:
+    wait_until(lambda: idle(served), "places are still taken")
 
 
 @contextmanager
 def unharmed(served: Served, name: str) -> Iterator[None]:
     """Health within 100 ms meanwhile; the same memory and the same answers afterwards."""
-    expected, before = texts(served), resident(served)
-    probe = subprocess.Popen(
-        [sys.executable, "-c", HEALTH_PROBE, served.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
+    expected, before, probe = texts(served), resident(served), HealthProbe(served)
     try:
         yield
     finally:
-        delays = sorted(json.loads(probe.communicate()[0]))
+        figures = probe.figures()
     wait_until_idle(served)
-    p99 = delays[int(0.99 * len(delays))]
-    figures = {
-        "attack": name,
-        "health_checks": len(delays),
-        "health_ms_p50": round(1000 * statistics.median(delays), 1),
-        "health_ms_p99": round(1000 * p99, 1),
-        "health_ms_max": round(1000 * delays[-1], 1),
-        "resident_mib_before": round(before / 2**20),
-        "grown": round(resident(served) / before - 1, 3),
-    }
-    print(json.dumps(figures))
+    figures |= {"resident_mib_before": round(before / 2**20), "grown": round(resident(served) / before - 1, 3)}
+    print(json.dumps({"attack": name, **figures}))
     assert texts(served) == expected
-    assert p99 < 0.1, figures
+    check_health(figures)
     assert figures["grown"] < 0.1, figures
 
 
@@ -95,7 +79,7 @@ def post(served: Served, path: str, body: Any, seconds: float = 60) -> int:
     """The status; 0 if the client's patience ended first. Refusals are short."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        reply = httpx.post(
+        reply = web.post(
             served.url + path, content=content, headers={"content-type": "application/json"}, timeout=seconds
         )
     except httpx.TimeoutException:
@@ -221,11 +205,8 @@ def test_streams_that_nobody_reads(served: Served) -> None:
     request = http("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
     with unharmed(served, "streams that nobody reads"), ExitStack() as stack:
         clients = [stack.enter_context(connected(served, request)) for _ in range(5)]
-        end = time.monotonic() + 120
-        while (status := post(served, "/v1/completions", SEEDED, 120)) == 429:
-            assert time.monotonic() < end, "the places are not given back"
-            time.sleep(0.2)
-        assert status == 200
+        wait_until(lambda: post(served, "/v1/completions", SEEDED, 120) != 429, "the places are not given back", 120)
+        assert post(served, "/v1/completions", SEEDED, 120) == 200
         wait_until_idle(served)
         time.sleep(5)  # longer than a send may take
         assert not any(everything(client).endswith(b"0\r\n\r\n") for client in clients), "cut off, not completed"
@@ -280,7 +261,7 @@ def longest_pause(served: Served, seconds: float) -> float:
     """Between two events of a stream that runs so long."""
     body = {"prompt": "once upon a time", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     longest, end = 0.0, time.monotonic() + seconds
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as reply:
+    with web.stream("POST", f"{served.url}/v1/completions", json=body) as reply:
         last = time.monotonic()
         for _ in reply.iter_lines():
             now = time.monotonic()

@@ -14,6 +14,7 @@ from paceline.llm import LLM
 from paceline.outputs import CompletionOutput
 from paceline.params import SamplingParams
 from server_support import Live
+from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -222,9 +223,7 @@ def test_what_cannot_be_served_is_refused_by_name(live: Live, change: Any, error
     "body", [b"{", b"[]", b'{"prompt": "\\ud800"}', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": null}']
 )
 def test_broken_bodies_are_answered_with_400(live: Live, body: bytes) -> None:
-    import httpx
-
-    reply = httpx.post(f"{live.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    reply = client.post(f"{live.url}/v1/completions", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
@@ -291,6 +290,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(live: Live, form: Any, says
     assert says in reply.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_deadline_ends_an_answer_as_it_is(live: Live) -> None:
     choice = live.post("/v1/completions", {"prompt": "a", "max_tokens": 400, "deadline_ms": 30, "ignore_eos": True})
     found = choice.json()["choices"][0]

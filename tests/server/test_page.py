@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 from paceline.params import ServerConfig
 from paceline.server.playground import HEADERS, MEDIA_TYPES, STATIC
 from server_support import Live, start
+from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ASSETS = sorted(STATIC.iterdir(), key=lambda path: path.name)
@@ -58,5 +58,5 @@ def test_a_key_is_needed_for_the_figures_and_not_for_the_page(tiny: str) -> None
 
 def test_the_page_can_be_left_out(tiny: str) -> None:
     for live in start(ServerConfig(port=0, playground=False), tiny):
-        assert httpx.get(f"{live.url}/").status_code == 404
-        assert httpx.get(f"{live.url}/playground/main.js").status_code == 404
+        assert client.get(f"{live.url}/").status_code == 404
+        assert client.get(f"{live.url}/playground/main.js").status_code == 404

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from paceline.outputs import RequestOutput
 from paceline.params import ServerConfig
 from server_support import Live, start
 
@@ -19,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PHONE = {"width": 360, "height": 740}
 DESKTOP = {"width": 1280, "height": 900}
 KINDS = {"accepted", "recovered", "bonus", "plain"}
+
+expect.set_options(timeout=30_000)  # milliseconds; a loaded machine may take its time
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +37,13 @@ def page(browser: Browser, live: Live) -> Iterator[Page]:
     yield from opened(browser, live)
 
 
-@pytest.fixture
-def unhurried(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that take as long as those of a model that is no toy."""
-    engine = live.context.llm.engine
-    play = engine.step
-
-    def step() -> list[RequestOutput]:
-        time.sleep(0.02)
-        return play()
-
-    monkeypatch.setattr(engine, "step", step)
-
-
 def opened(browser: Browser, live: Live, refusals: str = "none", **options: object) -> Iterator[Page]:
     """The loaded page; whatever the browser complains about fails the test, but for the status in ``refusals``."""
     context = browser.new_context(**{"viewport": DESKTOP} | options)  # type: ignore[arg-type]
     page, complaints = context.new_page(), []
     page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(30_000)
     page.goto(live.url)
     yield page
     context.close()
@@ -111,12 +98,14 @@ def test_the_charts_follow_the_server(page: Page) -> None:
 
 @pytest.mark.usefixtures("unhurried")
 def test_stop_ends_the_answers_and_frees_their_rows(page: Page, live: Live) -> None:
+    ended = live.metric("request_success_total")
     fill(page, tokens=480)
     page.get_by_role("button", name="Generate").click()
     expect(page.locator(".answer mark").first).to_be_visible()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".progress").first).to_contain_text("stopped")
-    live.wait_until_idle(seconds=2)
+    live.wait_until_idle()
+    assert live.metric("request_success_total") == ended, "none of them came to its own end"
     expect(page.locator("#error")).to_be_hidden()
 
 
