@@ -1,10 +1,11 @@
-"""Only what pyproject.toml cannot say: the C++ extension is compiled during the build where a compiler is there."""
+"""Only what pyproject.toml cannot say: the C++ kernels are compiled during the build where a compiler is there."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -23,15 +24,22 @@ KERNELS = _load_build()
 
 
 class BuildWithKernels(build_py):
-    """Copies the package, then compiles the kernels into the copy (into the sources of an editable installation)."""
+    """Copies the package, then compiles the kernels into the copy (of an editable installation: into the sources).
+
+    Without a compiler the package is complete all the same: models run on the kernels' torch twin, and the start line
+    of every run says what is missing. A compiler that fails ends the installation: a mistake, not a choice.
+    """
 
     def run(self):
         super().run()
+        if obstacle := KERNELS.what_is_missing():
+            print(f"paceline: CPU kernels not built, their torch twin will run instead: {obstacle}", file=sys.stderr)
+            return
         root = ROOT / "src" if self.editable_mode else Path(self.build_lib)
         try:
             KERNELS.build(root / "paceline" / "kernels")
         except KERNELS.BuildError as error:
-            print(f"paceline: CPU kernels not built, the torch twin will run instead: {error}", file=sys.stderr)
+            sys.exit(f"paceline: the CPU kernels cannot be built (CXX= names another compiler):\n{error}")
 
 
 class WithKernels(Distribution):
@@ -41,4 +49,14 @@ class WithKernels(Distribution):
         return KERNELS.compiler() is not None
 
 
-setup(cmdclass={"build_py": BuildWithKernels}, distclass=WithKernels)
+class WheelForEveryPython(bdist_wheel):
+    """ctypes loads the library, so it knows nothing of Python's own interface: one wheel serves them all."""
+
+    def get_tag(self):
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForEveryPython},
+    distclass=WithKernels,
+)

@@ -10,6 +10,12 @@
 
 #include "body.h"
 
+// glibc 2.29 gave log a second version, which differs in how errors are reported alone. The first one lets a library that was
+// built on a new system load on an old one (manylinux_2_28).
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.2.5");
+#endif
+
 namespace paceline {
 namespace {
 

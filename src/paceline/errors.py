@@ -90,5 +90,5 @@ class CapacityError(PacelineError):
 class MissingPackageError(PacelineError):
     """Something optional was asked for, and a package that it needs is not installed."""
 
-    def __init__(self, missing: ImportError, extra: str) -> None:
-        super().__init__(f"the package {missing.name!r} is not installed: pip install 'paceline[{extra}]'")
+    def __init__(self, package: str | None, extra: str) -> None:
+        super().__init__(f'the package {package} is not installed: pip install "paceline[{extra}]"')

@@ -63,10 +63,10 @@ def test_without_the_packages_of_the_server_the_extra_is_named(paceline: Any, mo
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
         if name == "paceline.server.run":
-            raise ImportError("no fastapi", name="fastapi")
+            raise ModuleNotFoundError("no fastapi", name="fastapi")
         return original(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
     result = paceline("serve", "no-such-model")
     assert result.exit_code == 2
-    assert "'fastapi' is not installed: pip install 'paceline[serve]'" in result.output
+    assert 'fastapi is not installed: pip install "paceline[serve]"' in result.output

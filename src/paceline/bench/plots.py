@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from paceline.errors import PacelineError
+from paceline.errors import MissingPackageError
 from paceline.files import written_whole
 
 Axes: TypeAlias = Any  # matplotlib's
@@ -16,11 +16,11 @@ TITLE_WIDTH = 150  # characters
 
 
 def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes. Raises PacelineError if matplotlib is not installed."""
+    """A figure and its axes. Raises MissingPackageError if matplotlib is not installed."""
     try:
         import matplotlib as mpl
-    except ImportError as error:
-        raise PacelineError("plots need matplotlib: pip install 'paceline[bench]'") from error
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name, "bench") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 

@@ -22,7 +22,7 @@ import numpy as np
 from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
 from paceline.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
-from paceline.errors import PacelineError, ParameterError
+from paceline.errors import MissingPackageError, PacelineError, ParameterError
 
 if TYPE_CHECKING:
     import httpx
@@ -159,11 +159,11 @@ async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: 
 
 
 def make_client(url: str, api_key: str | None) -> httpx.AsyncClient:
-    """Raises PacelineError if httpx is not installed."""
+    """Raises MissingPackageError if httpx is not installed."""
     try:
         import httpx
-    except ImportError as error:
-        raise PacelineError("the HTTP benchmark needs httpx: pip install 'paceline[bench]'") from error
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name, "bench") from error
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits)

@@ -135,8 +135,8 @@ def serve(
         raise ParameterError("tensor_parallel_size", tensor_parallel_size, "1: a model runs on one device")
     try:
         from paceline.server.run import serve as run
-    except ImportError as error:
-        raise MissingPackageError(error, "serve") from error
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name, "serve") from error
     from paceline.models import hub
 
     flags = with_drafter(engine if speculative_config is None else with_json(engine, speculative_config))

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from paceline.errors import ParameterError
+from paceline.errors import MissingPackageError, ParameterError
 
 INTERPRET = "TRITON_INTERPRET"
 _SPARE_PROGRAMS = 132  # multiprocessors taken where there is no GPU to ask: an H100's
@@ -22,7 +22,7 @@ def interpreted() -> bool:
 def why_not(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on a device; None if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'paceline[gpu]'"
+        return str(MissingPackageError("triton", "gpu"))
     if device.type != "cuda" and not interpreted():
         return f"Triton's kernels need a CUDA device, and the model is on {device} (for tests: {INTERPRET}=1)"
     return None

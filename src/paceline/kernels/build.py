@@ -49,10 +49,35 @@ class BuildError(RuntimeError):
 
 
 def compiler() -> str | None:
-    """The C++ compiler's path, or None if there is none or this is no 64-bit x86 Linux."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    """The C++ compiler's path: $CXX if it is set, else g++ or clang++; None if there is none, or no use for one."""
+    wanted = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
+    return next(filter(None, map(shutil.which, wanted)), None) if _is_for_this_machine() else None
+
+
+def what_is_missing() -> str:
+    """Why there is no ``compiler``, and what to do; empty if there is one."""
+    if compiler() is not None:
+        return ""
+    if not _is_for_this_machine():
+        return f"the kernels are for Linux on 64-bit x86, this is {sys.platform} on {platform.machine()}"
+    if own := os.environ.get("CXX"):
+        return f"there is no program CXX={own} (a name or a path, without flags)"
+    return "no C++ compiler found: install g++ (apt-get install g++, dnf install gcc-c++) or set CXX"
+
+
+def how_to_build() -> str:
+    """What somebody does to whom the library is missing."""
+    obstacle = what_is_missing()
+    if not _is_for_this_machine():
+        return obstacle
+    in_a_checkout = "python -m paceline.kernels.build"
+    installed = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary paceline paceline"
+    command = in_a_checkout if source_hash() else installed
+    return f"{obstacle}, then: {command}" if obstacle else command
+
+
+def _is_for_this_machine() -> bool:
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 def source_hash(sources: Path = SOURCES) -> str:
@@ -66,7 +91,7 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
     """Compile and link into ``destination``; returns the library's path. Raises BuildError."""
     cxx = compiler()
     if cxx is None:
-        raise BuildError("no C++ compiler found (g++ or $CXX, on 64-bit x86 Linux)")
+        raise BuildError(what_is_missing())
     with_amx = _knows(cxx, _AMX)
     files = sorted(path for path in sources.glob("*.cpp") if with_amx or path.name != _AMX_SOURCE)
     if not files:
@@ -83,7 +108,8 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, files))
         made = Path(scratch, LIBRARY)
-        _run([cxx, "-shared", "-pthread", "-static-libgcc", *extra, *objects, "-o", str(made)])
+        # libstdc++ and libgcc stay outside: torch brings them along anyway, and the static ones need a newer glibc.
+        _run([cxx, "-shared", "-pthread", *extra, *objects, "-o", str(made)])
         return made.replace(destination / LIBRARY)  # at once: who has loaded the old one keeps it
 
 

@@ -60,7 +60,7 @@ def _load() -> ctypes.CDLL | str:
     """The library, or why there is none; one that is there and of no use is worth a warning."""
     path = library_path()
     if not path.exists():
-        return "the C++ extension is not built (python -m paceline.kernels.build needs g++)"
+        return f"the C++ extension is not built ({build.how_to_build()})"
     loaded = _open(path)
     if isinstance(loaded, str):
         _log.warning("%s; models run on its torch twin, many times slower", loaded)
@@ -86,7 +86,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     return library
 
 
-_STALE = "the C++ extension was built from other sources (python -m paceline.kernels.build builds it anew)"
+_STALE = f"the C++ extension was built from other sources ({build.how_to_build()})"
 
 
 @cache

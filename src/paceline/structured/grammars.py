@@ -44,7 +44,7 @@ class Grammars:
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limits: Limits | None = None
     ) -> None:
         if importlib.util.find_spec("xgrammar") is None:
-            raise MissingPackageError(ImportError("none", name="xgrammar"), "structured")
+            raise MissingPackageError("xgrammar", "structured")
         self._limits = Limits() if limits is None else limits
         self._nursery = Nursery(
             {

@@ -1,0 +1,108 @@
+"""What pip makes of the sources, with a compiler and without; and what somebody hears to whom a package is missing."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from paceline.kernels import build, native
+
+ROOT = Path(__file__).parent.parent
+NEEDED = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+WITHOUT_LIBRARIES = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", ".build-*")
+
+
+def wheel(tmp_path: Path, **environment: str) -> Path:
+    """The wheel that setuptools makes of a copy of the sources, with this environment."""
+    sources = tmp_path / "sources"
+    for folder in ("src", "csrc"):
+        shutil.copytree(ROOT / folder, sources / folder, ignore=WITHOUT_LIBRARIES)
+    for name in NEEDED:
+        shutil.copy(ROOT / name, sources / name)
+    (sources / "src/paceline/kernels" / build.LIBRARY).write_bytes(b"built long ago, for another machine")
+    script = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
+    command, variables = [sys.executable, "-c", script], os.environ | environment
+    done = subprocess.run(command, cwd=sources, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (made,) = tmp_path.glob("*.whl")
+    return made
+
+
+def library_in(made: Path) -> bytes | None:
+    with zipfile.ZipFile(made) as archive:
+        inside = f"paceline/kernels/{build.LIBRARY}"
+        return archive.read(inside) if inside in archive.namelist() else None
+
+
+def newest(symbols: str, library: bytes) -> tuple[int, ...]:
+    """The newest version of GLIBC or GLIBCXX that a library asks for."""
+    found = re.findall(rb"\0" + symbols.encode() + rb"_([\d.]+)(?=\0)", library)
+    return max(tuple(map(int, version.decode().split("."))) for version in found)
+
+
+def test_without_a_compiler_the_wheel_is_for_every_machine_and_holds_no_library(tmp_path: Path) -> None:
+    made = wheel(tmp_path, CXX="no-such-compiler")
+    assert made.name.endswith("-py3-none-any.whl")
+    assert library_in(made) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(build.compiler() is None, reason=f"no compiler: {build.what_is_missing()}")
+def test_with_a_compiler_the_wheel_is_for_every_python_and_holds_the_library(tmp_path: Path) -> None:
+    made = wheel(tmp_path)
+    assert made.name.endswith("-py3-none-linux_x86_64.whl")
+    library = library_in(made)
+    assert library is not None
+    assert build.source_hash().encode() in library
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.why_none()}")
+def test_the_library_loads_on_systems_as_old_as_manylinux_2_28() -> None:
+    library = native.library_path().read_bytes()
+    assert newest("GLIBC", library) <= (2, 28)
+    assert newest("GLIBCXX", library) <= (3, 4, 25)
+
+
+def test_what_is_missing_for_the_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.what_is_missing().startswith("there is no program CXX=no-such-compiler")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "install g++" in build.what_is_missing()
+    assert build.how_to_build() == f"{build.what_is_missing()}, then: python -m paceline.kernels.build"
+    monkeypatch.setattr(build, "source_hash", lambda: "")  # installed by pip: there are no sources
+    assert "--no-binary paceline" in build.how_to_build()
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert build.how_to_build() == "the kernels are for Linux on 64-bit x86, this is linux on aarch64"
+
+
+SERVE = "from paceline.cli.main import app; app(['serve', 'smollm2-135m'])"
+PLOT = "from paceline.bench.plots import new_figure; new_figure()"
+TRAFFIC = "from paceline.bench.traffic_http import make_client; make_client('http://127.0.0.1', None)"
+TRITON = "import torch; from paceline.gpu.launch import require_triton; require_triton(torch.device('cuda'), '', '')"
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "wish"),
+    [
+        ("fastapi", "serve", SERVE),
+        ("uvicorn", "serve", SERVE),
+        ("matplotlib", "bench", PLOT),
+        ("httpx", "bench", TRAFFIC),
+        ("triton", "gpu", TRITON),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(package: str, extra: str, wish: str) -> None:
+    """In a process of its own: modules that are loaded stay. None in sys.modules is what Python takes for absent."""
+    script = f"import sys; sys.modules[{package!r}] = None; {wish}"
+    command, variables = [sys.executable, "-c", script], {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f'the package {package} is not installed: pip install "paceline[{extra}]"' in done.stderr
