@@ -2,20 +2,14 @@
 // place wins.
 #include <algorithm>
 #include <cstdint>
+#include <unordered_map>
+#include <vector>
 
 namespace paceline {
 namespace {
 
 constexpr int64_t kLongestSuffix = 5;
-
-// Reference documents, each followed by a negative token. `places` are those that something follows, by the token that
-// stands there and then from first to last; tokens[i] is what stands at places[i].
-struct Documents {
-  const int64_t* text;
-  const int64_t* places;
-  const int64_t* tokens;
-  int64_t count;
-};
+constexpr int64_t kMostPlaces = 4096;  // of a pair of tokens that are looked at: a text may be the same two over and over
 
 struct Row {
   const int64_t* text;
@@ -24,18 +18,98 @@ struct Row {
   const int64_t* last() const { return text + length - 1; }
 };
 
+class Texts;
+
+// texts: where it stands; null: in the row's own text.
 struct Match {
+  const Texts* texts = nullptr;
   int64_t size = 0;
+  int64_t number = 0;  // of the text
   int64_t place = 0;
 };
 
 // How many of the row's last tokens stand in `text` up to and including `place`.
-int64_t agreeing(const Row& row, const int64_t* text, int64_t place) {
+template <typename Token>
+int64_t agreeing(const Row& row, const Token* text, int64_t place) {
   const int64_t most = std::min({kLongestSuffix, row.length, place + 1});
   int64_t size = 0;
   while (size < most && text[place - size] == row.last()[-size]) ++size;
   return size;
 }
+
+// Texts to copy from, which may grow. The places of each pair of tokens that something follows are chained, the latest
+// first; of single tokens the latest place is known.
+class Texts {
+ public:
+  int64_t size(int64_t number) const { return number < count() ? static_cast<int64_t>(texts_[number].size()) : 0; }
+
+  void append(int64_t number, const int64_t* tokens, int64_t tokens_count) {
+    if (number >= count()) texts_.resize(number + 1);
+    std::vector<int32_t>& text = texts_[number];
+    for (int64_t i = 0; i < tokens_count; ++i) {
+      if (!text.empty()) note(static_cast<int32_t>(number), text);
+      text.push_back(static_cast<int32_t>(tokens[i]));
+    }
+  }
+
+  // The longest match, if it is longer than `best`, which stands elsewhere.
+  Match longer(const Row& row, Match best) const {
+    for (int64_t looked = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last()));
+         at >= 0 && looked < kMostPlaces && best.size < kLongestSuffix; at = places_[at].before, ++looked) {
+      const Place& place = places_[at];
+      const int64_t size = agreeing(row, texts_[place.number].data(), place.place);
+      if (size > best.size) best = {this, size, place.number, place.place};
+    }
+    if (best.size > 0) return best;
+    const int64_t at = found(singles_, pair(-1, *row.last()));
+    return at < 0 ? best : Match{this, 1, places_[at].number, places_[at].place};
+  }
+
+  // Fills up to k guesses and returns how many there are.
+  int64_t go_on(const Match& match, int64_t k, int64_t* guesses) const {
+    const std::vector<int32_t>& text = texts_[match.number];
+    const int64_t many = std::min(k, static_cast<int64_t>(text.size()) - match.place - 1);
+    std::copy_n(text.data() + match.place + 1, many, guesses);
+    return many;
+  }
+
+ private:
+  using Latest = std::unordered_map<uint64_t, int32_t>;
+  struct Place {
+    int32_t number, place, before;  // before: that of the same pair which came before this one, or -1
+  };
+
+  int64_t count() const { return static_cast<int64_t>(texts_.size()); }
+  static uint64_t pair(int64_t first, int64_t second) { return static_cast<uint64_t>(first) << 32 | static_cast<uint32_t>(second); }
+  static int64_t found(const Latest& latest, uint64_t key) {
+    const auto at = latest.find(key);
+    return at == latest.end() ? -1 : at->second;
+  }
+
+  // The text's last token is about to be followed by another.
+  void note(int32_t number, const std::vector<int32_t>& text) {
+    const int32_t here = static_cast<int32_t>(places_.size()), last = static_cast<int32_t>(text.size()) - 1;
+    places_.push_back({number, last, -1});
+    singles_[pair(-1, text[last])] = here;
+    if (last == 0) return;
+    int32_t& latest = pairs_.try_emplace(pair(text[last - 1], text[last]), -1).first->second;
+    places_[here].before = latest;
+    latest = here;
+  }
+
+  std::vector<std::vector<int32_t>> texts_;
+  std::vector<Place> places_;
+  Latest pairs_, singles_;
+};
+
+// What a row may be guessed from beside its own text and the documents. In `siblings` its own text is that of `number`,
+// and begins where the row's has `first`.
+struct Beside {
+  const Texts* references;
+  Texts* siblings;
+  int64_t number;
+  int64_t first;
+};
 
 // From the end on backwards, so that of equal matches the later one wins.
 Match in_own_text(const Row& row) {
@@ -43,60 +117,69 @@ Match in_own_text(const Row& row) {
   for (int64_t place = row.length - 2; place >= 0 && best.size < kLongestSuffix; --place) {
     if (row.text[place] != *row.last()) continue;
     const int64_t size = agreeing(row, row.text, place);
-    if (size > best.size) best = {size, place};
+    if (size > best.size) best = {nullptr, size, 0, place};
   }
   return best;
 }
 
-Match in_documents(const Row& row, const Documents& documents) {
-  Match best;
-  const auto [first, stop] = std::equal_range(documents.tokens, documents.tokens + documents.count, *row.last());
-  for (const int64_t* at = stop; at != first && best.size < kLongestSuffix;) {
-    const int64_t place = documents.places[--at - documents.tokens];
-    const int64_t size = agreeing(row, documents.text, place);
-    if (size > best.size) best = {size, place};
-  }
-  return best;
-}
-
-// Both fill k guesses and return how many are real.
 int64_t continue_own(const Row& row, int64_t place, int64_t k, int64_t* guesses) {
   const int64_t period = row.length - 1 - place;
   for (int64_t i = 0; i < k; ++i) guesses[i] = row.text[place + 1 + i % period];
   return k;
 }
 
-int64_t continue_document(const int64_t* following, int64_t k, int64_t* guesses) {
-  int64_t count = 0;
-  for (; count < k && following[count] >= 0; ++count) guesses[count] = following[count];
-  return count;
+struct Found {
+  int64_t matched = 0, source = 0, count = 0;
+};
+
+// Of equally long matches the first counts: own text, references, siblings, documents. Among siblings stands the row's own
+// text, too, where nothing is longer than what its own search found.
+Found look_up(const Row& row, const Texts* documents, const Beside& beside, int64_t k, int64_t* guesses) {
+  const Texts* others[] = {beside.references, beside.siblings, documents};
+  Match best = in_own_text(row);
+  int64_t source = 0;
+  for (int64_t i = 0; i < 3 && best.size < kLongestSuffix; ++i) {
+    if (others[i] == nullptr) continue;
+    best = others[i]->longer(row, best);
+    if (best.texts == others[i]) source = i + 1;
+  }
+  if (best.size == 0) return {};
+  return {best.size, source, best.texts == nullptr ? continue_own(row, best.place, k, guesses) : best.texts->go_on(best, k, guesses)};
 }
 
 }  // namespace
 }  // namespace paceline
 
+#define PL_EXPORT extern "C" __attribute__((visibility("default")))
+
 using namespace paceline;
 
-// text: rows of at most `width` tokens, `stride` apart. guesses [rows][k], 0 beyond counts[row]. Returns the most guesses
-// that a row has, or -1 if a length is negative or beyond the width.
-extern "C" __attribute__((visibility("default"))) int64_t pl_lookup(const Documents* documents, const int64_t* text, int64_t stride,
-                                                                    int64_t width, const int64_t* lengths, int64_t rows, int64_t k,
-                                                                    int64_t* guesses, int64_t* counts, int64_t* matched) {
+PL_EXPORT Texts* pl_texts_new() { return new Texts; }
+PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
+PL_EXPORT void pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) { texts->append(number, tokens, count); }
+
+// text: rows of at most `width` tokens, `stride` apart. beside: of each row, or null. Siblings are first told what the
+// rows have gained. guesses [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references, 2 siblings, 3
+// documents. Returns the most guesses that a row has, or -1 if a length is negative or beyond the width.
+PL_EXPORT int64_t pl_lookup(const Texts* documents, const Beside* beside, const int64_t* text, int64_t stride, int64_t width,
+                            const int64_t* lengths, int64_t rows, int64_t k, int64_t* guesses, int64_t* counts, int64_t* matched,
+                            int64_t* sources) {
+  for (int64_t i = 0; i < rows; ++i) {
+    if (lengths[i] < 0 || lengths[i] > width) return -1;
+    if (beside == nullptr || beside[i].siblings == nullptr) continue;
+    const int64_t known = beside[i].first + beside[i].siblings->size(beside[i].number);
+    beside[i].siblings->append(beside[i].number, text + i * stride + known, lengths[i] - known);
+  }
   int64_t widest = 0;
   std::fill(guesses, guesses + rows * k, 0);
   for (int64_t i = 0; i < rows; ++i) {
-    if (lengths[i] < 0 || lengths[i] > width) return -1;
-    counts[i] = matched[i] = 0;
-    if (lengths[i] == 0) continue;
-    const Row row = {text + i * stride, lengths[i]};
-    const Match own = in_own_text(row), copied = in_documents(row, *documents);
-    matched[i] = std::max(own.size, copied.size);
-    if (copied.size > own.size) {
-      counts[i] = continue_document(documents->text + copied.place + 1, k, guesses + i * k);
-    } else if (own.size > 0) {
-      counts[i] = continue_own(row, own.place, k, guesses + i * k);
+    Found found;
+    if (lengths[i] > 0) {
+      const Row row = {text + i * stride, lengths[i]};
+      found = look_up(row, documents, beside == nullptr ? Beside{} : beside[i], k, guesses + i * k);
     }
-    widest = std::max(widest, counts[i]);
+    matched[i] = found.matched, counts[i] = found.count, sources[i] = found.source;
+    widest = std::max(widest, found.count);
   }
   return widest;
 }

@@ -16,7 +16,7 @@ from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.kernels import native
 from paceline.models.native import NativeModel
 from paceline.outputs import RequestOutput
-from paceline.params import MAX_COUNT, MIN_TEMPERATURE, MIN_TOP_P
+from paceline.params import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TEMPERATURE, MIN_TOP_P
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_requests")
@@ -364,3 +364,31 @@ def test_reference_documents_may_be_token_ids(expected: list[list[int]]) -> None
 def test_the_engine_below_gives_the_same(expected: list[list[int]]) -> None:
     assert tokens(run(make_engine(tiny_llama()), PROMPTS, [GREEDY] * 3)) == expected
     assert Request(PROMPTS[0], GREEDY).request_id is None
+
+
+def test_references_of_each_prompt_change_the_speed_and_nothing_else(expected: list[list[int]]) -> None:
+    llm = make(draft=False, drafter="ngram")
+    references = [[[*prompt, *answer]] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    without = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    with_them = llm.generate(PROMPTS, GREEDY, references=[np.array(texts) for texts in references], use_tqdm=False)
+    streamed = {output.request_id: output for output in llm.stream(PROMPTS, GREEDY, references=references)}
+    assert tokens(without) == tokens(with_them) == tokens(list(streamed.values())) == expected
+    for plain, copied in zip(without, with_them, strict=True):
+        assert copied.outputs[0].metrics.rounds < plain.outputs[0].metrics.rounds
+
+
+@pytest.mark.parametrize(
+    "references",
+    ["text", ["a", "b", "c"], [[[1]], [[2]]], [[[1]]] * 4, [[[1]], [[2]], [1.5]], [[[1]], [[2]], ["text"]], 7],
+)
+def test_references_are_a_list_of_texts_for_each_prompt(references: Any) -> None:
+    llm = make(draft=False, drafter="ngram")
+    with pytest.raises(ParameterError, match=r"^(references|tokenizer)="):
+        llm.generate(PROMPTS, GREEDY, references=references, use_tqdm=False)
+    assert not llm.engine.busy
+
+
+def test_references_with_more_letters_than_can_be_read_are_refused_before_they_are_read() -> None:
+    llm = make(draft=False, drafter="ngram")
+    with pytest.raises(ParameterError, match=str(MAX_REFERENCE_CHARACTERS)):
+        llm.generate(PROMPTS[0], GREEDY, references=[["a" * MAX_REFERENCE_CHARACTERS, "b"]], use_tqdm=False)

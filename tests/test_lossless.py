@@ -112,7 +112,11 @@ EVERYTHING = [  # every row has every parameter
     )
     for row in range(len(PROMPTS))
 ]
-PARAMS = {**FAMILIES, "everything": EVERYTHING}
+SIBLINGS = [
+    SamplingParams(temperature=(0, 0.6, 1.0)[row % 3], max_tokens=(14, 3)[row % 2], seed=row, n=4, top_p=1 - row / 20)
+    for row in range(len(PROMPTS))
+]
+PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS}
 
 
 @functools.cache
@@ -280,6 +284,50 @@ def test_who_weighs_copies_against_a_draft_model_changes_nothing_whatever_the_dr
 ) -> None:
     engine = speculative_engine(model, drafter, "hybrid", "mixed", prefill_chunk=7)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
+    """Of each prompt. right: one of its answers; nearly: with errors, some at the very places where matches begin;
+    wrong: another prompt's answers; hostile: every short match there can be, all leading astray.
+    """
+    rng, right = random.Random(7), [each[-1] for each in plain(model, family)]
+    if kind == "right":
+        return [[[*prompt, *answer], []] for prompt, answer in zip(PROMPTS, right, strict=True)]
+    if kind == "nearly":
+        return [[[(t + (i % 5 == 4)) % VOCAB for i, t in enumerate(each)], each[3:9]] for each in right]
+    if kind == "wrong":
+        return [[right[(row + 1) % len(right)], [VOCAB - 1] * 50] for row in range(len(right))]
+    return [[[rng.randrange(VOCAB) for _ in range(2000)], [*each[::-1], *each] * 3, [each[0]] * 99] for each in right]
+
+
+@pytest.mark.parametrize("family", ["siblings", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafter", "length"),
+    [
+        ("ngram", "selection"),
+        ("hybrid", "caps"),
+        *(pytest.param("ngram", length, marks=pytest.mark.slow) for length in (4, "auto", "caps")),
+        *(pytest.param("hybrid", length, marks=pytest.mark.slow) for length in (4, "auto", "selection")),
+    ],
+)
+@pytest.mark.parametrize("kind", ["right", "nearly", "wrong", "hostile"])
+def test_references_and_siblings_change_no_answer(kind: str, drafter: str, length: int | str, family: str) -> None:
+    rule = "rejection" if drafter == "ngram" and kind in ("right", "hostile") else "coupled"  # of copies: the same
+    engine = speculative_engine("flat", drafter, length, family, acceptance=rule, max_batch_size=5, prefill_chunk=7)
+    outputs = []
+    for prompt, params, texts in zip(PROMPTS, PARAMS[family], references_of(kind, "toy", family), strict=True):
+        copied = [] if params.num_speculative_tokens == 0 else texts  # which would be refused
+        outputs.append(engine.add(replace(make_request(prompt, params), references=copied)))
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert answers(outputs) == plain("toy", family)
+
+
+@pytest.mark.parametrize(("model", "rows"), [("toy", 1), ("flat", 3), ("llama", 3), ("llama", 16)])
+def test_four_answers_guessed_from_each_other_equal_four_alone(model: str, rows: int) -> None:
+    engine = speculative_engine(model, "ngram", 4, "siblings", max_batch_size=rows, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, SIBLINGS)) == plain(model, "siblings")
 
 
 @pytest.mark.parametrize("length", [1, 4, "bass"])

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,11 +147,31 @@ class Verdict:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The answers of one request, which may be guessed from each other and from references that it brought along."""
+
+    references: Sequence[Sequence[int]]
+    answers: int
+
+
+class Member(NamedTuple):
+    """One answer of a family, by its number.
+
+    first: where in its row's text that stretch begins which tells its siblings something: the prompt's last tokens.
+    """
+
+    family: Family
+    number: int
+    first: int
+
+
 @dataclass
 class RowStart:
     """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what min_tokens holds back.
 
-    constraint: what its answer may be; a sequence's own. None: anything.
+    constraint: what its answer may be; a sequence's own. None: anything. member: what its guesses may be copied from,
+    beside its own text.
     """
 
     tokens: list[int]
@@ -158,6 +179,7 @@ class RowStart:
     seed: int
     stop_tokens: tuple[int, ...] = field(default=())
     constraint: Constraint | None = None
+    member: Member | None = None
 
 
 # Whether a draft should end, given the rows it is for and the confidence in each of their guesses so far.
@@ -198,6 +220,7 @@ class Batch:
     tokens [R, P + slack]: each row's text; what lies at or beyond its length is garbage.
     length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
     lengths: the same, known to the host.
+    members: what guesses for each row may be copied from, beside its own text.
     caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
     enough: asked by a drafter that scores its guesses, after each of this round's, whether to stop there; None: never.
     instead: asked by a drafter that has two kinds of guesses; None: it decides by itself.
@@ -214,6 +237,7 @@ class Batch:
         self.lengths = [0] * capacity
         self.limits = [0] * capacity  # the length at which a row must end
         self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
+        self.members: list[Member | None] = [None] * capacity
         self.rows = 0
         self.first = 0
         self.caps: list[int] | None = None
@@ -264,6 +288,7 @@ class Batch:
         self.sampling.constraints[row] = start.constraint
         allowed = start.params.num_speculative_tokens
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
+        self.members[row] = start.member
         self.history.reset(row, self.most_guesses[row])
         self.reliability.reset(row)
         self.copy_reliability.reset(row)
@@ -276,6 +301,7 @@ class Batch:
         self.lengths[destination] = self.lengths[source]
         self.limits[destination] = self.limits[source]
         self.most_guesses[destination] = self.most_guesses[source]
+        self.members[destination] = self.members[source]
         self.sampling.copy_row(source, destination)
         self.history.copy_row(source, destination)
         self.reliability.copy_row(source, destination)
@@ -293,7 +319,7 @@ class Batch:
         part.first, part.rows, part.caps, part._view = self.first + first, stop - first, None, None
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
-        part.most_guesses = self.most_guesses[first:stop]
+        part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from paceline.acceptance import make_rule
 from paceline.attention import AttentionBackend, make_backend
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch, Family, Member, Verdict
 from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.guard import Guarded
 from paceline.hardware import default_threads, torch_threads
@@ -35,7 +36,7 @@ from paceline.memory import check_memory
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.prepare import why_not_native
 from paceline.outputs import CompletionOutput, Metrics, RequestOutput
-from paceline.params import EngineConfig, SamplingParams
+from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.pipeline import Pipeline, why_not_device
 from paceline.round import Speculation, speculative_round
 from paceline.rows import Constraint
@@ -56,6 +57,8 @@ class Request:
     arrival: when it came, on the clock of time.monotonic: its ``time_budget`` is counted from there; None: when it is
         added.
 
+    references: token ids of texts that n-gram lookup may copy from, for this request alone.
+
     client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
         ones, whoever asks.
     """
@@ -69,6 +72,7 @@ class Request:
     make_constraint: Callable[[], Constraint] | None = None
     client: str = ""
     priority: int = 0
+    references: Sequence[Sequence[int]] = ()
 
 
 @dataclass
@@ -144,13 +148,13 @@ class Engine:
         if self.models.draft is None:
             raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
         model = ModelDrafter(self._decoder(self.models.draft), config.acceptance)
-        return model if config.drafter == "model" else HybridDrafter(self._ngram_drafter(scored=True), model)
+        return model if config.drafter == "model" else HybridDrafter(self._ngram_drafter(), model)
 
-    def _ngram_drafter(self, scored: bool | None = None) -> NgramDrafter:
+    def _ngram_drafter(self) -> NgramDrafter:
         models = self.models
         for document in models.documents:
             _check_tokens("reference_documents", document, models.target.vocab_size)
-        return NgramDrafter(models.documents, models.target.device, scored)
+        return NgramDrafter(models.documents)
 
     def _policy(self) -> LengthPolicy:
         drafter = self.parts.drafter
@@ -289,13 +293,22 @@ class Engine:
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        rows = [self._sequence(request, request_id, index, seed, arrival) for index in range(params.answers)]
+        family = self._family(request)
+        rows = [self._sequence(request, request_id, index, seed, arrival, family) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
         self._requests[request_id] = output
         self.scheduler.waiting.extend(rows)
         return output
 
-    def _sequence(self, request: Request, request_id: str, index: int, seed: int, arrival: float) -> Row:
+    def _family(self, request: Request) -> Family | None:
+        """For n-gram lookup; None where an answer's own text is all that it can be guessed from."""
+        answers = request.params.answers
+        alone = answers == 1 and not request.references
+        return None if alone or not self.config.looks_up else Family(request.references, answers)
+
+    def _sequence(
+        self, request: Request, request_id: str, index: int, seed: int, arrival: float, family: Family | None
+    ) -> Row:
         params = request.params
         eos = () if params.ignore_eos else self.models.eos_token_ids
         rate = self.config.synthetic_acceptance
@@ -317,6 +330,7 @@ class Engine:
             constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
             client=request.client,
             priority=request.priority,
+            member=None if family is None else Member(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
         )
 
     def check(self, request: Request) -> None:
@@ -336,6 +350,7 @@ class Engine:
             raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
+        self._check_references(request)
         ids: dict[str, Iterable[int]] = {
             "prompt_token_ids": request.prompt_token_ids,
             "stop_token_ids": request.params.stop_token_ids,
@@ -343,6 +358,21 @@ class Engine:
         }
         for name, tokens in ids.items():
             _check_tokens(name, tokens, vocab)
+
+    def _check_references(self, request: Request) -> None:
+        """Those that nobody would look at are refused, too."""
+        if not request.references:
+            return
+        given, size = f"{len(request.references)} texts", sum(map(len, request.references))
+        if not self.config.looks_up:
+            raise ParameterError("references", given, f"left out here; they need {LOOKS_UP}")
+        if request.params.num_speculative_tokens == 0:
+            raise ParameterError("references", given, "left out beside num_speculative_tokens=0, which guesses nothing")
+        if size > MAX_REFERENCE_TOKENS or len(request.references) > MAX_REFERENCES:
+            allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_TOKENS} tokens together"
+            raise ParameterError("references", f"{given} with {size} tokens", allowed)
+        for tokens in request.references:
+            _check_tokens("references", tokens, self.models.target.vocab_size)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

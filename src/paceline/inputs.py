@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from paceline.errors import ParameterError, RequestError, shown
+from paceline.params import MAX_REFERENCE_CHARACTERS, MAX_REFERENCES
 from paceline.ranges import check_text
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -47,6 +48,27 @@ def as_documents(name: str, documents: object) -> list[str | list[int]]:
     if not _is_list(given):
         raise ParameterError(name, documents, f"a list, each entry {_PROMPT}")
     return [as_prompt(name, document) for document in given]
+
+
+def as_references(name: str, references: object) -> list[str | list[int]]:
+    """Texts or lists of token ids that one request may copy from: few, and not too long. Raises ParameterError."""
+    given = as_documents(name, references)
+    letters = sum(len(text) for text in given if isinstance(text, str))
+    if len(given) > MAX_REFERENCES or letters > MAX_REFERENCE_CHARACTERS:
+        allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_CHARACTERS} characters together"
+        raise ParameterError(name, f"{len(given)} texts with {letters} characters", allowed)
+    return given
+
+
+def as_references_of_each(references: object, prompts: int) -> list[Any]:
+    """A list of references for each prompt; None: none for any. What is in it is for ``as_references`` to say."""
+    if references is None:
+        return [()] * prompts
+    given = [_plain(each) for each in references] if _is_list(references) else []  # type: ignore[attr-defined]
+    if len(given) != prompts or not all(map(_is_list, given)):
+        allowed = f"for each of the {prompts} prompts a list of texts, as in references=[[text], ...]"
+        raise ParameterError("references", references, allowed)
+    return given
 
 
 def as_conversations(messages: object) -> list[list[Message]]:

@@ -15,7 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.engine import Engine, Models, Request
 from paceline.errors import PacelineError, ParameterError
 from paceline.hardware import default_threads, resolve_device, resolve_dtype, torch_threads
-from paceline.inputs import Message, Prompt, as_conversations, as_documents, as_prompts
+from paceline.inputs import (
+    Message,
+    Prompt,
+    as_conversations,
+    as_documents,
+    as_prompts,
+    as_references,
+    as_references_of_each,
+)
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.native import NativeModel
@@ -120,18 +128,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        references: Sequence[Sequence[Prompt]] | None = None,
         use_tqdm: bool = True,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue all prompts (strings or token ids) in one batch; results in the order of the prompts.
 
-        params: one for all, or one a prompt; a ``time_budget`` counts from this call on. on_finished is called with
-        each request as it ends, in the order of ending.
+        params: one for all, or one a prompt; a ``time_budget`` counts from this call on. references: for each prompt a
+        list of texts (or token ids) that its answers will repeat in parts: n-gram lookup copies from them; they change
+        the speed and nothing else. on_finished is called with each request as it ends, in the order of ending.
         If interrupted, what has not ended has finish_reason "abort" and the interrupt goes on to the caller.
         What goes wrong with one request ends it with finish_reason "error" and its ``error``; the others go on.
         """
         arrival = time.monotonic()
-        requests = self._requests(as_prompts("prompts", prompts), params, arrival)
+        requests = self._requests(as_prompts("prompts", prompts), params, arrival, references)
         return self._run(requests, use_tqdm, on_finished)
 
     def chat(
@@ -139,13 +149,14 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        references: Sequence[Sequence[Prompt]] | None = None,
         use_tqdm: bool = True,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several in one batch, through the model's chat template. See ``generate``."""
         arrival = time.monotonic()
         prompts = [self.tokens_of_chat(conversation) for conversation in as_conversations(messages)]
-        return self._run(self._requests(prompts, params, arrival), use_tqdm, on_finished)
+        return self._run(self._requests(prompts, params, arrival, references), use_tqdm, on_finished)
 
     def tokens_of_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as the prompt the model was trained on."""
@@ -155,6 +166,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        references: Sequence[Sequence[Prompt]] | None = None,
     ) -> Iterator[RequestOutput]:
         """Like ``generate``, but yields a request's (growing) result whenever it gained tokens or ended.
 
@@ -162,7 +175,7 @@ class LLM:
         are ranked: until then they are all there, in the order of sampling. Leaving the iterator ends what is not.
         """
         arrival = time.monotonic()
-        requests = self._requests(as_prompts("prompts", prompts), params, arrival)
+        requests = self._requests(as_prompts("prompts", prompts), params, arrival, references)
         with self._share().begin(requests) as call:
             yield from call
 
@@ -201,6 +214,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         arrival: float,
+        references: Sequence[Sequence[Prompt]] | None,
     ) -> list[Request]:
         given = SamplingParams() if params is None else params
         if not isinstance(given, (SamplingParams, list, tuple)):
@@ -208,7 +222,11 @@ class LLM:
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
             raise ParameterError("params", f"{len(each)} entries", f"one, or one a prompt ({len(prompts)})")
-        return [self.request(prompt, p, arrival=arrival) for prompt, p in zip(prompts, each, strict=True)]
+        copied = as_references_of_each(references, len(prompts))
+        return [
+            self.request(prompt, p, arrival=arrival, references=texts)
+            for prompt, p, texts in zip(prompts, each, copied, strict=True)
+        ]
 
     def request(
         self,
@@ -216,6 +234,7 @@ class LLM:
         params: SamplingParams,
         *,
         arrival: float | None = None,
+        references: Sequence[Prompt] = (),
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
@@ -232,7 +251,10 @@ class LLM:
         wanted = params.structured_outputs
         make_constraint = None if wanted is None else self.structure(wanted)
         tokens = self._encode(prompt)
-        return Request(tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority)
+        copied = [self._encode(each, plain=True) for each in as_references("references", references)]
+        return Request(
+            tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority, copied
+        )
 
     def structure(
         self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
@@ -252,8 +274,11 @@ class LLM:
         assert self.tokenizer is not None
         return Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _encode(self, prompt: Prompt, plain: bool = False) -> list[int]:
+        """plain: without the special tokens that begin a text; references stand in the middle of one."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return self._need_tokenizer("a text prompt").encode(prompt, add_special_tokens=not plain)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -55,6 +55,9 @@ MAX_THREADS = 2**10
 MAX_BYTES = 2**63 - 1
 MAX_SECONDS = 366 * 24 * 3600.0  # a year: who wants to wait for ever says None
 MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28
+MAX_REFERENCES = 2**8  # texts that a request brings along to copy from
+MAX_REFERENCE_CHARACTERS = 2**19  # of all of them: tokenized in some tenths of a second
+MAX_REFERENCE_TOKENS = 2**17  # likewise: noted in ten milliseconds, 8 MB while the request lives
 
 # Below these float32 divides by nothing, or by so little that the result is infinite.
 MIN_TEMPERATURE = 1e-30
@@ -324,6 +327,11 @@ class EngineConfig:
         return self.drafter in ("model", "hybrid")
 
     @property
+    def looks_up(self) -> bool:
+        """Whether its drafter copies from text."""
+        return self.drafter in ("ngram", "hybrid") and self.num_speculative_tokens != 0
+
+    @property
     def synthetic_acceptance(self) -> float | None:
         """The chance with which every guess is kept; None where guesses are judged by the target."""
         if not self.acceptance.startswith(SYNTHETIC):
@@ -437,7 +445,7 @@ class EngineOptions(TypedDict, total=False):
 
 _GUESSES = "a drafter, who guesses: a draft_model, or drafter='ngram'"
 _DRAFTS = "a draft model that drafts: drafter='model' or 'hybrid'"
-_LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid'"
+LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid'"
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
@@ -446,7 +454,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_model": (lambda config: config.asks_draft_model, _DRAFTS),
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFTS),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFTS),
-    "reference_documents": (lambda config: config.drafter in ("ngram", "hybrid"), _LOOKS_UP),
+    "reference_documents": (lambda config: config.drafter in ("ngram", "hybrid"), LOOKS_UP),
 }
 """What an engine must do for an option to have any effect, and how to say so."""
 

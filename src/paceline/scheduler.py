@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.batch import Batch, RowStart, Verdict
+from paceline.batch import Batch, Member, RowStart, Verdict
 from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.guard import Guarded
@@ -44,6 +44,7 @@ class Sequence:
     stream: TextStream | None = None
     deadline: float | None = None  # on the clock of time.monotonic
     constraint: Guarded | None = None
+    member: Member | None = None
     client: str = ""
     priority: int = 0
     prefilled: int = 0
@@ -130,8 +131,8 @@ class Scheduler:
 
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
-        start = RowStart(sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint)
-        self.batch.set_row(row, start)
+        begin = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
+        self.batch.set_row(row, RowStart(*begin))
 
     @property
     def _rows_soon(self) -> int:

@@ -272,3 +272,24 @@ def test_a_budget_of_time_is_honoured_and_said(paceline: Any, tiny: str) -> None
     assert document["outputs"][0]["finish_reason"] == "deadline"
     assert "cut by --time-budget after 0 tokens" in paceline(*short, "--quiet").stderr
     assert "cut by the time budget" in paceline(*short, "--n", "2").stdout
+
+
+def test_lines_bring_references_along(paceline: Any, tiny: str, lines: Path) -> None:
+    answer = texts(paceline("generate", tiny, "--prompt", "hello", *GREEDY, "--json"))[0]
+    entries = [{"prompt": "hello", "references": copied} for copied in ([], [f"hello{answer}", [1, 2]])]
+    lines.write_text("\n".join(map(json.dumps, entries)))
+    run = ("generate", tiny, "--prompts-file", str(lines), *GREEDY, "--json")
+    without, with_them = documents(paceline(*run, "--drafter", "ngram", "-k", "4"))
+    assert with_them["outputs"][0]["text"] == without["outputs"][0]["text"] == answer
+    assert with_them["outputs"][0]["metrics"]["rounds"] < without["outputs"][0]["metrics"]["rounds"]
+    refused = paceline(*run)
+    assert refused.exit_code == 2
+    assert "line 2: references=" in refused.stderr
+
+
+@pytest.mark.parametrize("references", ["text", [1.5], [[True]], {"a": 1}, None])
+def test_a_line_with_broken_references_is_named(paceline: Any, tiny: str, lines: Path, references: Any) -> None:
+    lines.write_text(json.dumps({"prompt": "hello", "references": references}))
+    result = paceline("generate", tiny, "--prompts-file", str(lines), "--drafter", "ngram", *GREEDY)
+    assert result.exit_code == 2
+    assert "line 1: references=" in result.stderr

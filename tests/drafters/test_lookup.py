@@ -1,6 +1,10 @@
-"""The native search and its numpy twin find the same, whatever the shapes."""
+"""The native search and its twin find the same, whatever the shapes, as texts grow; and what a plain search finds."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,13 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.drafters.lookup import DeviceLookup, HostLookup, NativeLookup, make_lookup
+from paceline.drafters.lookup import (
+    DOCUMENTS,
+    LONGEST_SUFFIX,
+    MOST_PLACES,
+    OWN,
+    REFERENCES,
+    SIBLINGS,
+    Beside,
+    Found,
+    HostLookup,
+    Lookup,
+    NativeLookup,
+    make_lookup,
+)
 from paceline.kernels import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KERNELS = native.available()
 needs_extension = pytest.mark.skipif(not KERNELS, reason=f"no C++ kernels: {native.why_none()}")
+Text = Sequence[int]
 
 token = st.integers(0, 3)
 random_text = st.lists(token, max_size=30)
@@ -23,7 +41,12 @@ texts = st.lists(random_text | periodic_text, min_size=1, max_size=5)
 documents = st.lists(st.lists(token, max_size=12), max_size=3)
 
 
-def table(rows: list[list[int]], spare: int) -> tuple[Tensor, Tensor]:
+def lookups(given_documents: Sequence[Text]) -> list[Lookup[Any]]:
+    """All there are here, the twin first."""
+    return [HostLookup(given_documents), *(NativeLookup(given_documents, kernels) for kernels in KERNELS[:1])]
+
+
+def table(rows: Sequence[Text], spare: int) -> tuple[Tensor, Tensor]:
     """A text with more rows and places, cut from a wider one; beyond a row's end lies what looks like text."""
     width = max(1, *map(len, rows)) + spare
     wide = torch.ones(len(rows) + spare, width + 3, dtype=torch.int64)
@@ -32,22 +55,128 @@ def table(rows: list[list[int]], spare: int) -> tuple[Tensor, Tensor]:
     return wide[:, :width], torch.tensor([len(row) for row in rows])
 
 
-@needs_extension
-@settings(max_examples=300, deadline=None)
-@given(rows=texts, documents=documents, k=st.integers(1, 9), spare=st.integers(0, 4))
-def test_the_native_search_equals_its_twin(
-    rows: list[list[int]], documents: list[list[int]], k: int, spare: int
-) -> None:
+def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> Found:
     text, length = table(rows, spare)
-    longest = max(1, *map(len, rows))
-    guesses, counts, matched = NativeLookup(documents, KERNELS[0]).find(text, length, longest, k)
-    expected, expected_counts, expected_matched = HostLookup(documents).find(text, length, longest, k)
-    assert counts.tolist() == expected_counts.tolist()
-    assert matched.tolist() == expected_matched.tolist()
-    assert guesses.shape == expected.shape == (len(rows), int(counts.max()))
-    for own, twin, count in zip(guesses.tolist(), expected.tolist(), counts.tolist(), strict=True):
-        assert own[:count] == twin[:count]
-        assert not any(own[count:])
+    return lookup.find(text, length, max(1, *map(len, rows)), k, beside)
+
+
+def as_lists(found: Found) -> list[list[Any]]:
+    return [each.tolist() for each in found]
+
+
+@needs_extension
+@settings(max_examples=200, deadline=None)
+@given(rows=texts, documents=documents, references=documents, k=st.integers(1, 9), spare=st.integers(0, 4))
+def test_the_native_search_equals_its_twin(
+    rows: list[list[int]], documents: list[list[int]], references: list[list[int]], k: int, spare: int
+) -> None:
+    beside = [Beside(references=references) if number % 2 else None for number in range(len(rows))]
+    both = []
+    for lookup in lookups(documents):
+        noted = lookup.texts(references)
+        both.append(found_in(lookup, rows, k, [each and Beside(references=noted) for each in beside], spare))
+    assert as_lists(both[0]) == as_lists(both[1])
+    assert both[0].guesses.shape == (len(rows), int(both[0].counts.max()))
+    for guesses, count in zip(both[1].guesses.tolist(), both[1].counts.tolist(), strict=True):
+        assert not any(guesses[count:])
+
+
+# --- against a plain search, as answers grow --------------------------------------------------------------------------
+
+
+def matching(text: Text, end: int, row: Text) -> int:
+    """How many of the row's last tokens stand in ``text`` up to and including place ``end``."""
+    size = 0
+    while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
+        size += 1
+    return size
+
+
+def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, int, set[tuple[int, ...]]]:
+    """Tokens matched, source, and what may be guessed: after the latest place in each of the source's texts."""
+    best, source, guesses = 0, OWN, set()
+    for number, given_texts in enumerate(sources):
+        for text in given_texts:
+            sizes = [matching(text, end, row) for end in range(len(text) - 1)]
+            longest = max(sizes, default=0)
+            if longest > best:
+                best, source, guesses = longest, number, set()
+            if longest == best > 0 and number == source:
+                end = max(place for place, size in enumerate(sizes) if size == longest)
+                following = list(text[end + 1 :])
+                guess = [following[i % len(following)] for i in range(k)] if source == OWN else following[:k]
+                guesses.add(tuple(guess))
+    return best, source, guesses
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_growing_answers_are_guessed_from_each_other_as_a_plain_search_would(seed: int) -> None:
+    """Siblings of two prompts, which grow by turns, sit out rounds, end, and are followed by others in their rows."""
+    rng = random.Random(seed)
+    vocab, k, given_documents = rng.choice([2, 3, 6]), rng.randint(1, 6), [[0, 1, 2, 0, 1], [1]]
+    prompts = [[rng.randrange(vocab) for _ in range(size)] for size in (3, 12)]
+    references = [[[rng.randrange(vocab) for _ in range(9)], []], []]
+    for lookup in lookups(given_documents):
+        answers: list[list[list[int]]] = [[[] for _ in range(5)] for _ in prompts]
+        noted = [(lookup.texts(texts) if texts else None, lookup.texts()) for texts in references]
+        known: dict[tuple[int, int], int] = {}  # how much of an answer was there when it was last looked at
+        for _ in range(30):
+            playing = rng.sample([(family, number) for family in (0, 1) for number in range(5)], 4)
+            rows = [prompts[family] + answers[family][number] for family, number in playing]
+            firsts = [max(0, len(prompts[family]) - LONGEST_SUFFIX) for family, _ in playing]
+            beside = [Beside(*noted[f], number, first) for (f, number), first in zip(playing, firsts, strict=True)]
+            found = found_in(lookup, rows, k, beside)
+            known |= {place: len(row) for place, row in zip(playing, rows, strict=True)}
+            for row, text in enumerate(rows):
+                family, number = playing[row]
+                first = firsts[row]
+                siblings = [
+                    (prompts[family] + answers[family][other])[first : known[family, other]]
+                    for other in range(5)
+                    if other != number and (family, other) in known
+                ]
+                size, source, guesses = naive(text, [[text], references[family], siblings, given_documents], k)
+                assert (found.matched[row], found.sources[row]) == (size, source)
+                count = int(found.counts[row])
+                assert (not guesses and count == 0) or tuple(found.guesses[row, :count].tolist()) in guesses
+            for family, number in playing:
+                answers[family][number] += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
+
+
+@pytest.mark.parametrize("kind", range(len(lookups([]))))
+def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_documents(kind: int) -> None:
+    def found(own: Text, sources: dict[int, Text]) -> tuple[int, list[int]]:
+        lookup = lookups([sources[DOCUMENTS]] if DOCUMENTS in sources else [])[kind]
+        siblings = lookup.texts([[], sources.get(SIBLINGS, [])])
+        beside = Beside(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
+        one = found_in(lookup, [own], 1, [beside])
+        return int(one.sources[0]), one.guesses[0].tolist()
+
+    others = {REFERENCES: [1, 2, 11], SIBLINGS: [1, 2, 12], DOCUMENTS: [1, 2, 13]}
+    assert found([1, 2, 10, 1, 2], others) == (OWN, [10])
+    assert found([9, 1, 2], others) == (REFERENCES, [11])
+    assert found([9, 1, 2], {**others, REFERENCES: [2, 11]}) == (SIBLINGS, [12])
+    assert found([9, 1, 2], {DOCUMENTS: [1, 2, 13]}) == (DOCUMENTS, [13])
+    assert found([1, 2, 10, 9, 1, 2], {**others, DOCUMENTS: [9, 1, 2, 14]}) == (DOCUMENTS, [14]), "the longer match"
+
+
+@pytest.mark.parametrize("kind", range(len(lookups([]))))
+def test_what_every_answer_said_first_is_guessed_for_the_next(kind: int) -> None:
+    lookup, prompt = lookups([])[kind], [1, 2, 3, 4, 5, 6, 7]
+    siblings = lookup.texts()
+    first = len(prompt) - LONGEST_SUFFIX
+    found_in(lookup, [[*prompt, 8, 9]], 3, [Beside(None, siblings, 0, first)])
+    found = found_in(lookup, [prompt], 3, [Beside(None, siblings, 1, first)])
+    assert as_lists(found) == [[[8, 9]], [2], [LONGEST_SUFFIX], [SIBLINGS]]
+
+
+@pytest.mark.parametrize("kind", range(len(lookups([]))))
+def test_of_one_pair_of_tokens_only_so_many_places_are_looked_at(kind: int) -> None:
+    lookup = lookups([])[kind]
+    for others, size in ((MOST_PLACES - 1, 3), (MOST_PLACES, 2)):
+        references = lookup.texts([[7, 1, 2, *([9, 1, 2] * others), 0]])
+        found = found_in(lookup, [[7, 1, 2]], 1, [Beside(references)])
+        assert found.matched.tolist() == [size]
 
 
 @needs_extension
@@ -59,7 +188,6 @@ def test_a_length_beyond_the_text_is_refused(length: int) -> None:
 
 def test_the_machine_decides_who_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.VARIABLE, raising=False)
-    assert isinstance(make_lookup([], "cpu"), NativeLookup if KERNELS else HostLookup)
-    assert isinstance(make_lookup([], "meta"), DeviceLookup)
+    assert isinstance(make_lookup([]), NativeLookup if KERNELS else HostLookup)
     monkeypatch.setenv(native.VARIABLE, "off")
-    assert isinstance(make_lookup([], "cpu"), HostLookup)
+    assert isinstance(make_lookup([]), HostLookup)

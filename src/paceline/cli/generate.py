@@ -28,7 +28,8 @@ def generate(
         str | None,
         typer.Option(
             "--prompts-file",
-            help='JSON lines, or - for stdin: {"prompt": ...} or {"messages": [...]}, with sampling parameters if any.',
+            help='JSON lines, or - for stdin: {"prompt": ...} or {"messages": [...]}, with sampling parameters and '
+            '"references" (texts to copy from) if any.',
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat every --prompt as a user's message.")] = False,

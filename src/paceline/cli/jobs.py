@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from paceline.errors import PacelineError, RequestError
+from paceline.inputs import as_references
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import SamplingParams
 
@@ -23,12 +24,13 @@ PROMPT_KEYS = ("prompt", "messages")
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt, or a conversation, and how to continue it. where: for messages, such as "line 3"."""
+    """A prompt, or a conversation, how to continue it and what to copy from. where: for messages, such as "line 3"."""
 
     where: str
     params: SamplingParams
     prompt: str | list[int] | None = None
     messages: list[Mapping[str, str]] | None = None
+    references: Sequence[str | list[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ Result = RequestOutput | Failure
 
 
 def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | Failure]:
-    """Jobs from JSON lines: {"prompt": ...} or {"messages": [...]}, with sampling parameters of their own if any."""
+    """Jobs from JSON lines: {"prompt": ...} or {"messages": [...]}, with references and sampling parameters if any."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -62,11 +64,12 @@ def _parse(where: str, line: str, params: SamplingParams) -> Job:
     if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
         raise ValueError('a line is an object with either "prompt" or "messages"')
     prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
+    references = as_references("references", entry.pop("references", []))
     if messages is None and not isinstance(prompt, str) and not _are_tokens(prompt):
         raise ValueError('"prompt" is a string or a list of token ids')
     if messages is not None and not isinstance(messages, list):
         raise ValueError('"messages" is a list of objects with role and content')
-    return Job(where, SamplingParams.from_mapping(entry, params), prompt, messages)
+    return Job(where, SamplingParams.from_mapping(entry, params), prompt, messages, references)
 
 
 def _are_tokens(prompt: object) -> bool:
@@ -141,7 +144,7 @@ class _InOrder:
 def _request(llm: LLM, job: Job, request_id: str) -> Request:
     prompt = llm.tokens_of_chat(job.messages) if job.messages is not None else job.prompt
     assert prompt is not None, "a job has a prompt or messages"
-    return llm.request(prompt, job.params, request_id=request_id)
+    return llm.request(prompt, job.params, request_id=request_id, references=job.references)
 
 
 # Results as JSON

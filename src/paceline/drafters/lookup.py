@@ -1,124 +1,253 @@
 """Where the end of a row's text stood before, and what followed it there. B rows, T tokens of text, k guesses.
 
-Three ways to the same answer: natively, a round's search takes some microseconds; in numpy, where there is no
-extension, some hundred; on a device, nothing is read back.
+Searched are the row's own text and, where there are any, texts that its request brought along (references), the other
+answers of its request (siblings), and texts that serve all rows (documents). The longest match wins; of equally long
+ones the first of these sources, and within a source the latest place.
+
+Two ways to the same answer: natively, a round's search takes some microseconds; in numpy, where there is no extension,
+some hundred.
 """
 
 from __future__ import annotations
 
-import ctypes
+import weakref
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels import abi, native
+from paceline.kernels import native
 
 LONGEST_SUFFIX = 5
-_SEPARATOR = -1  # equals no token: a match never crosses from one document into the next
+MOST_PLACES = 4096  # of a pair of tokens that are looked at
+OWN, REFERENCES, SIBLINGS, DOCUMENTS = range(4)  # sources
 
 Tokens: TypeAlias = NDArray[np.int64]
 
 
-class Lookup(Protocol):
+class Texts(Protocol):
+    """Texts to copy from, which may grow; where their tokens stand is noted as they come."""
+
+    def append(self, number: int, tokens: Sequence[int]) -> None:
+        """Tokens for the end of a text; one that is not there yet begins."""
+        ...
+
+
+T = TypeVar("T", bound=Texts)
+
+
+class Beside(NamedTuple, Generic[T]):
+    """What a row may be guessed from beside its own text and the documents.
+
+    In ``siblings`` its own text is that of ``number``, which begins where the row's has ``first``.
+    """
+
+    references: T | None = None
+    siblings: T | None = None
+    number: int = 0
+    first: int = 0
+
+
+class Found(NamedTuple):
+    """guesses [B, <= k], counts [B], tokens matched [B], sources [B]. Guesses beyond a row's count are 0."""
+
+    guesses: Tensor
+    counts: Tensor
+    matched: Tensor
+    sources: Tensor
+
+
+class Lookup(Protocol[T]):
     """Finds guesses for all rows of a batch."""
 
-    def find(self, text: Tensor, length: Tensor, longest: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """text [B or more, T], whose row i ends at length[i] [B] -> guesses [B, <= k], counts [B], tokens matched [B].
+    def texts(self, contents: Sequence[Sequence[int]] = ()) -> T:
+        """Texts for ``find``, with these to begin with."""
+        ...
 
-        longest: the greatest length. Guesses beyond a row's count mean nothing, but they are tokens.
+    def find(
+        self, text: Tensor, length: Tensor, longest: int, k: int, beside: Sequence[Beside[T] | None] | None = None
+    ) -> Found:
+        """For text [B or more, T], whose row i ends at length[i] [B]; longest: the greatest length.
+
+        beside: of each row; their siblings learn what the rows have gained first. All of it lies on the CPU.
         """
         ...
 
 
-def make_lookup(documents: Sequence[Sequence[int]], device: torch.device | str) -> Lookup:
-    """The fastest way on that device."""
-    if torch.device(device).type != "cpu":
-        return DeviceLookup(documents, device)
+def make_lookup(documents: Sequence[Sequence[int]]) -> Lookup[NativeTexts] | Lookup[HostTexts]:
+    """The faster way on this machine."""
     kernels = native.select()
     return HostLookup(documents) if kernels is None else NativeLookup(documents, kernels)
 
 
-def _joined(documents: Sequence[Sequence[int]]) -> list[int]:
-    return [token for document in documents for token in (*document, _SEPARATOR)]
+class NativeTexts:
+    """In the extension."""
 
+    def __init__(self, kernels: native.Kernels) -> None:
+        self._append = kernels.library.pl_texts_append
+        self.handle: int = kernels.library.pl_texts_new()
+        weakref.finalize(self, kernels.library.pl_texts_free, self.handle)
 
-class _Documents:
-    """The documents' tokens, each document followed by a separator; where each token stands and leads on.
-
-    tokens[i] stands at places[i] and something follows it; by token, then from first to last.
-    """
-
-    def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        self.text: Tokens = np.array(_joined(documents), dtype=np.int64)
-        places = np.flatnonzero((self.text[:-1] >= 0) & (self.text[1:] >= 0))
-        self.places = places[np.argsort(self.text[places], kind="stable")]
-        self.tokens = self.text[self.places]
+    def append(self, number: int, tokens: Sequence[int]) -> None:
+        """As ``Texts`` says."""
+        array = np.array(tokens, dtype=np.int64)
+        self._append(self.handle, number, array.ctypes.data, len(array))
 
 
 class NativeLookup:
     """One call of the extension."""
 
     def __init__(self, documents: Sequence[Sequence[int]], kernels: native.Kernels) -> None:
-        self._search, self._documents = kernels.library.pl_lookup, _Documents(documents)
-        arrays = self._documents.text, self._documents.places, self._documents.tokens
-        self._handed_over = abi.CDocuments(*(array.ctypes.data for array in arrays), len(self._documents.places))
-        self._address = ctypes.addressof(self._handed_over)
+        self._search, self._kernels = kernels.library.pl_lookup, kernels
+        self._documents = self.texts(documents)
 
-    def find(self, text: Tensor, length: Tensor, longest: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    def texts(self, contents: Sequence[Sequence[int]] = ()) -> NativeTexts:
+        """As ``Lookup`` says."""
+        texts = NativeTexts(self._kernels)
+        for number, tokens in enumerate(contents):
+            texts.append(number, tokens)
+        return texts
+
+    def find(
+        self,
+        text: Tensor,
+        length: Tensor,
+        longest: int,
+        k: int,
+        beside: Sequence[Beside[NativeTexts] | None] | None = None,
+    ) -> Found:
         """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
         rows, width = len(length), min(longest, text.shape[1])
-        guesses, counts, matched = (text.new_empty(shape) for shape in ((rows, k), rows, rows))
-        given = text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, k
-        widest = self._search(self._address, *given, guesses.data_ptr(), counts.data_ptr(), matched.data_ptr())
+        guesses, counts, matched, sources = (text.new_empty(shape) for shape in ((rows, k), rows, rows, rows))
+        given = None if beside is None else np.array([_numbers(each) for each in beside], dtype=np.int64)
+        widest = self._search(
+            self._documents.handle,
+            None if given is None else given.ctypes.data,
+            *(text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, k),
+            *(each.data_ptr() for each in (guesses, counts, matched, sources)),
+        )
         if widest < 0:
             raise ValueError(f"the rows' lengths {length.tolist()} do not lie between 0 and {width}")
-        return guesses if widest == k else guesses[:, :widest], counts, matched
+        return Found(guesses if widest == k else guesses[:, :widest], counts, matched, sources)
+
+
+def _numbers(beside: Beside[NativeTexts] | None) -> tuple[int, int, int, int]:
+    """csrc: Beside."""
+    if beside is None:
+        return 0, 0, 0, 0
+    references, siblings = beside.references, beside.siblings
+    handles = (0 if texts is None else texts.handle for texts in (references, siblings))
+    return *handles, beside.number, beside.first  # type: ignore[return-value]
+
+
+class HostTexts:
+    """In Python: the native ones' twin."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self._pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._singles: dict[int, tuple[int, int]] = {}
+
+    def append(self, number: int, tokens: Sequence[int]) -> None:
+        """As ``Texts`` says."""
+        self.texts += [[] for _ in range(number + 1 - len(self.texts))]
+        text = self.texts[number]
+        for token in tokens:
+            if text:
+                self._note(number, text)
+            text.append(int(token))
+
+    def _note(self, number: int, text: list[int]) -> None:
+        """The text's last token is about to be followed by another."""
+        here = number, len(text) - 1
+        self._singles[text[-1]] = here
+        if len(text) > 1:
+            self._pairs.setdefault((text[-2], text[-1]), []).append(here)
+
+    def longer(self, suffix: list[int], size: int) -> tuple[int, list[int]]:
+        """Tokens that match at most, if more than ``size``, and what follows them; else ``size`` and nothing."""
+        following: list[int] = []
+        for number, place in reversed(self._pairs.get((suffix[1], suffix[0]), [])[-MOST_PLACES:]):
+            text = self.texts[number]
+            found = _agreeing(text[max(0, place - LONGEST_SUFFIX + 1) : place + 1], suffix)
+            if found > size:
+                size, following = found, text[place + 1 :]
+        if size == 0 and suffix[0] in self._singles:
+            number, place = self._singles[suffix[0]]
+            return 1, self.texts[number][place + 1 :]
+        return size, following
+
+
+def _agreeing(text: list[int], suffix: list[int]) -> int:
+    """How many tokens at the end of ``text`` are those of ``suffix``, the last one first."""
+    size = 0
+    for token, wanted in zip(reversed(text), suffix, strict=False):
+        if token != wanted:
+            break
+        size += 1
+    return size
 
 
 class HostLookup:
     """Compares only the places where the row's last token stands: the native search's twin."""
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        self._documents = _Documents(documents)
+        self._documents = self.texts(documents)
 
-    def find(self, text: Tensor, length: Tensor, longest: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    def texts(self, contents: Sequence[Sequence[int]] = ()) -> HostTexts:
         """As ``Lookup`` says."""
-        found = self._find(text.numpy()[: len(length), :longest], length.numpy(), k)
-        guesses, counts, matched = (torch.from_numpy(array) for array in found)
-        return guesses, counts, matched
+        texts = HostTexts()
+        for number, tokens in enumerate(contents):
+            texts.append(number, tokens)
+        return texts
 
-    def _find(self, text: Tokens, length: Tokens, k: int) -> tuple[Tokens, Tokens, Tokens]:
+    def find(
+        self,
+        text: Tensor,
+        length: Tensor,
+        longest: int,
+        k: int,
+        beside: Sequence[Beside[HostTexts] | None] | None = None,
+    ) -> Found:
+        """As ``Lookup`` says."""
+        numbers, lengths = text.numpy()[: len(length), :longest], length.numpy()
+        each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * len(lengths)]
+        for row, (one, end) in enumerate(zip(each, lengths.tolist(), strict=True)):
+            if one.siblings is not None:
+                _catch_up(one.siblings, one.number, numbers[row, one.first : end].tolist())
+        found = self._find(numbers, lengths, k, each)
+        return Found(*(torch.from_numpy(array) for array in found))
+
+    def _find(
+        self, text: Tokens, length: Tokens, k: int, beside: Sequence[Beside[HostTexts]]
+    ) -> tuple[Tokens, Tokens, Tokens, Tokens]:
         suffix = _suffixes(text, length)
         row, place = np.nonzero(text == suffix[:, :1])
         before = place < length[row] - 1
         row, place = row[before], place[before]
         matched, at = _longest(text, row, place, suffix)
         guesses = _continued(text, length, at, k)
-        counts = np.where(matched > 0, k, 0)
-        for number, (size, copied) in self._copied(suffix, matched, k).items():
-            guesses[number, : len(copied)] = copied
-            matched[number], counts[number] = size, len(copied)
-        return guesses[:, : counts.max()], counts, matched
+        counts, sources = np.where(matched > 0, k, 0), np.full_like(matched, OWN)
+        for number, one in enumerate(beside):
+            for source, texts in ((REFERENCES, one.references), (SIBLINGS, one.siblings), (DOCUMENTS, self._documents)):
+                if texts is None or length[number] == 0:
+                    continue
+                size, following = texts.longer(suffix[number].tolist(), int(matched[number]))
+                if size > matched[number]:
+                    many = min(k, len(following))
+                    guesses[number, :many] = following[:many]
+                    matched[number], counts[number], sources[number] = size, many, source
+        guesses[np.arange(k) >= counts[:, None]] = 0
+        return guesses[:, : counts.max()], counts, matched, sources
 
-    def _copied(self, suffix: Tokens, matched: Tokens, k: int) -> dict[int, tuple[int, Tokens]]:
-        """Rows that match better in a document: tokens matched, and what follows them there."""
-        found: dict[int, tuple[int, Tokens]] = {}
-        documents = self._documents
-        if not len(documents.places):
-            return found
-        for row, (own, line) in enumerate(zip(matched.tolist(), suffix, strict=True)):
-            first, stop = np.searchsorted(documents.tokens, [line[0], line[0] + 1])
-            places = documents.places[first:stop]
-            sizes, at = _longest(documents.text[None], np.zeros_like(places), places, line[None])
-            if sizes[0] > own:
-                copied = documents.text[at[0] + 1 : at[0] + 1 + k]
-                ends = np.flatnonzero(copied < 0)
-                found[row] = int(sizes[0]), copied[: ends[0]] if len(ends) else copied
-        return found
+
+def _catch_up(siblings: HostTexts, number: int, text: list[int]) -> None:
+    """Append what a text has that they do not know yet."""
+    known = len(siblings.texts[number]) if number < len(siblings.texts) else 0
+    siblings.append(number, text[known:])
 
 
 def _suffixes(text: Tokens, length: Tokens) -> Tokens:
@@ -149,59 +278,3 @@ def _continued(text: Tokens, length: Tokens, place: Tokens, k: int) -> Tokens:
     period = np.maximum(length - 1 - place, 1)
     step = np.arange(k) % period[:, None]
     return np.take_along_axis(text, np.minimum(place[:, None] + 1 + step, text.shape[1] - 1), axis=1)
-
-
-class DeviceLookup:
-    """Compares everything, in a handful of tensor operations; never reads the device."""
-
-    def __init__(self, documents: Sequence[Sequence[int]], device: torch.device | str) -> None:
-        self._documents = torch.tensor(_joined(documents), dtype=torch.int64, device=device)
-        self._leads_on = (self._documents >= 0) & (self._documents.roll(-1) >= 0)
-
-    def find(self, text: Tensor, length: Tensor, longest: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``Lookup`` says."""
-        text = text[: len(length), :longest]
-        suffix = _suffix(text, length)
-        earlier = torch.arange(text.shape[1], device=text.device) < length[:, None] - 1
-        matched, place = _best_match(text, suffix, earlier)
-        guesses = _continue_cyclically(text, length, place, k)
-        counts = torch.where(matched > 0, k, 0)
-        if self._documents.numel():
-            score, place = _best_match(self._documents[None], suffix, self._leads_on[None])
-            following = place[:, None] + 1 + torch.arange(k, device=place.device)
-            copied = self._documents[following.clamp(max=len(self._documents) - 1)]
-            better = score > matched
-            guesses = torch.where(better[:, None], copied.clamp(min=0), guesses)
-            counts = torch.where(better, (copied >= 0).cumprod(1).sum(1), counts)
-            matched = torch.where(better, score, matched)
-        return guesses, counts, matched
-
-
-def _suffix(text: Tensor, length: Tensor) -> Tensor:
-    """[B, 5]: each row's last tokens, the last one first; -2 (equal to nothing) where the row is shorter."""
-    place = length[:, None] - 1 - torch.arange(LONGEST_SUFFIX, device=text.device)
-    return torch.where(place >= 0, text.gather(1, place.clamp(min=0)), -2)
-
-
-def _best_match(text: Tensor, suffix: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in text [B or 1, T] the suffix [B, 5] matches longest, ending at an ``allowed`` [B or 1, T] place.
-
-    Of several, the latest. Returns the length matched (0: none) and the place of the match's last token, each [B].
-    """
-    size = text.shape[1]
-    matching = allowed.expand(suffix.shape[0], size)
-    score = torch.zeros(matching.shape, dtype=torch.int64, device=text.device)
-    for n in range(LONGEST_SUFFIX):
-        shifted = torch.nn.functional.pad(text, (n, 0), value=-3)[:, :size]
-        matching = matching & (shifted == suffix[:, n, None])
-        score += matching
-    ranked = score * size + torch.arange(size, device=text.device)
-    place = ranked.argmax(1)
-    return score.gather(1, place[:, None]).squeeze(1), place
-
-
-def _continue_cyclically(text: Tensor, length: Tensor, place: Tensor, k: int) -> Tensor:
-    """[B, k]: the tokens after ``place``; beyond the row's end the stretch from ``place`` on repeats."""
-    period = (length - 1 - place).clamp(min=1)
-    step = torch.arange(k, device=text.device) % period[:, None]
-    return text.gather(1, (place[:, None] + 1 + step).clamp(max=text.shape[1] - 1))

@@ -1,14 +1,14 @@
-"""Guesses copied from text: LLMA (2304.04487) over reference documents, prompt lookup over the row's own tokens."""
+"""Guesses copied from text: a row's own (prompt lookup), references (LLMA, 2304.04487), its siblings' answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-import torch
-
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Family, Member, Verdict
 from paceline.decoder import Decoder
-from paceline.drafters.lookup import LONGEST_SUFFIX, make_lookup
+from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
 
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
@@ -22,33 +22,51 @@ _CONFIDENCE = [
 STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first guess after the longest match
 
 
+class _Known(NamedTuple):
+    """What the search knows of a request."""
+
+    references: Texts | None
+    siblings: Texts | None
+
+
 class NgramDrafter:
     """Finds the longest suffix (5 down to 1 tokens) of each row elsewhere and guesses what followed it there.
 
-    Looks in the row's own tokens and in ``documents``; the longer match wins, then the row's own, then the later one.
-    A match whose continuation ends at the row's end is continued cyclically (the text repeats itself). Rows without a
-    match have an empty draft.
+    Looks in the row's own tokens, in its request's references, in its siblings' answers and in ``documents``; the
+    longer match wins, then the first of these, then the later one. A match whose continuation ends at the row's end is
+    continued cyclically (the text repeats itself). Rows without a match have an empty draft.
 
-    scored: whether guesses have a confidence; None: where the host need not wait for a device to tell.
+    documents: for all rows; noted once. A request's references are noted once for all of its answers, and its answers
+    as they grow: in rounds that look for guesses. siblings: whether answers of one request are guessed from each other.
     """
 
     name = "ngram"
     decoders: Sequence[Decoder] = ()
 
-    def __init__(
-        self,
-        documents: Sequence[Sequence[int]] = (),
-        device: torch.device | str = "cpu",
-        scored: bool | None = None,
-    ) -> None:
-        self._lookup = make_lookup(documents, device)
-        self._scored = torch.device(device).type == "cpu" if scored is None else scored
+    def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True) -> None:
+        self._lookup: Lookup[Any] = make_lookup(documents)
+        self._siblings = siblings
+        self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
     def propose(self, batch: Batch, k: int) -> Draft:
-        guesses, counts, matched = self._lookup.find(batch.tokens, batch.live_length, batch.longest, k)
-        if not self._scored:
-            return Draft(guesses, counts)
-        return Draft(guesses, counts, confidence=[_CONFIDENCE[size] for size in matched.tolist()])
+        members = batch.members[: batch.rows]
+        beside = None if not any(members) else [self._beside(member) for member in members]
+        text, length = batch.tokens[: batch.rows, : batch.longest], batch.live_length
+        found = self._lookup.find(text.cpu(), length.cpu(), batch.longest, k, beside)
+        confidence = [_CONFIDENCE[size] for size in found.matched.tolist()]
+        return Draft(found.guesses.to(batch.device), found.counts.to(batch.device), confidence=confidence)
+
+    def _beside(self, member: Member | None) -> Beside[Any] | None:
+        if member is None:
+            return None
+        known = self._known.get(member.family)
+        if known is None:
+            known = self._known[member.family] = self._note(member.family)
+        return Beside(known.references, known.siblings, member.number, member.first)
+
+    def _note(self, family: Family) -> _Known:
+        references = self._lookup.texts(family.references) if family.references else None
+        return _Known(references, self._lookup.texts() if self._siblings and family.answers > 1 else None)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         pass

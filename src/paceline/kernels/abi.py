@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 8  # of model.h: it changes with the structs and functions
+ABI_VERSION = 9  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -161,12 +161,6 @@ class CLogprobs(Structure):
     )
 
 
-class CDocuments(Structure):
-    """csrc: Documents."""
-
-    _fields_ = (("text", c_void_p), ("places", c_void_p), ("tokens", c_void_p), ("count", c_int64))
-
-
 class CRotary(Structure):
     """csrc: Rotary."""
 
@@ -215,7 +209,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_model_free": (None, (c_void_p,)),
     "pl_forward": (c_char_p, (*(c_void_p,) * 5, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
-    "pl_lookup": (c_int64, (*(c_void_p,) * 2, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 3)),
+    "pl_texts_new": (c_void_p, ()),
+    "pl_texts_free": (None, (c_void_p,)),
+    "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
+    "pl_lookup": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 5),
     "pl_law": (None, (c_void_p,) * 4),
