@@ -238,7 +238,7 @@ def test_what_goes_wrong_with_one_request_ends_it_alone(
     def broken(*_: Any) -> Any:
         raise RuntimeError("logprobs failed")
 
-    monkeypatch.setattr(scheduler_module, "_token_logprob", broken)
+    monkeypatch.setattr(scheduler_module, "_note_logprob", broken)
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows)
     good = [engine.add(Request(PROMPT, GREEDY)) for _ in range(2)]
     engine.step()
@@ -537,6 +537,26 @@ def test_the_engine_says_what_it_runs(drafter: str | None) -> None:
     who = {"ngram": "drafter ngram", "model": "drafter toy(blur=0.5)", "hybrid": "drafter ngram or toy(blur=0.5)"}
     assert (who[drafter] if drafter else "no speculation") in line
     assert engine_module.__doc__
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter"),
+    [
+        ({}, (None, "model")),
+        ({"rounds": "host"}, ("ngram", "hybrid")),
+        ({"num_speculative_tokens": 3}, ("ngram", "hybrid")),
+        ({"drafter": None}, (None, None)),
+    ],
+)
+def test_left_to_itself_the_engine_takes_no_round_off_a_cuda_device(
+    options: dict[str, Any], drafter: tuple[str | None, str | None]
+) -> None:
+    config, cuda = EngineConfig(**options), ToyModel()
+    cuda.device = torch.device("cuda")
+    for documents, draft, expected in ((), False, drafter[0]), ((), True, drafter[1]):
+        free = engine_module._lookup_is_free(engine_module.Models(cuda, documents=documents), config)
+        assert config.resolved(draft_model=draft, lookup=free).drafter == expected
+    assert engine_module._lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)
 
 
 def test_rounds_in_which_nobody_comes_or_goes_look_at_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,11 +270,12 @@ def test_the_kernels_of_one_model_run_on_each_engines_own_pool(monkeypatch: pyte
     assert found[0] == found[1] == found[2]
 
 
-def test_a_draft_model_makes_it_the_drafter_and_a_drafter_without_one_is_refused(llm: LLM) -> None:
-    assert llm.config.drafter == "model"
+def test_left_to_itself_it_guesses_by_what_there_is_and_a_drafter_without_a_draft_model_is_refused(llm: LLM) -> None:
+    assert llm.config.drafter == "hybrid"
     with pytest.raises(ParameterError, match="draft_model"):
         make(draft=False, drafter="model")
-    assert make(draft=False).config.drafter is None
+    assert make(draft=False).config.drafter == "ngram"
+    assert make(draft=False, drafter=None).config.drafter is None
 
 
 @pytest.mark.parametrize("device", ["warp", "mps", "meta", "cpu:5", "cuda:-1", "cuda:" + "9" * 30])

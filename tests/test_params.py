@@ -295,10 +295,10 @@ def test_a_synthetic_acceptance_is_for_benchmarks_that_say_so() -> None:
 
 
 UNUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_speculative_tokens": 4}, "num_speculative_tokens"),
-    ({"num_speculative_tokens": "bass"}, "num_speculative_tokens"),
-    ({"acceptance": "rejection"}, "acceptance"),
-    ({"profile": "p.json"}, "profile"),
+    ({"num_speculative_tokens": 4, "drafter": None}, "num_speculative_tokens"),
+    ({"num_speculative_tokens": "bass", "drafter": None}, "num_speculative_tokens"),
+    ({"acceptance": "rejection", "drafter": None}, "acceptance"),
+    ({"profile": "p.json", "drafter": None}, "profile"),
     ({"profile": "p.json", "drafter": "ngram", "num_speculative_tokens": 4}, "profile"),
     ({"profile": "p.json", "drafter": "ngram", "num_speculative_tokens": "bass"}, "profile"),
     ({"draft_dtype": "float32"}, "draft_dtype"),
@@ -306,8 +306,8 @@ UNUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_quantization": None}, "draft_quantization"),
     ({"draft_model": "a", "drafter": "ngram"}, "draft_model"),
     ({"draft_model": "a", "drafter": None}, "draft_model"),
-    ({"reference_documents": ["a"]}, "reference_documents"),
-    ({"reference_documents": ["a"], "draft_model": "a"}, "reference_documents"),
+    ({"reference_documents": ["a"], "drafter": None}, "reference_documents"),
+    ({"reference_documents": ["a"], "draft_model": "a", "drafter": "model"}, "reference_documents"),
 ]
 
 
@@ -324,6 +324,7 @@ def test_what_would_do_nothing_is_refused_by_name(given: dict[str, Any], name: s
     [
         {},
         {"drafter": None, "num_speculative_tokens": 0},
+        {"num_speculative_tokens": 4, "acceptance": "rejection", "reference_documents": ["a"]},
         {"num_speculative_tokens": "auto", "acceptance": "coupled", "draft_quantization": "same", "profile": None},
         {"draft_model": "a", "num_speculative_tokens": 4, "acceptance": "rejection", "draft_dtype": "float32"},
         {"draft_model": "a", "drafter": "hybrid", "reference_documents": ["a"], "draft_quantization": None},

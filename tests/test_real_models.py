@@ -118,7 +118,9 @@ def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> No
 @pytest.mark.timeout(1800)
 def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
     target, draft = real_models.find("qwen-coder-1.5b"), real_models.find("qwen-coder-0.5b")
-    llm = LLM(target, draft, num_speculative_tokens=3, dtype="float32", max_batch_size=8, max_model_len=256)
+    llm = LLM(
+        target, draft, drafter="model", num_speculative_tokens=3, dtype="float32", max_batch_size=8, max_model_len=256
+    )
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     spoken, model = llm.generate(STUBS, params, use_tqdm=False), real_models.load_in_transformers(target)
     check_each_token(spoken, model)

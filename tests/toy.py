@@ -151,7 +151,7 @@ def make_engine(
     documents: Sequence[Sequence[int]] = (),
     **options: Any,
 ) -> Engine:
-    plain = {"max_batch_size": 4, "max_model_len": POSITIONS, "dtype": "float32", "device": "cpu"}
+    plain = {"drafter": None, "max_batch_size": 4, "max_model_len": POSITIONS, "dtype": "float32", "device": "cpu"}
     options = plain | {"num_speculative_tokens": 4, "longest_pause": None} | options  # chunks do not depend on the time
     return Engine(Models(target, draft, eos, documents), EngineConfig(**options))
 

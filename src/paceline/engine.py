@@ -95,7 +95,9 @@ class Engine:
 
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
-        self.config = config
+        self.config = config = config.resolved(
+            draft_model=models.draft is not None, lookup=_lookup_is_free(models, config)
+        )
         self.max_model_len = _max_model_len(models, config)
         _check_attention(models, config)
         check_memory(models.target, models.draft, config, self.max_model_len)
@@ -477,6 +479,11 @@ class Engine:
         with self._own_threads():
             hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))
             return decoder.logits(hidden[:, -1])[0]
+
+
+def _lookup_is_free(models: Models, config: EngineConfig) -> bool:
+    """Whether n-gram lookup takes no round off the device, or somebody asked for it."""
+    return models.target.device.type != "cuda" or config.rounds == "host" or bool(models.documents)
 
 
 def _check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:

@@ -29,7 +29,7 @@ AcceptanceName = Literal["coupled", "rejection"]
 AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
-DrafterName = Literal["model", "ngram", "hybrid"]
+DrafterName = Literal["auto", "model", "ngram", "hybrid"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LengthName = Literal["auto", "bass", "profiled"]
 LogFormat = Literal["text", "json"]
@@ -247,7 +247,9 @@ class EngineConfig:
     """How the engine runs.
 
     drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), "hybrid" (prompt lookup where it will do,
-        else the draft model), None (plain decoding).
+        else the draft model), None (plain decoding). "auto" is hybrid with a draft model, else n-gram; where the
+        device plays rounds alone, which n-gram lookup would end, it is model or None, unless other options ask for
+        guesses. An engine's own configuration never says "auto".
     num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
@@ -276,7 +278,7 @@ class EngineConfig:
     memory_limit: bytes the engine may take; None is what the machine has free.
     """
 
-    drafter: DrafterName | None = None
+    drafter: DrafterName | None = "auto"
     num_speculative_tokens: Guesses | LengthName = "auto"
     profile: Annotated[str, FileName()] | None = None
     acceptance: AcceptanceName | str = DEFAULT_ACCEPTANCE
@@ -315,6 +317,14 @@ class EngineConfig:
         check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
         allowed = "'coupled' or 'rejection'; for benchmarks, whose texts nobody wants, with benchmark=True"
         check(self.benchmark, "acceptance", given, allowed)
+
+    def resolved(self, *, draft_model: bool, lookup: bool = True) -> EngineConfig:
+        """With the drafter that "auto" is. lookup: whether n-gram lookup may be had for nothing."""
+        if self.drafter != "auto":
+            return self
+        lookup = lookup or self.num_speculative_tokens != EngineConfig.num_speculative_tokens
+        names: tuple[DrafterName | None, ...] = ("ngram", "hybrid") if lookup else (None, "model")
+        return replace(self, drafter=names[draft_model])
 
     @property
     def reads_profile(self) -> bool:
@@ -443,7 +453,7 @@ class EngineOptions(TypedDict, total=False):
     memory_limit: int | None
 
 
-_GUESSES = "a drafter, who guesses: a draft_model, or drafter='ngram'"
+_GUESSES = "a drafter, who guesses; drafter=None is nobody"
 _DRAFTS = "a draft model that drafts: drafter='model' or 'hybrid'"
 LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid'"
 
@@ -475,13 +485,13 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
 
 
 def engine_config(options: EngineOptions, draft_model: Any = None, documents: Sequence[Any] = ()) -> EngineConfig:
-    """The configuration of an engine with these models and options; a draft model drafts unless options say otherwise.
+    """The configuration of an engine with these models and options.
 
     Raises ParameterError, also for what would have no effect.
     """
-    with_drafter: EngineOptions = {"drafter": None if draft_model is None else "model"}
-    config = EngineConfig(**(with_drafter | options))
+    config = EngineConfig(**options)
     if config.asks_draft_model and draft_model is None:
         raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
-    check_used(config, {**options, "draft_model": draft_model, "reference_documents": tuple(documents)})
+    given = {**options, "draft_model": draft_model, "reference_documents": tuple(documents)}
+    check_used(config.resolved(draft_model=draft_model is not None), given)
     return config

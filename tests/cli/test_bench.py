@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("how", [[], ["--drafter", "ngram"], ["--drafter", "ngram", "--compare", "transformers"]])
+@pytest.mark.parametrize("how", [["--drafter", "none"], [], ["--drafter", "ngram", "--compare", "transformers"]])
 def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_path: Path, how: list[str]) -> None:
     file = tmp_path / "result.json"
     options = ["--batch-sizes", "1,2", "--max-tokens", "6", "--repeats", "1", "--dtype", "float32"]
@@ -15,7 +15,11 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads(file.read_text())
-    sides = ["plain", *(["speculation"] if how else []), *(["transformers"] if "transformers" in how else [])]
+    sides = [
+        "plain",
+        *(["speculation"] if "none" not in how else []),
+        *(["transformers"] if "transformers" in how else []),
+    ]
     assert [(r["batch_size"], r["side"]) for r in document["results"]] == [(b, s) for b in (1, 2) for s in sides]
     assert all(r["decode_seconds"] > 0 and r["output_tokens"] == 6 for r in document["results"])
     assert {"cpu", "cores"} <= document["machine"].keys()
@@ -25,6 +29,7 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
 
 def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any, tiny: str) -> None:
     options = ["--batch-sizes", "1", "--max-tokens", "400", "--repeats", "1", "--max-model-len", "80"]
+    options += ["--drafter", "none"]
     result = paceline("bench", "offline", tiny, *options, "--prompts", "open", "--dtype", "float32")
     (measured,) = json.loads(result.stdout.splitlines()[-1])["results"]
     came = 80 - measured["prompt_tokens"]

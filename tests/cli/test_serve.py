@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.options import EngineFlags
-from paceline.cli.serve import ServerFlags, with_drafter, with_json
+from paceline.cli.serve import ServerFlags, with_json
 from paceline.errors import ParameterError
 
 
@@ -40,9 +40,9 @@ def test_speculation_that_is_not_ours_is_refused_by_name(text: str, says: str) -
         with_json(EngineFlags(), text)
 
 
-def test_a_server_guesses_by_n_gram_unless_told_otherwise() -> None:
-    assert with_drafter(EngineFlags()).drafter == "ngram"
-    assert with_drafter(EngineFlags(draft_model="small")).drafter is None
+def test_a_drafter_is_spelled_once() -> None:
+    with pytest.raises(ParameterError, match="without --drafter and --draft-model"):
+        with_json(EngineFlags(drafter="none"), '{"method": "ngram"}')
 
 
 def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

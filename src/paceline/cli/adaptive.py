@@ -165,8 +165,8 @@ def phases(
 
 
 def _need_drafter(engine: EngineFlags) -> None:
-    if engine.drafter is None and engine.draft_model is None:
-        raise ParameterError("--drafter", None, "'ngram', or a --draft-model: without guesses all policies are one")
+    if engine.drafter == "none":
+        raise ParameterError("--drafter", "none", "one that guesses: without guesses all policies are one")
 
 
 def _check_intervals(interval: float, cv: float) -> None:

@@ -67,10 +67,8 @@ def offline(
         raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
     if lengths is not None:
         refuse_given(context, "left out beside --lengths, which says them", "num_speculative_tokens")
-    if engine.drafter is None and engine.draft_model is None:
-        refuse_given(
-            context, "left out without a drafter; name one with --drafter or --draft-model", "lengths", "wrong_guesses"
-        )
+    if engine.drafter == "none":
+        refuse_given(context, "left out beside --drafter none", "lengths", "wrong_guesses")
     each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
     llm = engine.load(model, quiet)
     others = [Transformers(model, llm)] if compare == "transformers" else []

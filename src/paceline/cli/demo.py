@@ -46,7 +46,6 @@ def demo(
 
         llm = LLM(
             model,
-            drafter="ngram",
             num_speculative_tokens=num_speculative_tokens,
             dtype=dtype,
             max_batch_size=len(COPYING),

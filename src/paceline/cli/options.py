@@ -20,7 +20,6 @@ from paceline.params import (
     DEFAULT_MODEL,
     AcceptanceName,
     AttentionName,
-    DrafterName,
     DtypeName,
     EngineConfig,
     EngineOptions,
@@ -59,12 +58,12 @@ class EngineFlags:
         str | None, engine_option("--draft-model", text="A smaller model with the same vocabulary, to guess.")
     ] = None
     drafter: Annotated[
-        DrafterName | None,
+        Literal["auto", "model", "ngram", "hybrid", "none"],
         engine_option(
             "--drafter",
-            text="Who guesses (hybrid: ngram, else model). Default: model if there is a draft model, else nobody.",
+            text="Who guesses (hybrid: ngram, else model); auto: hybrid if there is a draft model, else ngram.",
         ),
-    ] = EngineConfig.drafter
+    ] = EngineConfig.drafter or "none"
     num_speculative_tokens: Annotated[
         str, engine_option("--num-speculative-tokens", "-k", text="Guesses a round: a number, or auto, bass, profiled.")
     ] = str(EngineConfig.num_speculative_tokens)
@@ -116,8 +115,9 @@ class EngineFlags:
     ] = None
 
     def options(self) -> EngineOptions:
-        """The keyword arguments of ``LLM``; a drafter only if one was named."""
-        options: EngineOptions = {
+        """The keyword arguments of ``LLM``."""
+        return {
+            "drafter": None if self.drafter == "none" else self.drafter,
             "num_speculative_tokens": speculation_length(self.num_speculative_tokens),
             "profile": self.profile,
             "acceptance": self.acceptance,
@@ -133,9 +133,6 @@ class EngineFlags:
             "device": self.device,
             "threads": self.threads,
         }
-        if self.drafter is not None:
-            options["drafter"] = self.drafter
-        return options
 
     def check(self) -> None:
         """Raise ParameterError for bad values, and for what would have no effect, before anything is loaded."""

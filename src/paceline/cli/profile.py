@@ -46,10 +46,8 @@ def profile(
         refuse_given(
             context, "left out beside --quick, which chooses it", "batch_sizes", "max_k", "max_tokens", "repeats"
         )
-    if engine.drafter is None and engine.draft_model is None:
-        raise ParameterError(
-            "--drafter", None, "'ngram', or a --draft-model: there is nothing to profile without guesses"
-        )
+    if engine.drafter == "none":
+        raise ParameterError("--drafter", "none", "one that guesses: there is nothing to profile without guesses")
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
     llm = replace(engine, num_speculative_tokens=str(sweep.max_k)).load(model, quiet)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"

@@ -7,20 +7,20 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
 from paceline.errors import MissingPackageError, ParameterError
-from paceline.params import DrafterName, EngineConfig, LogFormat, ServerConfig
+from paceline.params import EngineConfig, LogFormat, ServerConfig
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 SERVER = "Server"
 KEYS_VARIABLE = "PACELINE_API_KEYS"
-_METHODS: dict[str, DrafterName] = {"draft_model": "model", "ngram": "ngram"}
+_METHODS: dict[str, Literal["model", "ngram"]] = {"draft_model": "model", "ngram": "ngram"}
 
 
 def _option(*names: str, text: str) -> Any:
@@ -139,7 +139,7 @@ def serve(
         raise MissingPackageError(error.name, "serve") from error
     from paceline.models import hub
 
-    flags = with_drafter(engine if speculative_config is None else with_json(engine, speculative_config))
+    flags = engine if speculative_config is None else with_json(engine, speculative_config)
     config = server.config()
     flags.check()
     if config.served_model_name is None:
@@ -153,16 +153,9 @@ def serve(
     run(config, load)
 
 
-def with_drafter(flags: EngineFlags) -> EngineFlags:
-    """A server always has a drafter; how far it speculates, and whether, is for the length policy to say."""
-    if flags.drafter is None and flags.draft_model is None:
-        return dataclasses.replace(flags, drafter="ngram")
-    return flags
-
-
 def with_json(flags: EngineFlags, text: str) -> EngineFlags:
     """The flags that vLLM's spelling of speculation means. Raises ParameterError."""
-    if flags.drafter is not None or flags.draft_model is not None:
+    if flags.drafter != EngineConfig.drafter or flags.draft_model is not None:
         raise ParameterError("speculative_config", text, "given alone, without --drafter and --draft-model")
     given = _parse(text)
     model = given.pop("model", None)

@@ -247,8 +247,6 @@ def verify(
 ) -> None:
     """Prove on your own models that speculation does not change the output. Exit code 1 if it does."""
     sizes, ks = whole_numbers("--batch-sizes", batch_sizes), [speculation_length(part) for part in lengths.split(",")]
-    if engine.draft_model is None and engine.drafter is None:
-        engine = replace(engine, drafter="ngram")
     given = _texts(prompt, prompts_file)
     llm = engine.load(model, quiet)
     prompts = [_encode(llm, text) for text in given or [*COPYING[:4], *OPEN[:4]]]
