@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def find(name: str) -> Path:
         pytest.skip(f"no {path}, and: {error}")
 
 
+@functools.lru_cache(maxsize=1)
 def load_in_transformers(path: Path) -> PreTrainedModel:
-    """The same file in float32, read by transformers."""
+    """The same file in float32, read by transformers, which takes 15 s: once for all tests that follow each other."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to load GGUF files")
     from transformers import GgufConfig
 

@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 import real_models
+from model_support import Runner
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.hardware import torch_threads
+from paceline.models.loading import eos_token_ids, load_model
 
 TOPICS = (
     "the sea", "a lighthouse", "prime numbers", "bread", "the moon", "a spider", "rain in spring", "chess",
@@ -39,8 +41,9 @@ STUBS = [
 
 @pytest.fixture(autouse=True)
 def all_threads() -> Iterator[None]:
-    """Tests of tiny models may have left one."""
-    with torch_threads(os.cpu_count() or 1):
+    """Other tests have one. Whoever tests in several processes has one for each as well."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    with torch_threads(max(1, (os.cpu_count() or 1) // processes)):
         yield
 
 
@@ -86,6 +89,17 @@ def smollm2_with_and_without_speculation(path: Path, prompts: list[str], tokens:
     plain = llm.plain().generate(prompts, params, use_tqdm=False)
     assert [result.outputs[0].token_ids for result in spoken] == [result.outputs[0].token_ids for result in plain]
     return spoken
+
+
+@pytest.mark.usefixtures("no_requests")
+@torch.no_grad()
+def test_smollm2_from_gguf_has_transformers_logits() -> None:
+    path = real_models.find("smollm2-135m")
+    ours, theirs = load_model(path, dtype=torch.float32), real_models.load_in_transformers(path)
+    tokens = torch.randint(ours.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    logits = Runner(ours, 2)(tokens, torch.arange(12).expand(2, -1))
+    assert (logits - theirs(tokens).logits).abs().max() < 1e-3
+    assert eos_token_ids(path) == (2, 0)
 
 
 @pytest.mark.timeout(300)

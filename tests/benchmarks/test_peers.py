@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -10,6 +9,8 @@ import pytest
 from benchmarks.peers import config, contenders, environments, export, run, schedule
 from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec
 from benchmarks.peers.prompts import STUBS
+
+from polling import wait_until
 
 WORKER = Path(__file__).parent / "fake_worker.py"
 
@@ -137,20 +138,13 @@ def test_an_idle_worker_is_stopped_and_a_closed_one_is_gone(tmp_path: Path, call
     worker, fresh = pool.get(spec())
     process = psutil.Process(worker._process.pid)
     assert fresh
-    assert _becomes(process, psutil.STATUS_STOPPED)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
     request = {"mode": "plain", "prompts": [[1]], "max_tokens": 3, "k": 1}
     assert worker.call(request, 30)["output_ids"] == [[1, 1, 1]]
-    assert _becomes(process, psutil.STATUS_STOPPED)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
     assert pool.get(spec()) == (worker, False)
     pool.close()
     assert not process.is_running()
-
-
-def _becomes(process: psutil.Process, status: str) -> bool:
-    deadline = time.monotonic() + 10
-    while process.status() != status and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return process.status() == status
 
 
 def test_the_least_recently_used_worker_makes_room(tmp_path: Path, calls) -> None:

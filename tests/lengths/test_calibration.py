@@ -42,4 +42,4 @@ def test_a_round_is_never_slower_than_a_larger_one() -> None:
 def test_a_table_comes_from_real_rounds() -> None:
     table = calibration(Grid((1, 3), (0, 2), seconds=0.0)).run()
     assert table.batch_sizes == (1, 3)
-    assert all(0 < ms < 1000 for line in table.verify for ms in line)
+    assert all(0 < ms < 60_000 for line in table.verify for ms in line)

@@ -164,7 +164,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
     assert torch.equal(whole, torch.cat([part.features for part in parts]))
 
 
-@pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=str)
+@pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
 def test_taps_are_layers(kernels):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
