@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 9;
+constexpr int kAbiVersion = 10;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;

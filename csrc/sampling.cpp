@@ -2,6 +2,7 @@
 // other rows, and rows are shared out over the threads.
 #include <utility>
 
+#include "gain.h"
 #include "model.h"
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
@@ -234,4 +235,9 @@ PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall
       call->own[at] = kernels->logprobs(draw, call->tokens[at], wanted, call->ids + at * call->most, call->values + at * call->most);
     }
   });
+}
+
+// Gives the first `rows` rows accepted[row] + 1 tokens of [rows][block]; gained: how many each kept.
+PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block, const int64_t* accepted, int64_t rows, int64_t* gained) {
+  for (int64_t row = 0; row < rows; ++row) gained[row] = by->gain(row, tokens + row * block, accepted[row] + 1);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paceline.batch import Batch, Draft, RowStart, Verdict
@@ -19,44 +20,66 @@ def make_batch() -> Batch:
 
 def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
     batch = make_batch()
-    tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 8, 9]])
+    tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [9, 8, 9]])
     batch.commit(Verdict(tokens, torch.tensor([0, 2, 1]), torch.tensor([2, 2, 2])))
     assert batch.lengths[:3] == batch.live_length.tolist() == [4, 4, 4]
-    assert [batch.tokens[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 7, 8]]
+    assert [batch.tokens[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 9, 8]]
     assert batch.pending().tolist() == [[7], [9], [8]]
 
 
-def test_a_commit_on_the_host_is_the_devices() -> None:
-    """On the CPU rows gain their tokens without tensor operators, on a device with them."""
+def test_a_commit_by_the_kernels_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU rows gain their tokens by one call of the kernels, on a device by tensor operators."""
     rng = torch.Generator().manual_seed(3)
     host, device = make_batch(), make_batch()
-    device._view = None
-    for width in (1, 3, 1, 2):
+    for width in (1, 3, 1, 2, 1):
         tokens = torch.randint(1, 9, (3, width), generator=rng)
         verdict = Verdict(tokens, torch.randint(0, width, (3,), generator=rng), torch.full((3,), width - 1))
-        for batch in (host, device):
-            batch.commit(verdict)
-            assert batch.pending_on_host() == batch.pending()[:, 0].tolist()
+        host.commit(verdict)
+        with monkeypatch.context() as patched:
+            patched.setattr("paceline.batch.kernels_for", lambda _: None)
+            device.commit(verdict)
+        assert host.pending_on_host() == host.pending()[:, 0].tolist()
         assert host.lengths == device.lengths
         assert host.length.tolist() == device.length.tolist()
         for row, length in enumerate(host.lengths):
             assert host.tokens[row, :length].tolist() == device.tokens[row, :length].tolist()
 
 
-def test_rows_of_a_part_and_of_an_unrolled_draft_have_pending_tokens_of_their_own() -> None:
-    batch = make_batch()
-    assert batch.part(1, 3).pending_on_host() == [4, 6]
-    lines = batch.unrolled(Draft(torch.zeros(3, 1, dtype=torch.int64), torch.tensor([0, 1, 0])))
-    assert lines._view is None
+def test_rows_of_a_part_have_pending_tokens_of_their_own() -> None:
+    assert make_batch().part(1, 3).pending_on_host() == [4, 6]
 
 
-def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_the_table() -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr("paceline.batch.kernels_for", lambda _: None)
+    batch = Batch(4, 20, 10)
+    for row, stops in enumerate([(7,), (3, 8), (), ()]):
+        batch.set_row(row, RowStart([8, 7], SamplingParams(max_tokens=5), seed=row, stop_tokens=stops))
+    batch.set_rows(3)
+    block = torch.tensor([[5, 6, 7, 9]] * 3)
+    batch.commit(Verdict(block, torch.tensor([3, 3, 1]), torch.tensor([3, 3, 3])))
+    assert batch.lengths == batch.length.tolist() == [5, 6, 4, 2]  # the prompts' own stop tokens end nothing
+    batch.commit(Verdict(block, torch.tensor([3, 3, 0]), torch.tensor([3, 3, 3])))
+    assert batch.lengths == batch.length.tolist() == [5, 7, 5, 2]
+    assert batch.tokens[:3, 2:7].tolist() == [[5, 6, 7, 0, 0], [5, 6, 7, 9, 5], [5, 6, 5, 0, 0]]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr("paceline.batch.kernels_for", lambda _: None)
     batch = Batch(1, 20, 10)
     batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))
     batch.set_rows(1)
     width = MAX_SPECULATION_LENGTH + 1
     batch.commit(Verdict(torch.ones(1, width, dtype=torch.int64), torch.tensor([width - 1]), torch.tensor([width - 1])))
-    assert batch.lengths == [19 + width]
+    assert batch.lengths == batch.length.tolist() == [20]
+    assert batch.tokens[0].tolist() == [1] * 20 + [0] * width
 
 
 def test_room_is_what_the_row_with_most_room_may_still_gain() -> None:
@@ -77,7 +100,7 @@ def test_a_copied_row_is_the_row_in_every_respect() -> None:
     for source in range(3):
         batch.copy_row(source, 3)
         for name, table in vars(batch).items():
-            if isinstance(table, torch.Tensor):
+            if isinstance(table, torch.Tensor) and name != "live":
                 assert torch.equal(table[source], table[3]), name
             elif isinstance(table, list):
                 assert table[source] == table[3], name

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.batch import Batch, RowStart
 from paceline.decoder import Decoder
-from paceline.device_round import DeviceRound, RowControl, Rule
+from paceline.device_round import DeviceRound, Rule
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.gpu.graphs import Ring, Ticket, Upload
@@ -206,13 +206,11 @@ def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3) -> De
     ]
     for row in range(rows):
         params = SamplingParams(temperature=row / 2, max_tokens=40)
-        batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row)))
+        batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row), stop_tokens=(22,)))
     batch.set_rows(rows)
     for decoder in decoders:
         decoder.prefill(batch, 0, [0] * rows, [length - 1 for length in batch.lengths[:rows]])
-    made = DeviceRound(*decoders, batch, rule, ops=ops)
-    made.set_rows([RowControl(batch.limits[row], 32, (22,)) for row in range(rows)])
-    return made
+    return DeviceRound(*decoders, batch, rule, ops=ops)
 
 
 RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Rule(synthetic=0.7)}
@@ -267,7 +265,8 @@ def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
 def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> None:
     rounds = player(TwinOps(), Rule())
     batch = rounds.batch
-    rounds.set_rows([RowControl(batch.limits[0]), RowControl(batch.lengths[1])])  # row 1 has no room, row 2 is not live
+    batch.set_rows(2)  # row 2 is not live
+    batch.limit[1] = batch.lengths[1]  # row 1 has no room
     text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
     with torch.inference_mode():
         _, gains = read_record(rounds.play(2, 3, 60).read())
@@ -286,7 +285,7 @@ def test_practice_changes_nothing() -> None:
         rounds.program(3, 3, 64)
     after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
-    assert rounds._ends.live.item() == 3
+    assert rounds.batch.live.item() == 3
 
 
 @pytest.mark.parametrize(("live", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (40, 40)])

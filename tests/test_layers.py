@@ -22,6 +22,7 @@ LAYERS: list[set[str]] = [
         "reliability",
         "cache",
         "sampling",
+        "rules",
         "acceptance",
         "attention",
         "kernels",

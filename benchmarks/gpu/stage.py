@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.attention import make_backend
 from paceline.batch import Batch, RowStart
 from paceline.decoder import Decoder
-from paceline.device_round import DeviceRound, RowControl, Rule
+from paceline.device_round import DeviceRound, Rule
 from paceline.errors import PacelineError
 from paceline.gpu.graphs import Graphs, Ticket
 from paceline.models.transformer import Transformer
@@ -71,7 +71,6 @@ class Stage:
         self._capture = capture and setting.attention != "split"  # whose launches the host sizes
         rule = Rule(synthetic=setting.rate)
         self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture)
-        self.round.set_rows([RowControl(positions)] * setting.rows)
 
     def _decoder(self, model: Transformer, positions: int, vocab_size: int) -> Decoder:
         backend = make_backend(self.setting.attention, self.device)
@@ -86,6 +85,7 @@ class Stage:
         for row in range(self.setting.rows):
             tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(row))
             self.batch.set_row(row, RowStart(tokens.tolist(), params, row))
+        self.batch.set_rows(self.setting.rows)
 
     def _begin_anew(self) -> None:
         self.batch.length.fill_(self.setting.context)

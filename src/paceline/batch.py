@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from paceline.history import AcceptanceHistory, Pace
+from paceline.kernels.abi import CTextRows
+from paceline.kernels.drawing import kernels_for
+from paceline.kernels.gaining import gain
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.reliability import Reliability
-from paceline.rows import After, Constraint, SamplingRows
+from paceline.rows import MOST_STOPS, Constraint, RowState, SamplingRows
 
 
 def real_places(counts: Tensor, width: int) -> Tensor:
@@ -31,12 +34,14 @@ class Draft:
         drawn with the target's own noise (coupled).
     confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
         it are right; None if it has none.
+    logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
     """
 
     tokens: Tensor
     counts: Tensor
     probabilities: Tensor | None = None
     confidence: Sequence[Sequence[float]] | None = None
+    logits: Tensor | None = None
 
     @property
     def k(self) -> int:
@@ -168,7 +173,7 @@ class Member(NamedTuple):
 
 @dataclass
 class RowStart:
-    """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what min_tokens holds back.
+    """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what ends its answer.
 
     constraint: what its answer may be; a sequence's own. None: anything. member: what its guesses may be copied from,
     beside its own text.
@@ -189,6 +194,9 @@ Enough = Callable[["Batch", Sequence[Sequence[float]]], bool]
 Instead = Callable[["Batch", Draft], int]
 
 
+_NO_STOPS = (-1,) * MOST_STOPS
+
+
 class _HostView:
     """The tokens [R, P] and length [R] of a batch on the CPU, as Python's own numbers.
 
@@ -201,15 +209,9 @@ class _HostView:
     def last(self, row: int) -> int:
         return self._tokens[row * self._width + self._length[row] - 1]
 
-    def append(self, row: int, gained: Sequence[int]) -> None:
-        end = row * self._width + self._length[row]
-        for place, token in enumerate(gained, end):
-            self._tokens[place] = token
-        self._length[row] += len(gained)
-
 
 def _numbers(tensor: Tensor) -> memoryview:
-    """A contiguous int64 tensor, written and read in place."""
+    """A contiguous int64 tensor, read in place."""
     return tensor.numpy().reshape(-1).data
 
 
@@ -219,7 +221,8 @@ class Batch:
     Rows 0 .. rows - 1 decode; the rows after them are still being prefilled.
     tokens [R, P + slack]: each row's text; what lies at or beyond its length is garbage.
     length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
-    lengths: the same, known to the host.
+    lengths: the same, known to the host; as limits are to limit [R], the length at which a row must end.
+    stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
     members: what guesses for each row may be copied from, beside its own text.
     caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
     enough: asked by a drafter that scores its guesses, after each of this round's, whether to stop there; None: never.
@@ -236,6 +239,9 @@ class Batch:
         self.length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.lengths = [0] * capacity
         self.limits = [0] * capacity  # the length at which a row must end
+        self.limit = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.stops = torch.full((capacity, MOST_STOPS), -1, dtype=torch.int64, device=device)
+        self.live = torch.zeros(1, dtype=torch.int64, device=device)
         self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
         self.members: list[Member | None] = [None] * capacity
         self.rows = 0
@@ -247,6 +253,7 @@ class Batch:
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
+        self._described = CTextRows.of(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
         self.history = AcceptanceHistory(capacity)
         self.reliability, self.copy_reliability = Reliability(capacity), Reliability(capacity)
         self.pace = Pace(capacity)
@@ -283,7 +290,8 @@ class Batch:
         size = len(start.tokens)
         self.tokens[row, :size] = torch.tensor(start.tokens, dtype=torch.int64)
         self.length[row] = self.lengths[row] = size
-        self.limits[row] = min(size + start.params.max_tokens, self.positions)
+        self.limit[row] = self.limits[row] = min(size + start.params.max_tokens, self.positions)
+        self.stops[row] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MOST_STOPS])
         self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
         self.sampling.constraints[row] = start.constraint
         allowed = start.params.num_speculative_tokens
@@ -300,6 +308,8 @@ class Batch:
         self.length[destination] = self.length[source]
         self.lengths[destination] = self.lengths[source]
         self.limits[destination] = self.limits[source]
+        self.limit[destination] = self.limit[source]
+        self.stops[destination] = self.stops[source]
         self.most_guesses[destination] = self.most_guesses[source]
         self.members[destination] = self.members[source]
         self.sampling.copy_row(source, destination)
@@ -311,6 +321,7 @@ class Batch:
     def set_rows(self, rows: int) -> None:
         """From now on rows 0 .. rows - 1 decode."""
         self.rows = rows
+        self.live.fill_(rows)
         self.sampling.refresh(rows)
 
     def part(self, first: int, stop: int) -> Batch:
@@ -319,34 +330,10 @@ class Batch:
         part.first, part.rows, part.caps, part._view = self.first + first, stop - first, None, None
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
+        part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
         part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
-
-    def unrolled(self, draft: Draft) -> Batch:
-        """Each row's unseen token and each of its real guesses as a row of its own, which ends there: N rows, copies.
-
-        What is drawn after them is the same, penalties included; so positions that no guess fills cost nothing.
-        """
-        row, guesses = draft.real.nonzero(as_tuple=True)
-        lines = copy.copy(self)
-        lines.rows, lines.length, lines._view = len(row), self.live_length[row] + guesses, None
-        lines.sampling = self.sampling.select(row)
-        lines.tokens = self.tokens[: self.rows]
-        if lines.sampling.any_penalty:
-            place = self.live_length[:, None] + torch.arange(draft.k, device=self.device)
-            lines.tokens = lines.tokens.scatter(1, place, draft.tokens)[row]
-        if lines.sampling.any_constraint:
-            lines.sampling.constraints = self._constraints_after(draft, row.tolist(), guesses.tolist())
-        return lines
-
-    def _constraints_after(self, draft: Draft, rows: list[int], guesses: list[int]) -> list[Constraint | None]:
-        """Each row's constraint after so many of its guesses."""
-        own, tokens = self.sampling.constraints, draft.tokens.tolist()
-        return [
-            None if (constraint := own[row]) is None else After(constraint, tokens[row][:count])
-            for row, count in zip(rows, guesses, strict=True)
-        ]
 
     @property
     def guessing(self) -> tuple[int, int]:
@@ -365,23 +352,36 @@ class Batch:
         """[B, 1]: each row's one token that the target has not seen."""
         return self.tokens[: self.rows].gather(1, self.live_length[:, None] - 1)
 
+    def state(self, rows: int, *, reads: bool = True) -> RowState:
+        """The first ``rows`` rows; those beyond the decoding ones do not play."""
+        sampling = self.sampling
+        return RowState(
+            text=self.tokens[:rows],
+            length=self.length[:rows],
+            prompt_length=sampling.prompt_length[:rows],
+            temperature=sampling.temperature[:rows],
+            seed=sampling.seed[:rows],
+            limit=self.limit[:rows],
+            stops=self.stops[:rows],
+            live=self.live,
+            reads=reads,
+        )
+
     def commit(self, verdict: Verdict) -> None:
-        """Append each row's accepted + 1 tokens."""
-        if self._view is None:
-            self._append(verdict)
-        for row, gained in enumerate(verdict.host.tokens):
-            self.lengths[row] += len(gained)
-            if self._view is not None:
-                self._view.append(row, gained)
+        """Append each row's accepted + 1 tokens, cut where the row ends."""
+        for row, count in enumerate(self._gain(verdict)):
+            self.lengths[row] += count
             if (constraint := self.sampling.constraints[row]) is not None:
-                constraint.advance(gained)
+                constraint.advance(verdict.host.tokens[row])
         self.forget_wishes()
 
-    def _append(self, verdict: Verdict) -> None:
-        """On the device. What is written beyond accepted + 1 tokens is invisible and overwritten later."""
-        place = self.live_length[:, None] + torch.arange(verdict.tokens.shape[1], device=self.device)
-        self.tokens[: self.rows].scatter_(1, place, verdict.tokens)
-        self.length[: self.rows] += verdict.accepted + 1
+    def _gain(self, verdict: Verdict) -> list[int]:
+        """How many tokens each row has gained."""
+        kernels = kernels_for(self.sampling.temperature)
+        if kernels is not None:
+            return gain(kernels, self._described, verdict.tokens, verdict.accepted)
+        gained: list[int] = self.state(self.rows).gain(verdict.tokens, verdict.accepted)[0].tolist()
+        return gained
 
     def forget_wishes(self) -> None:
         """What the length policy wanted of one round's draft."""

@@ -82,7 +82,7 @@ class Decoder:
 
         Where a row has fewer than k guesses, the logits beyond them mean nothing. A FlatModel leaves them out, for its
         head would take as long for them as for real ones: if rows differ, it gives [N, V] for the N real tokens, row
-        after row (``Batch.unrolled``); not for guesses with probabilities, whose rule needs the rectangle.
+        after row; not for guesses with probabilities, whose rule needs the rectangle.
         """
         if self._flat is not None and draft.probabilities is None:
             return self._verify_flat(self._flat, batch, draft)

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch
+from paceline.batch import Batch, Draft
 from paceline.decoder import Decoder
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, ops_for
-from paceline.gpu.state import RECORD_TAIL, Ends, Guesses, RowState
+from paceline.gpu.state import RECORD_TAIL
 from paceline.params import MAX_SPECULATION_LENGTH
+from paceline.rows import RowState
 from paceline.sampling import Purpose
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-MOST_STOPS = 8  # stop tokens of a row that the device knows; the host cuts at the others
 USUAL_LAG = 2  # tokens that a draft model's cache lacks at most after a round with guesses
 SPAN = 256  # attention that pays for the longest row's positions is captured for multiples of so many
 
@@ -37,17 +37,8 @@ class Rule:
     synthetic: float | None = None
 
 
-@dataclass(frozen=True)
-class RowControl:
-    """What the host says of a live row: the length at which it must end, most guesses, tokens that end it."""
-
-    limit: int
-    most_guesses: int = MAX_SPECULATION_LENGTH
-    stops: tuple[int, ...] = ()
-
-
 class DeviceRound:
-    """Plays rounds on the first rows of a batch. ``set_rows`` says which live; ``play`` returns before it is played.
+    """Plays rounds on the first rows of a batch, of which its decoding ones live; ``play`` returns before it is played.
 
     draft: None plays plain rounds (k = 0) alone. ops: the kernels, or their twins; chosen by the device if None.
     capture: False runs the program eagerly on CUDA, too.
@@ -66,41 +57,27 @@ class DeviceRound:
         self.target, self.draft, self.batch, self.rule = target, draft, batch, rule
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.length.shape[0]
-        self._control = Upload(batch.device, [0] * (1 + self.capacity * (2 + MOST_STOPS)))
-        self._ends, self._caps = self._views(self._control.device)
+        self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
         self.graphs = Graphs(batch.device, self._nobody_lives, capture=capture)
         self._ring = Ring(batch.device, self.capacity * (MAX_SPECULATION_LENGTH + 1 + RECORD_TAIL))
-
-    def _views(self, control: Tensor) -> tuple[Ends, Tensor]:
-        live, limit, caps, stops = torch.split(control, [1, self.capacity, self.capacity, self.capacity * MOST_STOPS])
-        return Ends(limit, stops.view(self.capacity, MOST_STOPS), live), caps
 
     @contextmanager
     def _nobody_lives(self) -> Iterator[None]:
         """Rows at rest gain nothing and keep what counts of their caches: a program may run for practice."""
-        live = self._ends.live.clone()
-        self._ends.live.zero_()
+        live = self.batch.live.clone()
+        self.batch.live.zero_()
         try:
             yield
         finally:
-            self._ends.live.copy_(live)
+            self.batch.live.copy_(live)
 
     def bucket(self, rows: int) -> int:
         """How many rows a program plays for so many live ones."""
         return min(self.capacity, next((size for size in ROW_BUCKETS if size >= rows), self.capacity))
 
-    def set_rows(self, rows: Sequence[RowControl]) -> None:
-        """From now on these rows live: 0 .. len(rows) - 1. An upload, if anything changed."""
-        spare = self.capacity - len(rows)
-        stops = [[*row.stops[:MOST_STOPS], *[-1] * (MOST_STOPS - len(row.stops))] for row in rows]
-        self._control.set(
-            [
-                len(rows),
-                *(row.limit for row in rows), *[0] * spare,
-                *(row.most_guesses for row in rows), *[0] * spare,
-                *(token for line in stops for token in line), *[-1] * (spare * MOST_STOPS),
-            ]
-        )  # fmt: skip
+    def cap_guesses(self, most: Sequence[int]) -> None:
+        """From now on no more guesses than these, row by row. An upload, if anything changed."""
+        self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
     def play(self, rows: int, k: int, longest: int) -> Ticket:
         """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
@@ -124,16 +101,16 @@ class DeviceRound:
 
     def program(self, rows: int, k: int, span: int) -> Tensor:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""
-        state = RowState.of(self.batch, self._ends, rows)
+        state = self.batch.state(rows, reads=False)
         before = state.length.clone()
-        guesses = self._guess(state, before, k, span)
-        logits = self._verify(state, before, guesses, span)
-        record = self._judge(guesses, logits, state)
+        draft = self._guess(state, before, k, span)
+        logits = self._verify(state, before, draft, span)
+        record = self._judge(draft, logits, state)
         if k > 0:
             self._rewind(state, before, k)
         return record
 
-    def _guess(self, state: RowState, before: Tensor, k: int, span: int) -> Guesses:
+    def _guess(self, state: RowState, before: Tensor, k: int, span: int) -> Draft:
         """k guesses a row, drawn one after the other by the draft model."""
         tokens, laws = before.new_empty((state.rows, 0)), []
         purpose = Purpose.GUESS if self.rule.independent else Purpose.DRAW
@@ -141,8 +118,8 @@ class DeviceRound:
             logits = self._draft_logits(state, before, tokens, span)
             laws.append(logits)
             tokens = torch.cat([tokens, self.ops.draw(logits, state, step, purpose)], dim=1)
-        counts = self._caps[: state.rows].clamp(max=k)
-        return Guesses(tokens, counts, torch.cat(laws, dim=1) if laws and self.rule.independent else None)
+        counts = self._caps.device[: state.rows].clamp(max=k)
+        return Draft(tokens, counts, logits=torch.cat(laws, dim=1) if laws and self.rule.independent else None)
 
     def _draft_logits(self, state: RowState, before: Tensor, guessed: Tensor, span: int) -> Tensor:
         """[B, 1, V]: after the text and the guesses so far."""
@@ -157,16 +134,16 @@ class DeviceRound:
             hidden = fed.gather(1, last[:, None, None].expand(-1, 1, fed.shape[-1]))
         return self.draft.logits(hidden)
 
-    def _verify(self, state: RowState, before: Tensor, guesses: Guesses, span: int) -> Tensor:
+    def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
         """[B, k + 1, V] of the tokens that follow the unseen token and the guesses."""
         start = (before - 1).clamp(min=0)
-        tokens = torch.cat([_text(state, start, 1), guesses.tokens], dim=1)
+        tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
         return self.target.logits(self.target.forward(tokens, start, span))
 
-    def _judge(self, guesses: Guesses, logits: Tensor, state: RowState) -> Tensor:
+    def _judge(self, draft: Draft, logits: Tensor, state: RowState) -> Tensor:
         if self.rule.independent:
-            return self.ops.rejection(guesses, logits, state)
-        return self.ops.coupled(guesses, logits, state, self.rule.synthetic)
+            return self.ops.rejection(draft, logits, state)
+        return self.ops.coupled(draft, logits, state, self.rule.synthetic)
 
     def _rewind(self, state: RowState, before: Tensor, k: int) -> None:
         """The draft model's cache knows the text before the round and all guesses but the last, as far as they live."""
@@ -175,7 +152,7 @@ class DeviceRound:
 
     def _catch_up(self, rows: int, width: int, span: int) -> Tensor:
         assert self.draft is not None, "nobody lags"
-        state = RowState.of(self.batch, self._ends, rows)
+        state = self.batch.state(rows, reads=False)
         seen = self.draft.seen[:rows]
         self.draft.forward(_text(state, seen, width), seen, span)
         self._now_seen(state, torch.minimum(seen + width, state.length - 1))

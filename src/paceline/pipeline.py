@@ -10,7 +10,7 @@ import torch
 
 from paceline.batch import HostVerdict, Verdict
 from paceline.decoder import Decoder
-from paceline.device_round import USUAL_LAG, DeviceRound, RowControl
+from paceline.device_round import USUAL_LAG, DeviceRound
 from paceline.drafters import ModelDrafter, NoDrafter
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_record
@@ -96,19 +96,11 @@ class Pipeline:
         k = 0 if isinstance(self.parts.drafter, NoDrafter) else k
         batch.cap_guesses(k)
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
-        player.set_rows(self._controls())
+        player.cap_guesses(batch.most_guesses[: batch.rows] if batch.caps is None else batch.caps)
         batch.forget_wishes()
         self._mind_the_lag(k, longest)
         self._flights.append(_Flight(player.play(batch.rows, k, longest), list(self.scheduler.running), k))
         self._count_in_flight()
-
-    def _controls(self) -> list[RowControl]:
-        batch = self.batch
-        caps = batch.most_guesses[: batch.rows] if batch.caps is None else batch.caps
-        return [
-            RowControl(batch.limits[row], min(caps[row], batch.most_guesses[row]), tuple(sorted(sequence.stop_tokens)))
-            for row, sequence in enumerate(self.scheduler.running)
-        ]
 
     def _mind_the_lag(self, k: int, longest: int) -> None:
         """The draft model's cache falls behind while rounds have no guesses."""

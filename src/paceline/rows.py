@@ -22,6 +22,7 @@ _SCALARS: dict[str, torch.dtype] = {
     "frequency_penalty": torch.float32,
     "repetition_penalty": torch.float32,
 }
+MOST_STOPS = 8  # stop tokens of a row that a commit knows; the scheduler cuts at the others
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
@@ -54,17 +55,48 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
-class After:
-    """A row's constraint, some guesses further on."""
+class RowState:
+    """What rules, commit and stop tests know of B rows, as views: host and device play with the same tensors.
 
-    constraint: Constraint
-    guesses: Sequence[int]
+    text [B, P]; length, prompt_length, seed [B] int64; temperature [B]. limit [B] int64: the length at which a row must
+    end; stops [B, S] int64: tokens that end it, -1 none. live [1] int64: rows from here on do not play, whatever their
+    state. reads: whether the host may wait for the device to tell something; never while a graph is captured.
+    """
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
-        return self.constraint.ask([*self.guesses, *guesses], len(self.guesses) + first, places)
+    text: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    temperature: Tensor
+    seed: Tensor
+    limit: Tensor
+    stops: Tensor
+    live: Tensor
+    reads: bool = True
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        raise NotImplementedError("guesses are no gain")
+    @property
+    def rows(self) -> int:
+        return self.length.shape[0]
+
+    def gain(self, tokens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Give each row its accepted [B] + 1 tokens of [B, k + 1], cut behind its first stop token and at its limit.
+
+        Returns how many each has gained, and who gained nothing because it had ended before, [B].
+        """
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        room = self.limit - self.length
+        ended = self._stopped() | (room <= 0) | (torch.arange(self.rows, device=tokens.device) >= self.live)
+        stopping = ((tokens[..., None] == self.stops[:, None]) & (self.stops >= 0)[:, None]).any(2)
+        first_stop = torch.where(stopping, place, tokens.shape[1]).amin(1)
+        gained = torch.minimum(torch.minimum(accepted, first_stop) + 1, room).masked_fill(ended, 0)
+        at = self.length[:, None] + place
+        self.text.scatter_(1, at, torch.where(place < gained[:, None], tokens, self.text.gather(1, at)))
+        self.length.add_(gained)
+        return gained, ended
+
+    def _stopped(self) -> Tensor:
+        """[B] bool: whether a row's answer ends with one of its stop tokens."""
+        last = self.text.gather(1, (self.length - 1).clamp(min=0)[:, None])
+        return ((last == self.stops) & (self.stops >= 0)).any(1) & (self.length > self.prompt_length)
 
 
 class SamplingRows:
@@ -128,16 +160,6 @@ class SamplingRows:
             setattr(part, name, getattr(self, name)[first:stop])
         part.refresh(stop - first)
         return part
-
-    def select(self, index: Tensor) -> SamplingRows:
-        """The rows of an index [N], as copies; which features are used stays as it is."""
-        chosen = copy.copy(self)
-        rows = index.tolist()
-        chosen.params, chosen._held_back = [self.params[row] for row in rows], [self._held_back[row] for row in rows]
-        for name in _TABLES:
-            setattr(chosen, name, getattr(self, name)[index])
-        chosen._list_tokens(len(rows))
-        return chosen
 
     def refresh(self, rows: int) -> None:
         """Note which features rows 0 .. rows - 1 use; called whenever rows come, go or move."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.batch import Batch
 from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
-from paceline.rows import Asked
+from paceline.rows import Asked, RowState
 
 
 class Purpose(IntEnum):
@@ -221,10 +221,17 @@ def _top_p_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
 
 def probabilities(logits: Tensor, batch: Batch) -> Tensor:
     """The law that tokens are drawn from: adjusted logits [B, L, V] -> float32 [B, L, V]; one-hot at temperature 0."""
-    warped = warp(logits, batch)
-    greedy = (batch.sampling.temperature[: batch.rows] == 0)[:, None, None]
+    return _law(warp(logits, batch), batch.sampling.temperature[: batch.rows])
+
+
+def law_at_temperature(logits: Tensor, rows: RowState) -> Tensor:
+    """The same for rows that ask for nothing but a temperature."""
+    return _law(_scale(logits.float(), rows.temperature), rows.temperature)
+
+
+def _law(warped: Tensor, temperature: Tensor) -> Tensor:
     leader = torch.zeros_like(warped).scatter_(-1, warped.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy, leader, warped.softmax(-1))
+    return torch.where((temperature == 0)[:, None, None], leader, warped.softmax(-1))
 
 
 # --- the draw ----------------------------------------------------------------
@@ -327,25 +334,48 @@ def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -
     return _draw(logits, temperature, key)
 
 
-def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
+def draw_at_temperature(logits: Tensor, rows: RowState, first: int = 0, purpose: Purpose = Purpose.DRAW) -> Tensor:
+    """In torch, for rows that ask for nothing but a temperature: logits [B, L, V] -> [B, L] int64."""
+    position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
+    key = noise_key(rows.seed[:, None], position, purpose)
+    return _draw(logits.float(), rows.temperature, key, reads=rows.reads)
+
+
+def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor], *, reads: bool = True) -> Tensor:
     """logits [B, L, V], temperature [B], a key [B, L] for each place -> [B, L]: the native kernel's twin in torch."""
     live, length, vocab = logits.shape
     noisy = (temperature[:, None] > 0).expand(live, length)
     scores = _scale(logits, temperature).view(-1, vocab)
-    return noisy_argmax(scores, (key[0].flatten(), key[1].flatten()), noisy.flatten()).view(live, length)
+    keys = key[0].flatten(), key[1].flatten()
+    return noisy_argmax(scores, keys, noisy.flatten(), reads=reads).view(live, length)
 
 
-def noisy_argmax(scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None) -> Tensor:
+def noisy_argmax(
+    scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None, *, reads: bool = True
+) -> Tensor:
     """argmax of scores [N, V] + Gumbel noise, a sample of softmax(scores): [N] int64. Rows not ``noisy`` [N] get none.
 
-    The noise is bounded, so it is made only for tokens that it can carry past the leader. Ties go to the smaller token.
+    The noise is bounded, so it is made only for tokens that it can carry past the leader; for all of them where
+    nothing may be read from the device, which does not say how many these are. Ties go to the smaller token.
     """
+    if not reads:
+        return _noisy(scores, key, noisy).argmax(-1)
     leader = scores.amax(-1)
     line, token = (scores > (leader - NOISE_SPAN)[:, None]).nonzero(as_tuple=True)
-    gumbel = -torch.log(-torch.log(uniform((key[0][line], key[1][line]), token)))
+    gumbel = _gumbel((key[0][line], key[1][line]), token)
     if noisy is not None:
         gumbel = gumbel * noisy[line]
     value = scores[line, token].double() + gumbel
     best = value.new_full(leader.shape, -math.inf).scatter_reduce_(0, line, value, "amax")
     token = torch.where(value == best[line], token, scores.shape[-1])
     return token.new_full(leader.shape, scores.shape[-1]).scatter_reduce_(0, line, token, "amin")
+
+
+def _noisy(scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None) -> Tensor:
+    """scores [N, V] with everybody's noise, float64."""
+    gumbel = _gumbel((key[0][:, None], key[1][:, None]), torch.arange(scores.shape[-1], device=scores.device))
+    return scores.double() + (gumbel if noisy is None else gumbel * noisy[:, None])
+
+
+def _gumbel(key: tuple[Tensor, Tensor], token: Tensor) -> Tensor:
+    return -torch.log(-torch.log(uniform(key, token)))

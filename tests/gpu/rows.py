@@ -9,11 +9,10 @@ from torch import Tensor
 
 from paceline import sampling
 from paceline.batch import Batch, RowStart
-from paceline.gpu.state import Ends, RowState
 from paceline.params import SamplingParams
+from paceline.rows import RowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STOPS = 2
 
 
 def make_batch(temperatures: list[float], vocab: int, seed: int = 0, positions: int = 200) -> Batch:
@@ -29,17 +28,19 @@ def make_batch(temperatures: list[float], vocab: int, seed: int = 0, positions: 
 def state_of(
     batch: Batch, limit: int | None = None, stops: list[list[int]] | None = None, live: int | None = None
 ) -> RowState:
-    ends = Ends.make(batch.rows, STOPS, torch.device(DEVICE))
-    ends.limit.fill_(batch.positions if limit is None else limit)
-    ends.live.fill_(batch.rows if live is None else live)
-    if stops is not None:
-        ends.stops.copy_(torch.tensor(stops))
-    return RowState.of(batch, ends, batch.rows)
+    """The batch's rows, which another ``limit``, other stop tokens or fewer live rows may end."""
+    state = copied(batch.state(batch.rows, reads=False))
+    if limit is not None:
+        state.limit.fill_(limit)
+    if live is not None:
+        state.live.fill_(live)
+    return state if stops is None else replace(state, stops=torch.tensor(stops, device=DEVICE))
 
 
 def copied(state: RowState) -> RowState:
     """The same rows in memory of their own: every implementation commits into its copy."""
-    return replace(state, **{f.name: getattr(state, f.name).clone() for f in fields(state)})
+    tensors = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "reads"}
+    return replace(state, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def same(one: RowState, other: RowState) -> bool:
@@ -55,4 +56,4 @@ def kept(record: Tensor) -> list[tuple[list[int], int, int, int]]:
     return [(line[: line[-3] + 1], line[-3], line[-2], line[-1]) for line in record.tolist()]
 
 
-__all__ = ["DEVICE", "STOPS", "copied", "kept", "make_batch", "same", "state_of"]
+__all__ = ["DEVICE", "copied", "kept", "make_batch", "same", "state_of"]

@@ -13,13 +13,16 @@ pytest.importorskip("triton", reason="triton is not installed")
 from gpu.rows import DEVICE, copied, kept, make_batch, same, state_of
 from paceline import acceptance
 from paceline.batch import Batch, Draft
-from paceline.gpu import accept, twin
-from paceline.gpu.state import Guesses, RowState, read_record
+from paceline.gpu import accept
+from paceline.gpu.ops import TwinOps
+from paceline.gpu.state import read_record
+from paceline.rows import RowState
 from paceline.sampling import Purpose, draw, probabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK = 32
+twin = TwinOps()
 TEMPERATURES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=3)
 
 
@@ -42,10 +45,10 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     tokens = likely_guesses(pick, batch, logits[:, :k], Purpose.DRAW) if k else batch.tokens.new_empty(batch.rows, 0)
-    guesses = Guesses(tokens, counts_of(pick, batch.rows, k))
+    guesses = Draft(tokens, counts_of(pick, batch.rows, k))
     verdict = acceptance.coupled(Draft(guesses.tokens, guesses.counts), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.coupled(guesses, logits, states[0], block=BLOCK), twin.coupled(guesses, logits, states[1])]
+    records = [accept.coupled(guesses, logits, states[0], block=BLOCK), twin.coupled(guesses, logits, states[1], None)]
     batch.commit(verdict)
     for record, state in zip(records, states, strict=True):
         host, gained = read_record(record.tolist())
@@ -62,7 +65,7 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     q_logits = logits[:, :k] + pick(st.sampled_from([0.0, 0.5, 3.0])) * torch.randn(batch.rows, k, vocab, device=DEVICE)
-    guesses = Guesses(draw(q_logits, batch, purpose=Purpose.GUESS), counts_of(pick, batch.rows, k), q_logits)
+    guesses = Draft(draw(q_logits, batch, purpose=Purpose.GUESS), counts_of(pick, batch.rows, k), logits=q_logits)
     law = probabilities(q_logits, batch)
     verdict = acceptance.rejection(Draft(guesses.tokens, guesses.counts, law), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
@@ -76,7 +79,7 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
 def test_guesses_without_a_law_are_certain_and_follow_the_coupled_rule() -> None:
     batch = make_batch([1.0], 40)
     logits = torch.randn(1, 3, 40, device=DEVICE)
-    guesses = Guesses(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
+    guesses = Draft(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
     for rule in (accept, twin):
         assert kept(rule.rejection(guesses, logits, copied(state_of(batch))))[0][1:] == (2, 2, 3)
 
@@ -85,7 +88,7 @@ def test_guesses_without_a_law_are_certain_and_follow_the_coupled_rule() -> None
 def test_synthetic_acceptance_keeps_guesses_by_chance_whatever_they_are(rate: float) -> None:
     batch = make_batch([1.0] * 4, 50)
     logits = torch.randn(4, 4, 50, device=DEVICE)
-    guesses = Guesses(torch.full((4, 3), 7, device=DEVICE), torch.tensor([3, 3, 1, 0], device=DEVICE))
+    guesses = Draft(torch.full((4, 3), 7, device=DEVICE), torch.tensor([3, 3, 1, 0], device=DEVICE))
     total = 0
     for turn in range(30):  # of which the kernel, slow in the interpreter, plays three
         states = [copied(state_of(batch)) for _ in range(2)]
@@ -102,19 +105,19 @@ def test_synthetic_acceptance_keeps_guesses_by_chance_whatever_they_are(rate: fl
     assert total == pytest.approx(expected, abs=22 if rate == 0.6 else 0)
 
 
-def commit_both(logits: Tensor, guesses: Guesses, state: RowState) -> list[tuple[list[int], int, int, int]]:
+def commit_both(logits: Tensor, guesses: Draft, state: RowState) -> list[tuple[list[int], int, int, int]]:
     states = [copied(state) for _ in range(2)]
-    records = [accept.coupled(guesses, logits, states[0], block=BLOCK), twin.coupled(guesses, logits, states[1])]
+    records = [accept.coupled(guesses, logits, states[0], block=BLOCK), twin.coupled(guesses, logits, states[1], None)]
     assert kept(records[0]) == kept(records[1])
     assert same(*states)
     return kept(records[0])
 
 
-def certain(tokens: list[list[int]], vocab: int = 20) -> tuple[Tensor, Guesses]:
+def certain(tokens: list[list[int]], vocab: int = 20) -> tuple[Tensor, Draft]:
     """Logits that draw exactly these tokens, guessed right."""
     table = torch.tensor(tokens, device=DEVICE)
     logits = torch.nn.functional.one_hot(table, vocab).float() * 100
-    return logits, Guesses(table[:, :-1].contiguous(), torch.full((len(tokens),), len(tokens[0]) - 1, device=DEVICE))
+    return logits, Draft(table[:, :-1].contiguous(), torch.full((len(tokens),), len(tokens[0]) - 1, device=DEVICE))
 
 
 def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit() -> None:

@@ -1,9 +1,9 @@
 """Accept, recover, bonus and commit in a few small launches: what a round does after the target's logits are there.
 
-Shapes: B rows, k guesses, L = k + 1 positions, V vocabulary, S stop tokens. The rules are those of ``acceptance.py``,
-the noise is that of ``sampling.py``. Every function here writes a row's new tokens into its text, lengthens it, and
-returns the round's record [B, L + 3] int64: tokens, accepted, drafted, gained. A row gains nothing once it has ended
-(at its limit, or behind a stop token): the host may be a round behind.
+Shapes: B rows, k guesses, L = k + 1 positions, V vocabulary, S stop tokens. The rules are those of ``rules.py``,
+the commit is ``rows.RowState.gain``, the noise is that of ``sampling.py``. Every function here writes a row's new
+tokens into its text, lengthens it, and returns the round's record [B, L + 3] int64: tokens, accepted, drafted, gained.
+A row gains nothing once it has ended (at its limit, or behind a stop token): the host may be a round behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.batch import Draft
 from paceline.gpu.draw import (
     BLOCK,
     Blocks,
@@ -24,7 +25,8 @@ from paceline.gpu.draw import (
     scaled_logits,
 )
 from paceline.gpu.noise import gumbel, noise_key, salt, uniform
-from paceline.gpu.state import RECORD_TAIL, Guesses, RowState
+from paceline.gpu.state import RECORD_TAIL
+from paceline.rows import RowState
 from paceline.sampling import Purpose
 
 _WARPS = 8
@@ -351,22 +353,20 @@ def _shape(k: int, rows: RowState) -> dict[str, int]:
     return {"LENGTH": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
 
 
-def coupled(
-    guesses: Guesses, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK
-) -> Tensor:
-    """``acceptance.coupled`` on logits [B, k + 1, V], and commit -> the record.
+def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
+    """``rules.keep_equal`` of the draws from logits [B, k + 1, V], and commit -> the record.
 
     synthetic: keep each guess with this probability instead, whatever it is: for benchmarks.
     """
     blocks = Blocks(logits.shape[-1], block)
     noise = Noise(rows.temperature, rows.seed, rows.length)
     values, tokens = noisy_blocks(logits.reshape(-1, blocks.vocab), noise, 0, Purpose.DRAW, blocks)
-    record = rows.length.new_empty(rows.rows, guesses.k + 1 + RECORD_TAIL)
+    record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
     coupled_kernel[(rows.rows,)](
         values,
         tokens,
-        guesses.tokens,
-        guesses.counts,
+        draft.tokens,
+        draft.counts,
         rows.seed,
         0.0 if synthetic is None else synthetic,
         salt(Purpose.SYNTHETIC),
@@ -374,7 +374,7 @@ def coupled(
         SYNTHETIC=synthetic is not None,
         num_warps=4,
         **blocks.shape,
-        **_shape(guesses.k, rows),
+        **_shape(draft.k, rows),
     )
     return record
 
@@ -399,28 +399,28 @@ def _law_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Te
     return lines, maxima, tokens, masses, lines.stride(0)
 
 
-def rejection(guesses: Guesses, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
-    """``acceptance.rejection`` on logits [B, k + 1, V], and commit -> the record. Certain guesses are coupled."""
-    if guesses.logits is None:
-        return coupled(guesses, logits, rows, block=block)
+def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
+    """``rules.keep_likely`` of the laws of logits [B, k + 1, V], commit -> the record. Certain guesses are coupled."""
+    if draft.logits is None:
+        return coupled(draft, logits, rows, block=block)
     blocks = Blocks(logits.shape[-1], block)
-    p, q = (_law_tables(table, rows.temperature, blocks) for table in (logits, guesses.logits))
-    record = rows.length.new_empty(rows.rows, guesses.k + 1 + RECORD_TAIL)
+    p, q = (_law_tables(table, rows.temperature, blocks) for table in (logits, draft.logits))
+    record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
     accepted = torch.empty_like(rows.length)
-    shape = _shape(guesses.k, rows)
+    shape = _shape(draft.k, rows)
     own = rows.temperature, rows.seed, rows.length
     judge_kernel[(rows.rows,)](
-        *p, *q, guesses.tokens, guesses.counts, *own, salt(Purpose.ACCEPT), accepted,
+        *p, *q, draft.tokens, draft.counts, *own, salt(Purpose.ACCEPT), accepted,
         LENGTH=shape["LENGTH"], LENGTH_UP=shape["LENGTH_UP"], num_warps=4, **blocks.shape,
     )  # fmt: skip
     values = torch.empty((2, rows.rows, blocks.count), dtype=torch.float64, device=logits.device)
     tokens = torch.empty((2, rows.rows, blocks.count), dtype=torch.int32, device=logits.device)
     recover_kernel[(rows.rows, blocks.count)](
-        *p, *q, accepted, guesses.counts, *own, blocks.vocab, salt(Purpose.RECOVER), values, tokens,
+        *p, *q, accepted, draft.counts, *own, blocks.vocab, salt(Purpose.RECOVER), values, tokens,
         LENGTH=shape["LENGTH"], BLOCK=blocks.size, num_warps=_WARPS, **blocks.shape,
     )  # fmt: skip
     finish_kernel[(rows.rows,)](
-        values, tokens, guesses.tokens, accepted, guesses.counts, *_row_arguments(rows, record),
+        values, tokens, draft.tokens, accepted, draft.counts, *_row_arguments(rows, record),
         num_warps=4, **blocks.shape, **shape,
     )  # fmt: skip
     return record

@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.gpu import twin
+from paceline.batch import Draft, Verdict
 from paceline.gpu.launch import why_not
-from paceline.gpu.state import Guesses, RowState
-from paceline.sampling import Purpose
+from paceline.rows import RowState
+from paceline.rules import keep_by_chance, keep_equal, keep_likely
+from paceline.sampling import Purpose, draw_at_temperature, law_at_temperature
 
 
 class RoundOps(Protocol):
@@ -22,28 +23,40 @@ class RoundOps(Protocol):
         """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
         ...
 
-    def coupled(self, guesses: Guesses, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         """Accept and commit -> the record [B, k + 4] (``gpu.accept.coupled``)."""
         ...
 
-    def rejection(self, guesses: Guesses, logits: Tensor, rows: RowState) -> Tensor:
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
         """Accept and commit -> the record [B, k + 4] (``gpu.accept.rejection``)."""
         ...
 
 
 class TwinOps:
-    """Plain torch."""
+    """Plain torch: what the host's rounds call, in the form that can be captured (``RowState.reads`` is false)."""
 
     name = "torch"
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
-        return twin.draw(logits, rows.temperature, rows.seed, rows.length, first, purpose)
+        return draw_at_temperature(logits, rows, first, purpose)
 
-    def coupled(self, guesses: Guesses, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
-        return twin.coupled(guesses, logits, rows, synthetic)
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+        draws = draw_at_temperature(logits, rows)
+        verdict = keep_equal(draft, draws) if synthetic is None else keep_by_chance(draft, draws, rows, synthetic)
+        return _committed(verdict, rows)
 
-    def rejection(self, guesses: Guesses, logits: Tensor, rows: RowState) -> Tensor:
-        return twin.rejection(guesses, logits, rows)
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+        if draft.logits is None:
+            return self.coupled(draft, logits, rows, None)
+        p, q = (law_at_temperature(table, rows) for table in (logits, draft.logits))
+        return _committed(keep_likely(draft, p, q, rows), rows)
+
+
+def _committed(verdict: Verdict, rows: RowState) -> Tensor:
+    """Commit -> the record."""
+    gained, ended = rows.gain(verdict.tokens, verdict.accepted)
+    numbers = verdict.accepted.masked_fill(ended, 0), verdict.drafted.masked_fill(ended, 0), gained
+    return torch.cat([verdict.tokens, torch.stack(numbers, dim=1)], dim=1)
 
 
 class TritonOps:
@@ -56,15 +69,15 @@ class TritonOps:
 
         return draw(logits, Noise(rows.temperature, rows.seed, rows.length), first, purpose)
 
-    def coupled(self, guesses: Guesses, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         from paceline.gpu.accept import coupled
 
-        return coupled(guesses, logits, rows, synthetic)
+        return coupled(draft, logits, rows, synthetic)
 
-    def rejection(self, guesses: Guesses, logits: Tensor, rows: RowState) -> Tensor:
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
         from paceline.gpu.accept import rejection
 
-        return rejection(guesses, logits, rows)
+        return rejection(draft, logits, rows)
 
 
 def ops_for(device: torch.device) -> RoundOps:

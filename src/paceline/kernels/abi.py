@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 9  # of model.h: it changes with the structs and functions
+ABI_VERSION = 10  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -161,6 +161,22 @@ class CLogprobs(Structure):
     )
 
 
+class CTextRows(Structure):
+    """csrc: TextRows."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("text", "length", "prompt_length", "limit", "stops")),
+        ("stop_count", c_int64),
+        ("text_stride", c_int64),
+    )
+
+    @classmethod
+    def of(cls, text: Tensor, length: Tensor, prompt_length: Tensor, limit: Tensor, stops: Tensor) -> CTextRows:
+        """Of tensors that never move."""
+        places = (tensor.data_ptr() for tensor in (text, length, prompt_length, limit, stops))
+        return cls(*places, stops.shape[1], text.stride(0))
+
+
 class CRotary(Structure):
     """csrc: Rotary."""
 
@@ -216,6 +232,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 5),
     "pl_law": (None, (c_void_p,) * 4),
+    "pl_gain": (None, (*(c_void_p,) * 2, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),
     "pl_logprobs": (None, (c_void_p,) * 3),
     "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),

@@ -1,0 +1,42 @@
+// Commit: rows gain the tokens that a round gave them. The twin of src/paceline/rows.py's RowState.gain.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace paceline {
+
+// The rows' text and what ends them: stops [row][stop_count], -1 where there is none; limit: the length at which a row ends.
+struct TextRows {
+  int64_t* text;
+  int64_t* length;
+  const int64_t* prompt_length;
+  const int64_t* limit;
+  const int64_t* stops;
+  int64_t stop_count;
+  int64_t text_stride;
+
+  bool stops_at(int64_t row, int64_t token) const {
+    const int64_t* first = stops + row * stop_count;
+    return token >= 0 && std::find(first, first + stop_count, token) != first + stop_count;
+  }
+
+  bool ended(int64_t row) const {
+    const int64_t before = length[row];
+    return before >= limit[row] || (before > prompt_length[row] && stops_at(row, text[row * text_stride + before - 1]));
+  }
+
+  // Gives a row `count` tokens, cut behind its first stop token and at its limit; returns how many it gained.
+  int64_t gain(int64_t row, const int64_t* tokens, int64_t count) const {
+    if (ended(row)) return 0;
+    const int64_t most = std::min(count, limit[row] - length[row]);
+    int64_t gained = 0;
+    while (gained < most && !stops_at(row, tokens[gained])) ++gained;
+    if (gained < most) ++gained;  // the stop token is the answer's last
+    std::copy(tokens, tokens + gained, text + row * text_stride + length[row]);
+    length[row] += gained;
+    return gained;
+  }
+};
+
+}  // namespace paceline
