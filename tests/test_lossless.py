@@ -654,6 +654,7 @@ def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str
 def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: str, rule: str) -> None:
     engine = law_engine("hybrid", rule, 3)
     engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByGuesses()
+    engine.parts.policy.clock = itertools.count(step=1e-3).__next__  # type: ignore[attr-defined]
     drafter, copied = engine.parts.drafter, []
     propose = drafter.propose
 
