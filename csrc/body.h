@@ -148,7 +148,8 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
     rotate(q, cosine, sine, rotary.half);
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
   }
-  const int64_t slot = position < a.capacity ? position : a.capacity;
+  const int64_t wanted = a.slots ? a.slots[token] : position;
+  const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
   for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
     if (a.k_norm) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
     rotate(k, cosine, sine, rotary.half);
@@ -223,18 +224,24 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
 }
 
-// Scores of all queries against the keys [begin, end) of one block, begin and the block's start multiples of 16.
+// The slot of a key; of keys that lie beyond what a token sees any one will do.
+inline int64_t slot_of(const Attention& a, const Path* path, int64_t key) {
+  if (path && key >= path->from) return path->slots[(key < path->last ? key : path->last) - path->from];
+  return key < a.capacity ? key : a.capacity;  // never read beyond the cache
+}
+
+// Scores of all queries against the keys [begin, end) of one block, begin and the block's start multiples of 16. path: that of
+// the one token whose queries they are; null: keys lie at their positions.
 template <class T>
 inline void score_block(const Attention& a, const T* keys, const Query* queries, int count, int start, int begin, int end,
-                        float* scores, float* tile, const T* values) {
+                        float* scores, float* tile, const T* values, const Path* path) {
   for (int key = begin; key < end; key += 32) {
     const int vectors = end - key > 16 ? 2 : 1;
     prefetch(values + static_cast<size_t>(key) * a.position_stride, static_cast<size_t>(16 * vectors) * a.position_stride * sizeof(T));
     for (int v = 0; v < vectors; ++v) {
       const T* rows[16];
       for (int i = 0; i < 16; ++i) {
-        const int64_t at = key + 16 * v + i < a.capacity ? key + 16 * v + i : a.capacity;  // never read beyond the cache
-        rows[i] = keys + static_cast<size_t>(at) * a.position_stride;
+        rows[i] = keys + static_cast<size_t>(slot_of(a, path, key + 16 * v + i)) * a.position_stride;
       }
       transpose_keys(rows, a.dim, tile + 16 * v);
     }
@@ -270,19 +277,32 @@ struct Merge {  // running = running * old + block * fresh
   float old, fresh;
 };
 
+// Values in the order of positions: `straight` of them lie side by side from the slot `begin` on, then `count` at `slots`.
+struct Lying {
+  int straight, count;
+  int64_t begin;
+  const int64_t* slots;
+};
+
 template <class T, int Q, int V>
-inline void weigh_values(const float* weights, const T* values, size_t stride, int keys, const Merge* merge, float* running,
-                         int dim, const T* upcoming) {
+inline void weigh_values(const float* weights, const T* values, size_t stride, const Lying& lying, const Merge* merge,
+                         float* running, int dim, const T* upcoming) {
   F16 s[Q][V];
   for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
-  for (int key = 0; key < keys; ++key) {
-    if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
+  const auto add = [&](const T* value, int key) __attribute__((always_inline)) {
     F16 x[V];
-    for (int v = 0; v < V; ++v) x[v] = load_cached<T>(values + static_cast<size_t>(key) * stride + 16 * v);
+    for (int v = 0; v < V; ++v) x[v] = load_cached<T>(value + 16 * v);
     for (int i = 0; i < Q; ++i) {
       const F16 w = set1(weights[i * kKeyBlock + key]);
       for (int v = 0; v < V; ++v) s[i][v] = fma(w, x[v], s[i][v]);
     }
+  };
+  for (int key = 0; key < lying.straight; ++key) {
+    if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
+    add(values + static_cast<size_t>(key) * stride, key);
+  }
+  for (int i = 0; i < lying.count; ++i) {
+    add(values + (lying.slots[i] - lying.begin) * static_cast<int64_t>(stride), lying.straight + i);
   }
   for (int i = 0; i < Q; ++i) {
     for (int v = 0; v < V; ++v) {
@@ -292,7 +312,7 @@ inline void weigh_values(const float* weights, const T* values, size_t stride, i
   }
 }
 
-template <class T> using WeighValues = void (*)(const float*, const T*, size_t, int, const Merge*, float*, int, const T*);
+template <class T> using WeighValues = void (*)(const float*, const T*, size_t, const Lying&, const Merge*, float*, int, const T*);
 
 template <class T, int V>
 inline WeighValues<T> weigh_for(int queries) {
@@ -312,14 +332,14 @@ inline WeighValues<T> weigh_function(int queries, int vectors) {
 }
 
 template <class T>
-inline void weigh_block(const Attention& a, const T* values, int count, int keys, const float* weights, const Merge* merge,
-                        float* running, const T* upcoming) {
+inline void weigh_block(const Attention& a, const T* values, int count, const Lying& lying, const float* weights,
+                        const Merge* merge, float* running, const T* upcoming) {
   for (int i = 0; i < count; i += kQueryBlock) {
     const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
     for (int d = 0; d < a.dim; d += 16 * kVectorBlock) {
       const int left = (a.dim - d) / 16;
       weigh_function<T>(n, left < kVectorBlock ? left : kVectorBlock)(
-          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, keys, merge + i,
+          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, lying, merge + i,
           running + static_cast<size_t>(i) * static_cast<size_t>(a.dim) + d, a.dim, i + d == 0 ? upcoming : nullptr);
     }
   }
@@ -340,9 +360,22 @@ inline Merge merge_block(Partial& running, float* scores, const Query& query, in
   return {scales[0], scales[1]};
 }
 
+inline Lying lying(const Path* path, int begin, int end) {
+  if (!path || path->from >= end) return {end - begin, 0, begin, nullptr};
+  const int from = static_cast<int>(path->from), first = from > begin ? from : begin;
+  return {first - begin, end - first, begin, path->slots + (first - from)};
+}
+
+// Tokens that attend together: blocks of keys that lie at their positions for all of them are shared, others are not.
+struct Together {
+  const Path* paths;  // of these tokens, or null
+  int heads;          // queries of one token
+  int64_t straight;   // the position from which on keys may lie elsewhere
+};
+
 template <class T>
-inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, float* scratch,
-                        const uint8_t* then) {
+inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const Together& together,
+                        float* scratch, const uint8_t* then) {
   constexpr int kMost = 64;
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
@@ -362,13 +395,21 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   for (int start = low / kKeyBlock * kKeyBlock; start < high; start += kKeyBlock) {
     const int begin = start > low ? start : low / 16 * 16;
     const int end = start + kKeyBlock < high ? start + kKeyBlock : high;
-    score_block(a, keys, queries, count, start, begin, end, scores, tile, values);
-    for (int i = 0; i < count; ++i) {
-      merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, end);
+    const bool shared = end <= together.straight;
+    const int step = shared ? count : together.heads;
+    for (int first = 0; first < count; first += step) {
+      const Path* path = shared ? nullptr : together.paths + first / step;
+      const int stop = shared || queries[first].high > end ? end : queries[first].high;
+      if (stop <= begin) continue;
+      float* s = scores + static_cast<size_t>(first) * kKeyBlock;
+      score_block(a, keys, queries + first, step, start, begin, stop, s, tile, values, path);
+      for (int i = first; i < first + step; ++i) {
+        merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop);
+      }
+      const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
+      weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, step, lying(path, begin, stop), s + (begin - start),
+                  merge + first, running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), upcoming);
     }
-    const T* upcoming = end < high ? keys + static_cast<size_t>(end) * a.position_stride : reinterpret_cast<const T*>(then);
-    weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, count, end - begin, scores + (begin - start),
-                merge, running, upcoming);
   }
   for (int i = 0; i < count; ++i) {
     const F16 inverse = set1(1.0f / partial[i].total);
@@ -380,8 +421,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
 inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
   Query queries[64];
   const int shared = a.heads / a.kv_heads;
+  Together together = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
   int n = 0;
   for (int token = first; token < first + count; ++token) {
+    if (a.paths && a.paths[token].from < together.straight) together.straight = a.paths[token].from;
     const int64_t position = a.positions[token];
     const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
@@ -391,8 +434,8 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
                       static_cast<int>(low), static_cast<int>(high)};
     }
   }
-  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, scratch, then);
-  else attend_over<float>(a, row, kv_head, queries, n, scratch, then);
+  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, together, scratch, then);
+  else attend_over<float>(a, row, kv_head, queries, n, together, scratch, then);
 }
 
 // --- the embedding, read from the packed head ----------------------------------------------------------------------------

@@ -28,6 +28,45 @@ std::vector<Unit> cut_into_units(const Tokens& tokens, int most) {
   return units;
 }
 
+// Every token's way from its row's text. As long as slots are positions a way is as straight as the text.
+class Paths {
+ public:
+  explicit Paths(const Tokens& tokens) {
+    if (!tokens.parents) return;
+    const size_t count = static_cast<size_t>(tokens.count);
+    paths_.resize(count);
+    std::vector<int64_t> from(count);
+    size_t total = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t parent = tokens.parents[i];
+      from[i] = parent < 0 ? tokens.positions[i] : from[static_cast<size_t>(parent)];
+      total += static_cast<size_t>(tokens.positions[i] - from[i]) + 1;
+    }
+    slots_.reserve(total);  // what points into it stays where it is
+    for (size_t i = 0; i < count; ++i) {
+      const Path* before = tokens.parents[i] < 0 ? nullptr : &paths_[static_cast<size_t>(tokens.parents[i])];
+      const int64_t* start = slots_.data() + slots_.size();
+      for (int64_t p = from[i]; p < tokens.positions[i]; ++p) slots_.push_back(before->slots[p - from[i]]);
+      slots_.push_back(tokens.slots[i]);
+      paths_[i] = {from[i], tokens.positions[i], start};
+    }
+    for (Path& path : paths_) straighten(path);
+  }
+  const Path* of(int token) const { return paths_.empty() ? nullptr : paths_.data() + token; }
+
+ private:
+  static void straighten(Path& path) {
+    while (path.from <= path.last && *path.slots == path.from) {
+      ++path.from;
+      ++path.slots;
+    }
+    if (path.from > path.last) path.from = INT64_MAX;
+  }
+
+  std::vector<Path> paths_;
+  std::vector<int64_t> slots_;
+};
+
 class Stopwatch {
  public:
   explicit Stopwatch(double* seconds) : seconds_(seconds), last_(seconds ? now() : 0.0) {}
@@ -48,8 +87,9 @@ class Stopwatch {
 
 class Pass {
  public:
-  Pass(Model& model, Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds)
-      : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), cache_(cache), out_(out), seconds_(seconds) {
+  Pass(Model& model, Pool& pool, const Tokens& tokens, const Path* paths, const Cache& cache, const Streams& out, double* seconds)
+      : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
+        seconds_(seconds) {
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
@@ -178,6 +218,8 @@ class Pass {
     a.out = m_.attended_.as<float>();
     a.out_stride = static_cast<size_t>(m_.padded_attention);
     a.positions = tokens_.positions;
+    a.slots = tokens_.slots;
+    a.paths = paths_;
     a.keys = cache_.keys + offset;
     a.values = cache_.values + offset;
     a.row_stride = static_cast<size_t>(cache_.row_stride);
@@ -204,6 +246,7 @@ class Pass {
   const ModelSpec& s_;
   Pool& pool_;
   const Tokens& tokens_;
+  const Path* const paths_;
   const Cache& cache_;
   const Streams out_;
   double* seconds_;
@@ -231,12 +274,14 @@ void Model::grow(int threads, int tokens) {
 void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
   const size_t width = static_cast<size_t>(spec.width);
+  const Paths paths(tokens);
   for (int start = 0; start < tokens.count; start += kChunk) {
-    const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start, std::min(kChunk, tokens.count - start)};
+    const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start,
+                          tokens.slots ? tokens.slots + start : nullptr, nullptr, std::min(kChunk, tokens.count - start)};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start) * width;
     const Streams here = {out.hidden + done, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
-    Pass pass(*this, pool, chunk, cache, here, seconds);
+    Pass pass(*this, pool, chunk, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);
   }
 }

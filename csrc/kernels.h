@@ -68,6 +68,12 @@ struct Rotary {
   int64_t positions;
 };
 
+// Where the keys lie that a token of a tree sees: up to `from` each at its position, then position p at slots[p - from].
+struct Path {
+  int64_t from, last;  // `last`: the token's own position
+  const int64_t* slots;
+};
+
 // One layer's attention over the shared cache.
 struct Attention {
   float* qkv;  // [tokens][qkv_stride]: all heads of q, then of k, then of v
@@ -75,6 +81,8 @@ struct Attention {
   float* out;  // [tokens][out_stride]
   size_t out_stride;
   const int64_t* positions;
+  const int64_t* slots;  // null: positions
+  const Path* paths;     // of every token; null: keys lie at their positions
   uint8_t* keys;  // this layer's: [row][head][position][dim]
   uint8_t* values;
   size_t row_stride, head_stride, position_stride;  // in elements

@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 10;
+constexpr int kAbiVersion = 11;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -66,6 +66,7 @@ struct DrawCall {
   float* const* instead;   // or null; of each row where its logits lie if not there, or null
   const int64_t* guesses;  // [rows][guess_stride], or null
   const int64_t* counts;   // real guesses of each row, or null
+  const int64_t* parents;  // [rows][guess_stride]: the guess that each follows, -1: the unseen token; null: the one before
   int64_t rows, block;     // places of a row
   int64_t stride, vocabulary, guess_stride, first;
   int32_t packed;  // whether only the real guesses have places: counts[row] + 1
@@ -93,10 +94,13 @@ struct Cache {
   int32_t bf16;
 };
 
+// nodes.Nodes: what a pass reads.
 struct Tokens {
   const int64_t* tokens;
   const int64_t* rows;
   const int64_t* positions;
+  const int64_t* slots;    // where keys and values go; null: at their positions
+  const int64_t* parents;  // the token that each follows, -1: the row's text; null: chains
   int count;
 };
 

@@ -157,7 +157,30 @@ void for_every_row(Pool& pool, int64_t rows, Work work) {
   });
 }
 
-// visit(draw, place) for the places of every row, as long as it says that the next one counts.
+// Where a row's logits lie, and how far from place to place.
+struct RowLogits {
+  RowLogits(const DrawCall& call, int64_t row, int64_t first_place) {
+    const bool elsewhere = call.instead && call.instead[row];
+    first = elsewhere ? call.instead[row] : call.logits + first_place * call.stride;
+    stride = elsewhere ? call.vocabulary : call.stride;
+  }
+  float* at(int64_t place) const { return first + place * stride; }
+  float* first;
+  int64_t stride;
+};
+
+// The guess after this place that foresaw the token; -1 if none did.
+int64_t foreseen(const DrawCall& call, int64_t row, int64_t place, int64_t token) {
+  const int64_t* guesses = call.guesses + row * call.guess_stride;
+  if (!call.parents) return place < call.counts[row] && guesses[place] == token ? place : -1;
+  const int64_t* parents = call.parents + row * call.guess_stride;
+  for (int64_t guess = place; guess < call.counts[row]; ++guess) {  // they come after what they follow
+    if (parents[guess] == place - 1 && guesses[guess] == token) return guess;
+  }
+  return -1;
+}
+
+// visit(draw, row, place) for the places of every row, each after the guesses before it.
 template <class Visit>
 void at_places(Pool& pool, const DrawCall& call, Visit visit) {
   const std::vector<int64_t> starts = first_places(call);
@@ -167,15 +190,13 @@ void at_places(Pool& pool, const DrawCall& call, Visit visit) {
     Adjustments adjustments(call.by, row, call.vocabulary, workspace);
     const int64_t* guesses = call.guesses + row * call.guess_stride;
     for (int64_t i = 0; i < call.first; ++i) adjustments.follow(guesses[i]);
-    const bool elsewhere = call.instead && call.instead[row];
-    float* logits = elsewhere ? call.instead[row] : call.logits + starts[static_cast<size_t>(row)] * call.stride;
-    const int64_t stride = elsewhere ? call.vocabulary : call.stride;
-    for (int64_t place = 0; place < call.block; ++place, logits += stride) {
+    const RowLogits places(call, row, starts[static_cast<size_t>(row)]);
+    for (int64_t place = 0; place < call.block; ++place) {
+      float* logits = places.at(place);
       const int64_t position = call.by.length[row] + call.first + place;
       adjustments.apply(logits, position);
-      const bool goes_on = visit(draw_of(call, row, position, logits, scratch), row, place);
+      visit(draw_of(call, row, position, logits, scratch), row, place);
       adjustments.restore(logits);
-      if (!goes_on) break;
       if (call.first + place < call.guess_stride) adjustments.follow(guesses[call.first + place]);
     }
   });
@@ -190,17 +211,32 @@ using namespace paceline;
 PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
     tokens[row * call->block + place] = kernels->draw(draw);
-    return true;
   });
 }
 
-// Draws each row's tokens [block] up to the first that is not the guess; accepted: how many of them are. The rest stays.
-PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted) {
-  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
-    const int64_t token = kernels->draw(draw);
-    tokens[row * call->block + place] = token;
-    accepted[row] = place;
-    return place < call->counts[row] && token == call->guesses[row * call->guess_stride + place];
+// Draws each row's tokens [block] up to the first that no guess foresaw; accepted: how many were foreseen; path, or null: by
+// which guesses [guess_stride]. The rest stays.
+PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path) {
+  const std::vector<int64_t> starts = first_places(*call);
+  for_every_row(*pool, call->rows, [&](int64_t row) {
+    Workspace& workspace = Workspace::own();
+    const DrawScratch scratch = workspace.lists(call->vocabulary);
+    Adjustments adjustments(call->by, row, call->vocabulary, workspace);
+    const RowLogits places(*call, row, starts[static_cast<size_t>(row)]);
+    for (int64_t place = 0, depth = 0;; ++depth) {
+      float* logits = places.at(place);
+      const int64_t position = call->by.length[row] + depth;
+      adjustments.apply(logits, position);
+      const int64_t token = kernels->draw(draw_of(*call, row, position, logits, scratch));
+      adjustments.restore(logits);
+      tokens[row * call->block + depth] = token;
+      accepted[row] = depth;
+      const int64_t guess = foreseen(*call, row, place, token);
+      if (guess < 0) break;
+      if (path) path[row * call->guess_stride + depth] = guess;
+      adjustments.follow(token);
+      place = guess + 1;
+    }
   });
 }
 
@@ -208,7 +244,6 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
 PL_EXPORT void pl_law(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
     kernels->law(draw, out + (row * call->block + place) * call->vocabulary);
-    return true;
   });
 }
 
@@ -217,7 +252,6 @@ PL_EXPORT void pl_likelihood(const Kernels* kernels, Pool* pool, const DrawCall*
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
     const int64_t at = row * call->block + place;
     chances[at] = kernels->likelihood(draw, tokens[at]);
-    return true;
   });
 }
 

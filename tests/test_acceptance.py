@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.acceptance import RULES, coupled, rejection
 from paceline.batch import Batch, Draft, RowStart
+from paceline.kernels import drawing, native
 from paceline.params import SamplingParams
 from paceline.sampling import draw, sequence_seed
 
@@ -50,6 +51,43 @@ def test_coupled_keeps_the_real_guesses_before_the_first_that_differs(
         assert verdict.host.accepted[row] == expected
         assert verdict.host.drafted[row] == counts[row]
         assert verdict.host.tokens[row] == draws[row, : expected + 1].tolist()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 3), k=st.integers(1, 6), data=st.data(), packed=st.booleans())
+def test_coupled_walks_from_the_root_along_the_targets_own_draws(
+    kernels: str, rows: int, k: int, data: st.DataObject, packed: bool
+) -> None:
+    """Node by node: what is drawn at a node knows the guesses on the way there, and no others."""
+    batch = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
+    logits = torch.randn(rows, k + 1, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    tokens = torch.tensor([[data.draw(st.integers(0, V - 1)) for _ in range(k)] for _ in range(rows)])
+    parents = torch.tensor([[data.draw(st.integers(-1, guess - 1)) for guess in range(k)] for _ in range(rows)])
+    draft = Draft(tokens, torch.tensor([data.draw(st.integers(0, k)) for _ in range(rows)]), parents=parents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "chosen", lambda: native.select(kernels))
+        verdict = coupled(draft, logits[draft.real] if packed else logits, batch)
+    assert verdict.path is not None
+    for row in range(rows):
+        place, way, path = 0, [], []
+        while True:
+            alone = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
+            alone.tokens[row, 2 : 2 + len(way)] = torch.tensor(way, dtype=torch.int64)
+            alone.length[row] += len(way)
+            token = int(draw(logits[:, place, None], alone)[row, 0])
+            way.append(token)
+            matches = [
+                guess
+                for guess in range(int(draft.counts[row]))
+                if int(parents[row, guess]) == place - 1 and int(tokens[row, guess]) == token
+            ]
+            if not matches:
+                break
+            path.append(matches[0])
+            place = matches[0] + 1
+        assert verdict.host.tokens[row] == way
+        assert verdict.path[row].tolist() == [*path, *range(len(path), k)]
 
 
 def test_rejection_keeps_what_the_target_likes_at_least_as_much_as_the_draft() -> None:

@@ -41,6 +41,29 @@ def test_keys_may_be_views_of_any_layout() -> None:
     assert torch.equal(cache.keys[0, :, :, :4], k)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_an_accepted_path_lies_behind_the_text_and_nothing_before_it_moves(data: st.DataObject) -> None:
+    rows, positions, k = data.draw(st.integers(1, 4)), 12, data.draw(st.integers(1, 6))
+    cache = KVCache(2, 5, 2, positions, 3)
+    cache.keys.normal_()
+    cache.values.normal_()
+    keys, values = cache.keys.clone(), cache.values.clone()
+    of_row = data.draw(st.permutations(range(5)))[:rows]
+    text = [data.draw(st.integers(0, positions)) for _ in range(rows)]
+    kept = [sorted(data.draw(st.sets(st.integers(0, k - 1)))) for _ in range(rows)]
+    paths = [[*path, *range(len(path), k)] for path in kept]
+    cache.keep(torch.tensor(of_row), torch.tensor(text), torch.tensor(paths))
+    for row, start, path in zip(of_row, text, kept, strict=True):
+        for place, node in enumerate(path):
+            if start + node < positions:
+                assert torch.equal(cache.keys[:, row, :, start + place], keys[:, row, :, start + node])
+                assert torch.equal(cache.values[:, row, :, start + place], values[:, row, :, start + node])
+        assert torch.equal(cache.keys[:, row, :, :start], keys[:, row, :, :start])
+    others = [row for row in range(5) if row not in of_row]
+    assert torch.equal(cache.keys[:, others], keys[:, others])
+
+
 def test_a_copied_row_brings_its_first_positions_and_leaves_the_rest() -> None:
     cache = KVCache(2, 3, 2, 6, 4)
     cache.keys.normal_()

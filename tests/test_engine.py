@@ -20,8 +20,10 @@ from paceline.params import EngineConfig, SamplingParams, StructuredOutputs
 from paceline.sampling import sequence_seed
 from toy import (
     POSITIONS,
+    SHAPES,
     VOCAB,
     Scripted,
+    ScriptedTrees,
     ToyAsked,
     ToyConstraint,
     ToyModel,
@@ -365,6 +367,25 @@ def test_a_stop_string_inside_an_accepted_block_ends_the_answer_there(place: int
     assert answer.text == letters(TRUTH[: end - size])
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     check_counts(answer, k=6)
+
+
+@pytest.mark.parametrize("shape", ["two roots", "chain and siblings", "random"])
+@pytest.mark.parametrize("place", [0, 1, 2, 5])
+def test_a_stop_string_inside_an_accepted_path_of_a_tree_ends_the_answer_there(place: int, shape: str) -> None:
+    stop = letters(TRUTH[place : place + 2])
+    end = letters(TRUTH).index(stop) + 2
+    engine = oracle()
+    engine.parts.drafter = ScriptedTrees({sequence_seed(0, 0): [*PROMPT, *TRUTH]}, always, shape=SHAPES[shape])
+    params = seeded(GREEDY, stop=stop, logprobs=0)
+    output = engine.add(Request(PROMPT, params, make_stream=lambda p: Letters(p.stop)))  # type: ignore[arg-type]
+    while engine.busy:
+        engine.step()
+    answer = output.outputs[0]
+    assert (answer.token_ids, answer.text) == (TRUTH[:end], letters(TRUTH[: end - 2]))
+    assert answer.logprobs is not None
+    assert [entry.token_id for entry in answer.logprobs] == TRUTH[:end]
+    assert answer.metrics.accepted == answer.token_kinds.count("accepted")
+    assert answer.metrics.accepted <= answer.metrics.drafted
 
 
 def test_logprobs_are_cut_with_the_tokens() -> None:

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from paceline import acceptance
 from paceline.batch import Batch, Draft
+from paceline.cache import KVCache
 from paceline.drafters import NgramDrafter
 from paceline.engine import Engine, Request
+from paceline.errors import ParameterError
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.budget import BudgetLength
@@ -38,6 +40,7 @@ from paceline.params import SamplingParams, StructuredOutputs
 from paceline.sampling import Purpose, noise_key, noisy_argmax
 from simulation import linear_costs
 from toy import (
+    SHAPES,
     VOCAB,
     FlatToy,
     RandomCaps,
@@ -45,6 +48,7 @@ from toy import (
     RandomSelection,
     RandomStops,
     Scripted,
+    ScriptedTrees,
     ToyModel,
     always,
     answers,
@@ -157,7 +161,9 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     """An engine with any drafter and length policy of this file."""
     draft = {"model": DRAFTS[model], "hybrid": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid"}
-    named = (same | {"self": "model", "documents": "ngram"}).get(drafter)
+    scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
+    others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # gives way to the script
+    named = (same | others).get(drafter)
     documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
     if drafter == "hybrid":
         documents = nearly_the_answers(model, family)
@@ -175,7 +181,6 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     engine = make_engine(
         TARGETS[model](), draft, eos=EOS, documents=documents, drafter=named, num_speculative_tokens=k, **options
     )
-    scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     if drafter in scripts:
         truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
         engine.parts.drafter = Scripted(
@@ -453,6 +458,104 @@ def test_answers_are_ranked_by_what_was_drawn_under_both_rules(rule: str) -> Non
     ranked_answers(run(engine, PROMPTS, RANKED))
 
 
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def tree_engine(
+    model: str, script: str, shape: str, family: str, length: int | str = "random", **options: Any
+) -> Engine:
+    """An engine whose drafter guesses trees."""
+    engine = speculative_engine(model, "never", length, family, **options)
+    truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
+    scripts = {"never": never, "always": always, "sometimes": sometimes}
+    ragged = shape in ("random", "two roots")
+    engine.parts.drafter = ScriptedTrees(truth, scripts[script], ragged=ragged, short=ragged, shape=SHAPES[shape])
+    if length == "random":
+        engine.parts.policy = RandomLength(seed=len(shape), longest=14)
+    return engine
+
+
+@pytest.mark.parametrize("script", ["never", "always", "sometimes"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", ["padded", "split"])
+def test_trees_equal_plain_decoding(shape: str, script: str, backend: str) -> None:
+    engine = tree_engine("toy", script, shape, "mixed", attention=backend, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("script", ["never", "always", "sometimes"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_of_a_model_with_attention_of_its_own_equal_plain_decoding(
+    shape: str, script: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    engine = tree_engine("flat", script, shape, "mixed", attention="auto", prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("length", [1, 8, "bass", "auto", "profiled", "caps", "selection", "budget"])
+def test_trees_equal_plain_decoding_at_any_length(length: int | str) -> None:
+    engine = tree_engine("flat", "sometimes", "random", "mixed", length, attention="auto")
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("model", ["toy", "flat"])
+def test_every_parameter_knows_its_own_path(model: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    engine = tree_engine(model, "sometimes", "random", "everything", max_batch_size=len(PROMPTS))
+    assert answers(run(engine, PROMPTS, EVERYTHING)) == plain("toy", "everything")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["padded", "split"])
+def test_a_real_transformers_trees_equal_its_plain_decoding(backend: str, family: str) -> None:
+    engine = tree_engine("llama", "sometimes", "random", family, attention=backend)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "chain"])
+def test_right_guesses_of_trees_are_kept(shape: str) -> None:
+    """Each round keeps a path down to a leaf: fewer rounds than tokens say that nothing was lost on the way."""
+    engine = tree_engine("flat", "always", shape, "greedy", 6, attention="auto")
+    engine.parts.drafter.ragged = engine.parts.drafter.short = False  # type: ignore[attr-defined]
+    depth = {"two roots": 3, "chain and siblings": 3, "binary": 2, "star": 1, "random": 1}[shape]
+    for output in run(engine, PROMPTS, GREEDY):
+        metrics = output.outputs[0].metrics
+        assert metrics.rounds <= -(-metrics.output_tokens // (depth + 1)) + 3
+        assert metrics.accepted >= metrics.output_tokens - metrics.rounds
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("model", ["toy", "flat"])
+def test_logprobs_along_a_path_are_the_models_own(model: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    params = [replace(one, logprobs=3) for one in GREEDY]
+    engine = tree_engine(model, "sometimes", "random", "greedy", 6)
+    for prompt, output in zip(PROMPTS, run(engine, PROMPTS, params), strict=True):
+        answer = output.outputs[0]
+        assert answer.logprobs is not None
+        for place, entry in enumerate(answer.logprobs):
+            law = torch.tensor(logits_after(ToyModel(), prompt + answer.token_ids[:place])).log_softmax(-1)
+            assert entry.logprob == pytest.approx(float(law[answer.token_ids[place]]), abs=1e-5)
+            assert [token for token, _ in entry.top] == law.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "synthetic:0.5"])
+def test_other_rules_refuse_trees_by_name(rule: str) -> None:
+    benchmark = {"benchmark": True} if rule.startswith("synthetic") else {}
+    engine = tree_engine("toy", "always", "binary", "greedy", 4, acceptance=rule, **benchmark)
+    with pytest.raises(ParameterError, match=f"acceptance='{rule}'.*trees"):
+        run(engine, PROMPTS[:1], GREEDY[:1])
+
+
+def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "keep", lambda *_: None)
+    engine = tree_engine("flat", "always", "star", "greedy", 6)
+    assert answers(run(engine, PROMPTS, GREEDY)) != plain("toy", "greedy")
+
+
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
@@ -470,9 +573,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: str, rule: str, l
 @pytest.mark.parametrize(("drafter", "rate"), [("always", 1.0), ("never", 0.0)])
 def test_scripted_drafters_are_accepted_as_scripted(drafter: str, rate: float) -> None:
     engine = speculative_engine("toy", drafter, 4, "mixed")
-    for answer in (a for output in run(engine, PROMPTS, MIXED) for a in output.outputs):
-        if answer.metrics.drafted:
-            assert answer.metrics.acceptance_rate == rate
+    given = [answer.metrics for output in run(engine, PROMPTS, MIXED) for answer in output.outputs]
+    assert {metrics.acceptance_rate for metrics in given if metrics.drafted} == {rate}
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

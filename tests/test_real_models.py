@@ -15,6 +15,8 @@ from model_support import Runner
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.hardware import torch_threads
 from paceline.models.loading import eos_token_ids, load_model
+from paceline.sampling import sequence_seed
+from toy import ScriptedTrees, sometimes
 
 TOPICS = (
     "the sea", "a lighthouse", "prime numbers", "bread", "the moon", "a spider", "rain in spring", "chess",
@@ -126,6 +128,28 @@ def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> No
     spoken = llm.generate(PROMPTS[:4], params, use_tqdm=False)
     plain = llm.plain().generate(PROMPTS[:4], params, use_tqdm=False)
     assert [[o.text for o in r.outputs] for r in spoken] == [[o.text for o in r.outputs] for r in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("quantization", ["int8", None])
+def test_smollm2_answers_as_without_speculation_where_trees_are_guessed(quantization: str | None) -> None:
+    """Through the CPU kernels a node's bits are plain decoding's: so is every token, drawn or greedy."""
+    path = real_models.find("smollm2-135m")
+    llm = LLM(path, drafter="ngram", num_speculative_tokens=9, quantization=quantization, max_batch_size=4)
+    params = [
+        SamplingParams(temperature=t, seed=seed, max_tokens=40, repetition_penalty=1.2, logprobs=1, ignore_eos=True)
+        for seed, t in enumerate((0, 0.8, 1.0, 0.6, 0))
+    ]
+    plain = llm.plain().generate(SAMPLE[:5], params, use_tqdm=False)
+    truth = {
+        sequence_seed(seed, 0): [*one.prompt_token_ids, *one.outputs[0].token_ids] for seed, one in enumerate(plain)
+    }
+    llm.engine.parts.drafter = ScriptedTrees(truth, sometimes, ragged=True)
+    spoken = llm.generate(SAMPLE[:5], params, use_tqdm=False)
+    assert answers_of(spoken) == answers_of(plain)
+    assert [one.outputs[0].logprobs for one in spoken] == [one.outputs[0].logprobs for one in plain]
+    assert sum(one.outputs[0].metrics.accepted for one in spoken) > 40
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from paceline.decoder import Decoder
 from paceline.engine import Engine, Models, Request
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import Model, Streams
-from paceline.nodes import Nodes
+from paceline.nodes import Nodes, seen_by
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import EngineConfig, SamplingParams
 from paceline.sampling import Purpose, noise_key, sequence_seed, uniform
@@ -95,20 +95,33 @@ class FlatToy(ToyModel):
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
         assert not taps, "a toy has no streams"
-        tokens, rows, positions = nodes
-        last: dict[int, int] = {}
-        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
-            assert position == last.get(row, position - 1) + 1, "a row's tokens are consecutive"
-            last[row] = position
-        real = positions < cache.positions  # what lies beyond a row's end goes nowhere
+        tokens, rows, positions = nodes[:3]
+        slots = self._slots(nodes)
+        seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in seen_by(nodes)]
+        real = slots < cache.positions  # what lies beyond a row's end goes nowhere
         total = torch.zeros(len(tokens), self.HEADS, self.head_dim)
         for layer in range(self.layers):
             code = self._code(layer, tokens[None], positions[None])[0].transpose(0, 1)
-            cache.values[layer][rows[real], :, positions[real]] = code[real]
-            for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-                sums = cache.values[layer, row, :, : position + 1].sum(1)
+            cache.values[layer][rows[real], :, slots[real]] = code[real]
+            for i, row in enumerate(rows.tolist()):
+                sums = cache.values[layer, row][:, seen[i]].sum(1)
                 total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
         return Streams(total.reshape(len(tokens), -1))
+
+    def _slots(self, nodes: Nodes) -> Tensor:
+        """[N]; raises AssertionError unless the list is what ``Nodes`` promises."""
+        rows, positions = nodes.rows.tolist(), nodes.positions.tolist()
+        if nodes.slots is None or nodes.parents is None:
+            last: dict[int, int] = {}
+            for row, position in zip(rows, positions, strict=True):
+                assert position == last.get(row, position - 1) + 1, "a row's tokens are consecutive"
+                last[row] = position
+            return nodes.positions
+        for i, parent in enumerate(nodes.parents.tolist()):
+            assert parent < i, "a node comes after its parent"
+            assert parent < 0 or (rows[parent], positions[parent] + 1) == (rows[i], positions[i])
+        assert len(set(zip(rows, nodes.slots.tolist(), strict=True))) == len(rows), "two nodes share a slot"
+        return nodes.slots
 
 
 @functools.cache
@@ -347,6 +360,49 @@ class Scripted:
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         pass
+
+
+Shape = Callable[[random.Random, int], list[int]]  # k -> the guess that each guess follows, -1: the root
+
+SHAPES: dict[str, Shape] = {
+    "chain": lambda _, k: list(range(-1, k - 1)),
+    "two roots": lambda _, k: [max(-1, guess - 2) for guess in range(k)],
+    "chain and siblings": lambda _, k: [guess // 2 * 2 - 2 if guess > 1 else -1 for guess in range(k)],
+    "binary": lambda _, k: [guess // 2 - 1 for guess in range(k)],
+    "star": lambda _, k: [-1] * k,
+    "random": lambda rng, k: [rng.randint(-1, guess - 1) for guess in range(k)],
+}
+
+
+@dataclass
+class ScriptedTrees(Scripted):
+    """Guesses trees: of each node's children one, wherever it stands among them, follows the script; others are wrong.
+
+    Children of wrong nodes may be right for where they stand, which must help nobody.
+    """
+
+    shape: Shape = SHAPES["random"]
+
+    def propose(self, batch: Batch, k: int) -> Draft:
+        self.asked.append(k)
+        k = self.rng.randint(0, k) if self.short else k
+        rows = [
+            self._row(self.truth[int(batch.sampling.seed[row])][batch.lengths[row] :], k) for row in range(batch.rows)
+        ]
+        tokens, parents = torch.tensor(rows, dtype=torch.int64).view(batch.rows, 2, k).unbind(1)
+        counts = [self.rng.randint(0, k) if self.ragged else k for _ in rows]
+        return Draft(tokens, torch.tensor(counts, dtype=torch.int64), parents=parents)
+
+    def _row(self, right: Sequence[int], k: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents."""
+        parents, tokens, depths = self.shape(self.rng, k), [], []
+        lucky = {parent: self.rng.choice([g for g, p in enumerate(parents) if p == parent]) for parent in parents}
+        for guess, parent in enumerate(parents):
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            token = right[depths[-1]] if depths[-1] < len(right) else 0
+            script = self.script if lucky[parent] == guess else never
+            tokens.append(script(self.rng, token, VOCAB))
+        return tokens, parents
 
 
 def truth_of(

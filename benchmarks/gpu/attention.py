@@ -84,9 +84,10 @@ class TorchSDPA:
 
     name = SDPA
 
-    def plan(self, positions: Tensor, longest: int) -> Plan:
-        key = torch.arange(longest, device=positions.device)
-        return Plan(positions, longest, masks={None: (key <= positions[:, :, None])[:, None]})
+    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
+        plan = Plan(positions, longest, ancestors)
+        plan.masks[None] = ~plan.hidden(None)[:, None]
+        return plan
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None

@@ -1,7 +1,7 @@
 """The host's round: what becomes of a draft, from the target's logits. Two rules (``rules.py``), one law: the target's.
 
 Shapes: B rows, k guesses, V vocabulary. Position j of the target's logits [B, k + 1, V] follows guess j. Logits [N, V]
-are those of the N real tokens of a ragged draft, row after row.
+are those of the N real tokens of a ragged draft, row after row. Place 0 of a tree is the row's unseen token.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from paceline.batch import Batch, Draft, Logprobs, Verdict
+from paceline.errors import ParameterError
 from paceline.kernels.drawing import Gained, accept_guesses, kernels_for, logprobs_of
 from paceline.params import SYNTHETIC
-from paceline.rules import keep_by_chance, keep_equal, keep_likely
+from paceline.rules import keep_by_chance, keep_equal, keep_likely, places_of
 from paceline.sampling import Choices, Purpose, draw
 
 AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
@@ -21,15 +22,19 @@ AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 
 def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     """The coupled rule (``rules.keep_equal``); greedy decoding is the case without noise."""
-    choices = Choices(logits, batch, draft.tokens, counts=draft.counts)
-    if choices.kernels is not None:  # one call, and no draws beyond the first guess that is not kept
-        return Verdict(*accept_guesses(choices.kernels, choices.places, Purpose.DRAW), draft.counts)
+    choices = Choices.after(draft, logits, batch)
+    if choices.kernels is not None:  # one call, and no draws beyond the first that no guess foresaw
+        tokens, accepted, path = accept_guesses(choices.kernels, choices.places, Purpose.DRAW)
+        return Verdict(tokens, accepted, draft.counts, path=path)
     return keep_equal(draft, _draw(draft, logits, batch))
 
 
 def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
     """[B, k + 1]: the target's own draws; where a row has no guess they mean nothing."""
-    return draw(logits if logits.dim() == 3 else _rectangle(draft, logits), batch, draft.tokens)
+    rectangle = logits if logits.dim() == 3 else _rectangle(draft, logits)
+    if draft.tree is None:
+        return draw(rectangle, batch, draft.tokens)
+    return draw(rectangle.flatten(0, 1)[:, None], batch.unrolled(draft)).view(batch.rows, -1)
 
 
 def _rectangle(draft: Draft, flat: Tensor) -> Tensor:
@@ -44,16 +49,25 @@ def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 
     Guesses without probabilities are certain ones (q = 1), for which the coupled rule is the same law.
     """
+    _refuse_tree(draft, "rejection")
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
     law = Choices(logits, batch, draft.tokens).law()
     return keep_likely(draft, law, draft.probabilities, batch.state(batch.rows))
 
 
+def _refuse_tree(draft: Draft, rule: str) -> None:
+    if draft.parents is not None:
+        raise ParameterError(
+            "acceptance", rule, "'coupled' where a drafter guesses trees: this rule knows chains alone"
+        )
+
+
 def synthetic(rate: float) -> AcceptanceRule:
     """Keep each guess with this probability, whatever it is: for benchmarks of models with random weights."""
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        _refuse_tree(draft, f"{SYNTHETIC}{rate}")
         return keep_by_chance(draft, _draw(draft, logits, batch), batch.state(batch.rows), rate)
 
     return accept
@@ -74,6 +88,8 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
 def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> Logprobs:
     """Of the tokens that rows gained; of rows that did not ask they mean nothing."""
     assert batch.sampling.logprobs is not None
+    if verdict.path is not None:
+        logits = _along_path(draft, logits, verdict.path)
     kernels = kernels_for(logits)
     if kernels is not None:
         wanted = [-1 if p.scored is None else p.scored for p in batch.sampling.params[: batch.rows]]
@@ -84,6 +100,16 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
     law = logits.float().log_softmax(-1)
     values, ids = law.topk(min(batch.sampling.logprobs, law.shape[-1]), dim=-1)
     return Logprobs(law.gather(-1, verdict.tokens[..., None]).squeeze(-1), ids, values)
+
+
+def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:
+    """A tree's logits [B, k + 1, V] in the order in which its rows gained their tokens."""
+    places = places_of(path)
+    if logits.dim() == 3:
+        return logits.gather(1, places[..., None].expand_as(logits))
+    real = draft.counts + 1
+    first = real.cumsum(0) - real
+    return logits[(first[:, None] + places).clamp(max=len(logits) - 1)]
 
 
 RULES: dict[str, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}

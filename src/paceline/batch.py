@@ -15,9 +15,10 @@ from paceline.history import AcceptanceHistory, Pace
 from paceline.kernels.abi import CTextRows
 from paceline.kernels.drawing import kernels_for
 from paceline.kernels.gaining import gain
+from paceline.nodes import Tree
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.reliability import Reliability
-from paceline.rows import MOST_STOPS, Constraint, RowState, SamplingRows
+from paceline.rows import MOST_STOPS, After, Constraint, RowState, SamplingRows
 
 
 def real_places(counts: Tensor, width: int) -> Tensor:
@@ -35,6 +36,8 @@ class Draft:
     confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
         it are right; None if it has none.
     logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
+    parents: [B, k] int64, the guess that each guess follows, one before it, or -1: the row's unseen token. None: each
+        follows the one before, a chain. Trees have no probabilities.
     """
 
     tokens: Tensor
@@ -42,6 +45,7 @@ class Draft:
     probabilities: Tensor | None = None
     confidence: Sequence[Sequence[float]] | None = None
     logits: Tensor | None = None
+    parents: Tensor | None = None
 
     @property
     def k(self) -> int:
@@ -56,6 +60,30 @@ class Draft:
     def real(self) -> Tensor:
         """[B, k + 1] bool: each row's unseen token and its real guesses."""
         return real_places(self.counts + 1, self.k + 1)
+
+    @cached_property
+    def ways(self) -> list[list[list[int]]]:
+        """Of each row and place the guesses on the way there: none for place 0, the unseen token's."""
+        tokens = self.tokens.tolist()
+        chain = list(range(-1, self.k - 1))
+        parents = [chain] * len(tokens) if self.parents is None else self.parents.tolist()
+        ways: list[list[list[int]]] = []
+        for line, follows in zip(tokens, parents, strict=True):
+            ways.append([[]])
+            for token, parent in zip(line, follows, strict=True):
+                ways[-1].append([*ways[-1][parent + 1], token])
+        return ways
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """None for a chain."""
+        return None if self.parents is None else Tree.of(self.parents, self.counts)
+
+    def fitting(self, batch: Batch) -> Draft:
+        """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
+        if self.parents is None:
+            return self
+        return self.capped([max(0, batch.positions - length) for length in batch.lengths[: batch.rows]])
 
     @cached_property
     def ragged(self) -> bool:
@@ -80,7 +108,8 @@ class Draft:
         if k == 0:
             return _no_guesses(len(counts), self.tokens.device)
         laws = None if self.probabilities is None else self.probabilities[:, :k]
-        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
+        parents = None if self.parents is None else self.parents[:, :k]
+        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws, parents=parents)
         chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
         return chosen
 
@@ -93,7 +122,8 @@ class Draft:
             return wide
 
         laws = None if self.probabilities is None else widen(self.probabilities)
-        return Draft(widen(self.tokens), widen(self.counts), laws)
+        parents = None if self.parents is None else widen(self.parents)
+        return Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
 
 
 @cache
@@ -130,12 +160,14 @@ class Verdict:
     """What a round decided: row i gains tokens[i, : accepted[i] + 1].
 
     tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
+    path: [B, k], of trees: the guesses kept, in their order; behind them each place's own number. None: the first.
     """
 
     tokens: Tensor
     accepted: Tensor
     drafted: Tensor
     logprobs: Logprobs | None = None
+    path: Tensor | None = None
 
     @cached_property
     def host(self) -> HostVerdict:
@@ -334,6 +366,39 @@ class Batch:
         part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
+
+    def unrolled(self, draft: Draft) -> Batch:
+        """Each place of each row's tree as a row of its own, whose text ends there: B * (k + 1) rows, copies.
+
+        What is drawn after them knows the guesses on the way there, and no others.
+        """
+        assert draft.tree is not None
+        width = draft.k + 1
+        lines = copy.copy(self)
+        lines.rows, lines._view = self.rows * width, None
+        lines.length = (self.live_length[:, None] + draft.tree.depths).flatten()
+        lines.sampling = self.sampling.repeated(self.rows, width)
+        lines.tokens = self._texts_after(draft, draft.tree) if lines.sampling.any_penalty else self.tokens
+        if lines.sampling.any_constraint:
+            lines.sampling.constraints = self._constraints_after(draft)
+        return lines
+
+    def _texts_after(self, draft: Draft, tree: Tree) -> Tensor:
+        """[B * (k + 1), P]: the rows' texts, followed by the guesses on the way to each place, its own included."""
+        text = self.tokens[: self.rows, None].repeat(1, draft.k + 1, 1)
+        at = (self.live_length[:, None] + tree.depths[:, 1:] - 1)[:, None]
+        beyond = text.shape[2] - 1  # where what is on another way goes; nothing that counts is there
+        at = torch.where(tree.ancestors[:, :, 1:], at, beyond)
+        return text.scatter_(2, at, draft.tokens[:, None].expand_as(at)).flatten(0, 1)
+
+    def _constraints_after(self, draft: Draft) -> list[Constraint | None]:
+        """Each row's constraint after the guesses on the way to each place; at places without a guess there is none."""
+        counts, own = draft.counts.tolist(), self.sampling.constraints[: self.rows]
+        return [
+            None if constraint is None or place > count else After(constraint, way)
+            for constraint, count, ways in zip(own, counts, draft.ways, strict=True)
+            for place, way in enumerate(ways)
+        ]
 
     @property
     def guessing(self) -> tuple[int, int]:

@@ -54,7 +54,7 @@ class KVCache:
         return 2 * layers * rows * heads * (positions + 1) * dim * dtype.itemsize
 
     def write_index(self, first_row: int, positions: Tensor) -> Tensor:
-        """Where tokens at ``positions`` [B, L] of rows first_row, first_row + 1, ... go: flat [B * heads * L].
+        """Where tokens for slots ``positions`` [B, L] of rows first_row, first_row + 1, ... go: flat [B * heads * L].
 
         The same for every layer, so it is computed once a forward pass. Positions beyond the end go to the trash.
         """
@@ -69,6 +69,18 @@ class KVCache:
         dim = k.shape[-1]
         self.keys[layer].view(-1, dim).index_copy_(0, index, k.reshape(-1, dim).to(self.keys.dtype))
         self.values[layer].view(-1, dim).index_copy_(0, index, v.reshape(-1, dim).to(self.values.dtype))
+
+    def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        """Move the keys and values of accepted nodes behind their rows' texts.
+
+        rows, text [B]: rows, and the first slot behind each one's text, that of its node 0. paths [B, k]: the nodes to
+        be there, one slot after the other, a node's own number where nothing is to move.
+        """
+        order = torch.arange(paths.shape[1], device=paths.device)
+        of_row = rows[:, None]
+        source, place = ((text[:, None] + nodes).clamp(max=self.positions) for nodes in (paths, order))
+        for table in (self.keys, self.values):
+            table[:, of_row, :, place] = table[:, of_row, :, source]
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` positions of one row over another: to fill a hole, or to share a prefill."""

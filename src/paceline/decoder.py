@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from paceline.attention import AttentionBackend
+from paceline.attention.base import Plan
 from paceline.attention.cached import CachedAttend, PackedCachedAttend
-from paceline.batch import Batch, Draft, real_places
+from paceline.batch import Batch, Draft, Verdict, real_places
 from paceline.cache import KVCache
 from paceline.models.base import AnyModel, FlatModel, Model
-from paceline.nodes import Nodes
+from paceline.nodes import Nodes, Tree
 
 CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
 
@@ -45,24 +46,34 @@ class Decoder:
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
 
     def forward(
-        self, tokens: Tensor, start: Tensor, longest: int, first_row: int = 0, counts: Tensor | None = None
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        longest: int,
+        first_row: int = 0,
+        counts: Tensor | None = None,
+        tree: Tree | None = None,
     ) -> Tensor:
         """Feed tokens [B, L] of rows first_row, ... at positions start [B], start + 1, ... -> hidden [B, L, width].
 
         longest: no query stands at or beyond this position, padding at a row's tail excepted (the host knows it).
         counts [B]: how many of a row's tokens are real, the rest being padding whose hidden states mean nothing.
+        tree: which of the tokens follow which, and how deep they stand, if they are no chain; for a ``Model`` alone.
         """
         if self.model.vocab_size < self.vocab_size:  # ids that only the other model's padded head can draw
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        depths = torch.arange(tokens.shape[1], device=tokens.device) if tree is None else tree.depths
+        positions = start[:, None] + depths
         if self._flat is not None:
             return self._forward_flat(self._flat, tokens, positions, first_row, counts)
-        return self._forward_padded(tokens, positions, longest, first_row)
+        ancestors = None if tree is None else tree.ancestors
+        plan = self.backend.plan(positions, min(longest, self.cache.positions + 1), ancestors)
+        return self._forward_padded(tokens, plan, first_row)
 
-    def _forward_padded(self, tokens: Tensor, positions: Tensor, longest: int, first_row: int) -> Tensor:
-        model = cast(Model, self.model)
-        plan = self.backend.plan(positions, min(longest, self.cache.positions + 1))
-        attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
+    def _forward_padded(self, tokens: Tensor, plan: Plan, first_row: int) -> Tensor:
+        model, positions = cast(Model, self.model), plan.positions
+        packs = self.packs and plan.ancestors is None  # the one launch writes keys at their positions
+        attend = (PackedCachedAttend if packs else CachedAttend)(self.cache, self.backend, plan, first_row)
         return model.streams(tokens, positions, attend).hidden
 
     def _forward_flat(
@@ -87,7 +98,8 @@ class Decoder:
         if self._flat is not None and draft.probabilities is None:
             return self._verify_flat(self._flat, batch, draft)
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
-        hidden = self.forward(tokens, batch.live_length - 1, batch.longest + draft.k, counts=draft.counts + 1)
+        start, longest = batch.live_length - 1, batch.longest + draft.k
+        hidden = self.forward(tokens, start, longest, counts=draft.counts + 1, tree=draft.tree)
         return self.logits(hidden)
 
     def _verify_flat(self, model: FlatModel, batch: Batch, draft: Draft) -> Tensor:
@@ -100,11 +112,24 @@ class Decoder:
             tokens += [pending[row], *guesses]
             rows += [self._places[batch.first + row]] * (len(guesses) + 1)
             positions += range(batch.lengths[row] - 1, batch.lengths[row] + len(guesses))
-        fed, of_row, at = torch.tensor([tokens, rows, positions])
+        tree = [] if draft.parents is None else _tree_of(draft.parents.tolist(), draft.guesses, positions)
+        nodes = Nodes(*torch.tensor([tokens, rows, *(tree or [positions])]))
         if model.vocab_size < self.vocab_size:
-            fed.clamp_(max=model.vocab_size - 1)
-        logits = self.logits(model.forward(Nodes(fed, of_row, at), self.cache).hidden)
+            nodes.tokens.clamp_(max=model.vocab_size - 1)
+        logits = self.logits(model.forward(nodes, self.cache).hidden)
         return logits.view(batch.rows, draft.k + 1, -1) if len(tokens) == batch.rows * (draft.k + 1) else logits
+
+    def keep(self, batch: Batch, verdict: Verdict) -> None:
+        """Of a tree the accepted path stays, behind the text; of a chain it is there already. Before the commit."""
+        if verdict.path is None:
+            return
+        moved, width = list(range(batch.rows)), verdict.path.shape[1]
+        if verdict.path.device.type == "cpu":  # the host looks who moves; a device is not read
+            width, order = max(verdict.host.accepted), list(range(verdict.path.shape[1]))
+            moved = [row for row, path in enumerate(verdict.path.tolist()) if path != order]
+        if moved and width > 0:
+            places = torch.tensor([self._places[batch.first + row] for row in moved], device=self.cache.keys.device)
+            self.cache.keep(places, batch.live_length[moved], verdict.path[moved, :width])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [..., width] -> float32 [..., vocab_size]; a head of another size is cut or filled with -inf."""
@@ -223,3 +248,15 @@ class Decoder:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every row has a place in the cache, and one of its own."""
         assert sorted(self._places) == list(range(self.cache.rows)), "two rows share a place in the cache"
+
+
+def _tree_of(parents: list[list[int]], guesses: list[list[int]], slots: list[int]) -> list[list[int]]:
+    """Positions, slots and parents of each row's unseen token and its guesses, row after row."""
+    follows: list[int] = []
+    for line, real in zip(parents, guesses, strict=True):
+        root = len(follows)
+        follows += [-1, *(root + 1 + parent for parent in line[: len(real)])]
+    positions: list[int] = []
+    for slot, parent in zip(slots, follows, strict=True):
+        positions.append(slot if parent < 0 else positions[parent] + 1)
+    return [positions, slots, follows]

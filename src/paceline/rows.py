@@ -99,6 +99,20 @@ class RowState:
         return ((last == self.stops) & (self.stops >= 0)).any(1) & (self.length > self.prompt_length)
 
 
+@dataclass(frozen=True)
+class After:
+    """A row's constraint, some guesses further on."""
+
+    constraint: Constraint
+    guesses: Sequence[int]
+
+    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
+        return self.constraint.ask([*self.guesses, *guesses], len(self.guesses) + first, places)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        raise NotImplementedError("guesses are no gain")
+
+
 class SamplingRows:
     """Each row's SamplingParams on the device, and which features any live row uses (so that the others cost nothing).
 
@@ -160,6 +174,16 @@ class SamplingRows:
             setattr(part, name, getattr(self, name)[first:stop])
         part.refresh(stop - first)
         return part
+
+    def repeated(self, rows: int, times: int) -> SamplingRows:
+        """Each of the first ``rows`` rows so many times in a row, as copies; what is used stays as it is."""
+        chosen = copy.copy(self)
+        each = [row for row in range(rows) for _ in range(times)]
+        chosen.params, chosen._held_back = [self.params[row] for row in each], [self._held_back[row] for row in each]
+        for name in _TABLES:
+            setattr(chosen, name, getattr(self, name)[:rows].repeat_interleave(times, 0))
+        chosen._list_tokens(len(each))
+        return chosen
 
     def refresh(self, rows: int) -> None:
         """Note which features rows 0 .. rows - 1 use; called whenever rows come, go or move."""

@@ -12,16 +12,40 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Draft, Verdict
+from paceline.nodes import Tree
 from paceline.rows import RowState
 from paceline.sampling import Purpose, noise_key, noisy_argmax, uniform
 
 
 def keep_equal(draft: Draft, draws: Tensor) -> Verdict:
-    """Guesses are kept while they equal the target's own draws (Daliri et al. 2408.07978).
+    """Guesses are kept while they equal the target's own draws (Daliri et al. 2408.07978); of a tree see ``walk``.
 
     What a row gains are these draws, whoever guessed: the same seed gives the same text.
     """
+    if draft.parents is not None and draft.tree is not None:
+        path, accepted = walk(draws, draft.tokens, draft.parents, draft.tree)
+        return Verdict(draws.gather(1, places_of(path)), accepted, draft.counts, path=path)
     return Verdict(draws, _leading(draft.tokens == draws[:, :-1], draft.counts), draft.counts)
+
+
+def walk(draws: Tensor, tokens: Tensor, parents: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """From the root along the guesses that equal the target's own draws: path [B, k], accepted [B].
+
+    draws [B, k + 1]: of each place of the tree. tokens, parents [B, k]. A guess is kept if it and all its ancestors
+    equal what was drawn where they stand; of siblings with the same token the first. What follows the path stays.
+    """
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    same = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    right = (tokens == draws.gather(1, parents + 1)) & ~(same & (order < order[:, None])).any(2)
+    kept = (right[:, None] | ~tree.ancestors[:, 1:, 1:]).all(2) & (tree.depths[:, 1:] > 0)
+    accepted = kept.sum(1)
+    first = torch.where(kept, order, len(order)).sort(1).values  # ancestors come before those who follow them
+    return torch.where(order < accepted[:, None], first, order), accepted
+
+
+def places_of(path: Tensor) -> Tensor:
+    """[B, k + 1]: where the root's token and those after a path [B, k] were drawn."""
+    return torch.cat([path.new_zeros(len(path), 1), path + 1], dim=1)
 
 
 def keep_likely(draft: Draft, p: Tensor, q: Tensor, rows: RowState) -> Verdict:

@@ -20,9 +20,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch
+from paceline.batch import Batch, Draft
 from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
-from paceline.rows import Asked, RowState
+from paceline.rows import Asked, Constraint, RowState
 
 
 class Purpose(IntEnum):
@@ -249,7 +249,15 @@ class Choices:
     ) -> None:
         self._logits, self._batch, self._first, self._counts = logits, batch, first, counts
         self._guesses = batch.tokens.new_empty(batch.rows, 0) if guesses is None else guesses
+        self._tree: Draft | None = None
         self.kernels = kernels_for(logits)
+
+    @staticmethod
+    def after(draft: Draft, logits: Tensor, batch: Batch) -> Choices:
+        """What may follow each row's unseen token and its guesses; after those of a tree the kernels alone can say."""
+        choices = Choices(logits, batch, draft.tokens, counts=draft.counts)
+        choices._tree = draft if draft.parents is not None else None
+        return choices
 
     @cached_property
     def places(self) -> Places:
@@ -257,23 +265,31 @@ class Choices:
         batch = self._batch
         rows = batch.sampling.drawing(batch.tokens, batch.length)
         instead = self._constrained() if batch.sampling.any_constraint else None
-        return Places(self._logits, rows, self._guesses, self._counts, self._first, instead)
+        parents = None if self._tree is None else self._tree.parents
+        return Places(self._logits, rows, self._guesses, self._counts, self._first, instead, parents)
 
     def _constrained(self) -> Sequence[Tensor | None]:
         """Copies of the logits of the rows that have a constraint, without what it forbids."""
-        constraints, guesses = self._batch.sampling.constraints[: self._batch.rows], self._guesses.tolist()
         rows = self._of_rows()
         asked = [
-            None if constraint is None else constraint.ask(line, self._first, len(logits))
-            for constraint, logits, line in zip(constraints, rows, guesses, strict=True)
+            None if constraint is None else self._questions(constraint, row, len(logits))
+            for row, (constraint, logits) in enumerate(zip(self._batch.sampling.constraints, rows, strict=False))
         ]
-        for question in asked:
-            if question is not None:
+        for questions in asked:
+            for _, question in questions or ():
                 question.send()
         return [
-            None if question is None else _masked(question, logits)
-            for question, logits in zip(asked, rows, strict=True)
+            None if questions is None else _masked(questions, logits)
+            for questions, logits in zip(asked, rows, strict=True)
         ]
+
+    def _questions(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, Asked]]:
+        """What may come at a row's places: one question along a chain; of a tree each node has a state of its own."""
+        if self._tree is None:
+            return [(slice(None), constraint.ask(self._guesses[row].tolist(), self._first, places))]
+        count = int(self._tree.counts[row])
+        ways = enumerate(self._tree.ways[row][: count + 1])
+        return [(slice(place, place + 1), constraint.ask(way, len(way), 1)) for place, way in ways]
 
     def _of_rows(self) -> Sequence[Tensor]:
         """Each row's logits [places, V]."""
@@ -308,10 +324,11 @@ class Choices:
         return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
 
 
-def _masked(question: Asked, logits: Tensor) -> Tensor:
-    """A copy without what the answer to a question forbids."""
+def _masked(questions: Sequence[tuple[slice, Asked]], logits: Tensor) -> Tensor:
+    """A copy without what the answers to questions forbid at their places."""
     masked = logits.clone(memory_format=torch.contiguous_format)
-    question.mask(masked)
+    for places, question in questions:
+        question.mask(masked[places])
     return masked
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.attention import BACKENDS
 from paceline.attention.reference import ReferenceAttention
+from paceline.nodes import Tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,6 +48,35 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
         for backend in (BACKENDS[name](), ReferenceAttention())
     ]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["padded", "split", "reference"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_node_of_a_tree_attends_as_the_last_token_of_its_chain(name: str, data: st.DataObject) -> None:
+    pick = data.draw
+    rows, new, positions = pick(st.integers(1, 3)), pick(st.integers(1, 7)), 20
+    texts = [pick(st.integers(0, positions - new)) for _ in range(rows)]
+    counts = [pick(st.integers(0, new - 1)) for _ in range(rows)]  # the rest is padding
+    parents = [[pick(st.integers(-1, guess - 1)) for guess in range(new - 1)] for _ in range(rows)]
+    window = pick(st.sampled_from([None, 1, 2, 3, 100]))
+    keys, values = cache_of([text + 1 + count for text, count in zip(texts, counts, strict=True)], 2, positions, 4, 0)
+    q = torch.randn(rows, 4, new, 4)
+    tree = Tree.of(torch.tensor(parents, dtype=torch.int64).view(rows, new - 1), torch.tensor(counts))
+    backend = ReferenceAttention() if name == "reference" else BACKENDS[name]()
+    plan = backend.plan(torch.tensor(texts)[:, None] + tree.depths, max(texts) + new, tree.ancestors)
+    found = backend.attend(q, keys, values, plan, scale=None, window=window)
+    assert found.isfinite().all()
+    for row, text in enumerate(texts):
+        for place in range(counts[row] + 1):
+            way = [place]
+            while way[0] > 0:
+                way.insert(0, parents[row][way[0] - 1] + 1)
+            kept = [*range(text), *(text + node for node in way)][-(window or positions) :]
+            expected = F.scaled_dot_product_attention(
+                q[row, :, None, place].unflatten(0, (2, 2)), keys[row, :, None, kept], values[row, :, None, kept]
+            )
+            torch.testing.assert_close(found[row, :, place], expected.reshape(4, 4), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["padded", "split"])

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from kernels.tools import random_spec, run_attention
 from paceline.cache import KVCache
 from paceline.kernels import native, twin
+from paceline.nodes import Nodes, seen_by
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 ROWS, ROW = 3, 1
@@ -39,7 +40,8 @@ def by_twin(cache, qkv, positions, table, heads, window):
     cos, sin = (part[positions] for part in table)
     rows = torch.full_like(positions, ROW)
     twin.write(0, cache, rows, positions, twin.rotate(k, cos, sin), v)
-    return twin.attend(0, cache, twin.rotate(q, cos, sin), rows, positions, dim**-0.5, window).flatten(1)
+    seen = seen_by(Nodes(rows, rows, positions))
+    return twin.attend(0, cache, twin.rotate(q, cos, sin), rows, seen, dim**-0.5, window).flatten(1)
 
 
 @on_every_isa

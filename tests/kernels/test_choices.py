@@ -184,7 +184,7 @@ def test_guesses_are_judged_as_the_twins_draws_are_whatever_the_parameters(
     real = torch.arange(GUESSES + 1) < counts[:, None] + 1
     kept = ((guesses == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
-    tokens, accepted = accept_guesses(kernels, Places(given_logits, rows_of(batch), guesses, counts), Purpose.DRAW)
+    tokens, accepted, _ = accept_guesses(kernels, Places(given_logits, rows_of(batch), guesses, counts), Purpose.DRAW)
     assert torch.equal(accepted, kept)
     assert len(set(kept.tolist())) == GUESSES + 1
     assert torch.equal(tokens, draws * (torch.arange(GUESSES + 1) <= kept[:, None]))

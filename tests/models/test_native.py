@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from torch.nn import functional
@@ -184,6 +186,106 @@ def test_rejected_tokens_leave_no_trace(kernels):
     forward(model, some_tokens(spec, 5, seed=9), rows[15:], positions[15:], cache)
     last = [forward(model, tokens[15:], rows[15:], positions[15:], which) for which in (cache, clean)]
     assert torch.equal(last[0], last[1])
+
+
+def random_trees(rng, starts, size):
+    """Rows of trees of ``size`` nodes behind texts of so many tokens: row, position, slot and parent of each node."""
+    rows, positions, slots, parents = [], [], [], []
+    for row, text in starts.items():
+        root = len(rows)
+        for node in range(size):
+            parent = -1 if node == 0 else root + rng.randint(max(0, node - 4), node - 1)
+            positions.append(text if parent < 0 else positions[parent] + 1)
+            rows, slots, parents = [*rows, row], [*slots, text + node], [*parents, parent]
+    return rows, positions, slots, parents
+
+
+def filled_with_texts(model, spec, starts, dtype):
+    cache = cache_for(spec, positions=600, dtype=dtype)
+    for row, text in starts.items():
+        if text:
+            forward(model, some_tokens(spec, text, row), *ragged({row: text}), cache)
+    return cache
+
+
+def copy_into(cache, tables):
+    for table, kept in zip((cache.keys, cache.values), tables, strict=True):
+        table.copy_(kept)
+
+
+@on_every_isa
+@pytest.mark.parametrize("window", [None, 7, 100])
+@pytest.mark.parametrize("starts", [{0: 5, 1: 0, 3: 21}, {2: 250, 0: 255}, {1: 256, 2: 500}], ids=str)
+def test_a_nodes_bits_are_those_of_plain_decoding_whatever_its_siblings(kernels, starts, window):
+    """Also where a tree lies across the 256 keys that share one partial sum, in slots or in positions alone."""
+    spec, rng = random_spec(window=window, head_dim=32), random.Random(str(starts))
+    quantization, dtype = ("int8", torch.bfloat16) if window else (None, torch.float32)
+    model = model_of(spec, kernels, quantization)
+    cache = filled_with_texts(model, spec, starts, dtype)
+    rows, positions, slots, parents = random_trees(rng, starts, 12)
+    nodes = Nodes(some_tokens(spec, len(rows)), *torch.tensor([rows, positions, slots, parents]))
+    before = cache.keys.clone(), cache.values.clone()
+    together = model.forward(nodes, cache).hidden
+    after = cache.keys.clone(), cache.values.clone()
+    for node in rng.sample(range(len(rows)), 8):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        copy_into(cache, before)
+        alone = [forward(model, *(t[i : i + 1] for t in nodes[:3]), cache) for i in path]
+        assert torch.equal(alone[-1][0], together[node])
+        plain = [table[:, rows[node], :, : positions[node] + 1].clone() for table in (cache.keys, cache.values)]
+        copy_into(cache, after)
+        root = slots[path[0]]
+        moved = torch.tensor([[slots[i] - root for i in path]])
+        cache.keep(torch.tensor([rows[node]]), torch.tensor([root]), moved)
+        for table, wanted in zip((cache.keys, cache.values), plain, strict=True):
+            assert torch.equal(table[:, rows[node], :, : positions[node] + 1], wanted), "keep left something behind"
+
+
+@on_every_isa
+@pytest.mark.parametrize("window", [None, 7])
+def test_trees_agree_with_the_twin(kernels, window):
+    spec, starts = random_spec(window=window), {0: 30, 2: 4}
+    trees = random_trees(random.Random(1), starts, 9)
+    nodes = Nodes(some_tokens(spec, 18), *torch.tensor(trees))
+    both = []
+    for which in (kernels, None):
+        model = model_of(spec, which)
+        both.append(model.forward(nodes, filled_with_texts(model, spec, starts, torch.float32)).hidden)
+    assert error(*both) < 0.003
+
+
+@on_every_isa
+def test_trees_across_chunks_of_a_pass_keep_their_bits(kernels):
+    spec, rng = random_spec(), random.Random(4)
+    model, starts = model_of(spec, kernels), {0: 3, 1: 200}
+    nodes = Nodes(some_tokens(spec, 360), *torch.tensor(random_trees(rng, starts, 180)))
+    whole = model.forward(nodes, filled_with_texts(model, spec, starts, torch.bfloat16)).hidden
+    cache = filled_with_texts(model, spec, starts, torch.bfloat16)
+    rest = nodes.parents[180:] - torch.where(nodes.parents[180:] < 0, 0, 180)
+    halves = Nodes(*(t[:180] for t in nodes)), Nodes(*(t[180:] for t in nodes[:4]), rest)
+    assert torch.equal(torch.cat([model.forward(half, cache).hidden for half in halves]), whole)
+
+
+@on_every_isa
+@pytest.mark.parametrize(
+    ("positions", "slots", "parents", "what"),
+    [
+        ([4, 5], [4, 5], [-1, 1], "comes before"),
+        ([4, 5], [4, 5], [-1, -2], "comes before"),
+        ([4, 6], [4, 5], [-1, 0], "does not follow"),
+        ([4, 5, 5], [4, 5, 5], [-1, 0, 0], "share a slot"),
+        ([4, 5], [4, 3], [-1, 0], "in the row's text"),
+        ([4, 5], [4, 300], [-1, 0], "outside the cache"),
+        ([4, 6], [4, 7], [-1, -1], "texts of different lengths"),
+    ],
+)
+def test_trees_that_are_none_are_refused(kernels, positions, slots, parents, what):
+    model, spec = model_of(random_spec(), kernels), random_spec()
+    nothing = [0] * len(positions)
+    with pytest.raises(ParameterError, match=what):
+        model.forward(Nodes(*torch.tensor([nothing, nothing, positions, slots, parents])), cache_for(spec))
 
 
 @on_every_isa

@@ -20,7 +20,7 @@ class CachedAttend:
 
     @cached_property
     def _index(self) -> Tensor:
-        return self.cache.write_index(self.first_row, self.plan.positions)
+        return self.cache.write_index(self.first_row, self.plan.slots)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None

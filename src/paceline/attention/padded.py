@@ -17,8 +17,8 @@ class PaddedAttention:
 
     name = "padded"
 
-    def plan(self, positions: Tensor, longest: int) -> Plan:
-        return Plan(positions, longest)
+    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
+        return Plan(positions, longest, ancestors)
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
@@ -36,13 +36,7 @@ class PaddedAttention:
 def _mask(plan: Plan, shared: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """[B, 1, shared * L, longest]: 0 where visible, -inf where not; made once a forward pass."""
     if window not in plan.masks:
-        query = plan.positions[:, :, None]
-        key = torch.arange(plan.longest, device=query.device)
-        hidden = key > query
-        if (
-            window is not None
-        ):  # padding beyond ``longest`` still sees a key: no softmax over nothing, no NaN in the cache
-            hidden |= key <= query.clamp(max=plan.longest - 1) - window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+        hidden = plan.hidden(window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         plan.masks[window] = mask.repeat(1, shared, 1)[:, None]
     return plan.masks[window]

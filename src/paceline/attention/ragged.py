@@ -185,16 +185,6 @@ _MOST_SPLITS = 64
 _LARGEST_TILE = 64
 
 
-@dataclass
-class RaggedPlan(Plan):
-    """ancestors [B, L, L] int8: for a tree, which of the new tokens each new token sees (itself included).
-
-    A tree's keys lie side by side from ``positions[:, 0]`` on; everything before is visible to all of it.
-    """
-
-    ancestors: Tensor | None = None
-
-
 class RaggedAttention:
     """One launch for all rows, split along the positions so that few rows fill the chip as well as many.
 
@@ -206,9 +196,9 @@ class RaggedAttention:
     def __init__(self, *, deterministic: bool = False, tiles: Tiles | None = None) -> None:
         self.tiles = tiles or (FIXED if deterministic else Tiles())
 
-    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> RaggedPlan:
+    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
         """Nothing is read and nothing is computed: rows may be of any lengths below ``longest``."""
-        return RaggedPlan(positions.contiguous(), longest, ancestors=ancestors)
+        return Plan(positions.contiguous(), longest, None if ancestors is None else ancestors.contiguous())
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
@@ -216,7 +206,7 @@ class RaggedAttention:
         rows, heads, length, dim = q.shape
         groups = k_cache.shape[1]
         shared = heads // groups
-        ancestors = plan.ancestors if isinstance(plan, RaggedPlan) else None
+        ancestors = plan.ancestors
         tile = self.tiles.queries or _tile(shared * length)
         tiles = triton.cdiv(shared * length, tile)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)

@@ -24,10 +24,13 @@ class SplitAttention:
     def __init__(self) -> None:
         self._one_row = PaddedAttention()
 
-    def plan(self, positions: Tensor, longest: int) -> Plan:
-        ends = (positions[:, -1] + 1).clamp(max=longest).tolist()
-        rows = [Plan(row[None], int(end)) for row, end in zip(positions, ends, strict=True)]
-        return Plan(positions, longest, rows=rows)
+    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
+        plan = Plan(positions, longest, ancestors)
+        ends = (plan.slots[:, -1] + 1).clamp(max=longest).tolist()
+        trees = [None] * len(ends) if ancestors is None else [tree[None] for tree in ancestors]
+        rows = zip(positions, ends, trees, strict=True)
+        plan.rows = [Plan(at[None], int(end), tree) for at, end, tree in rows]
+        return plan
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 10  # of model.h: it changes with the structs and functions
+ABI_VERSION = 11  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -143,7 +143,7 @@ class CDraw(Structure):
 
     _fields_ = (
         ("by", CDrawRows),
-        *((name, c_void_p) for name in ("logits", "instead", "guesses", "counts")),
+        *((name, c_void_p) for name in ("logits", "instead", "guesses", "counts", "parents")),
         *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "guess_stride", "first")),
         ("packed", c_int32),
         ("purpose", c_uint32),
@@ -192,6 +192,8 @@ class CAttention(Structure):
         ("out", c_void_p),
         ("out_stride", c_size_t),
         ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("paths", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("row_stride", c_size_t),
@@ -223,14 +225,14 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_use_huge_pages": (None, (c_void_p, c_size_t)),
     "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (c_char_p, (*(c_void_p,) * 5, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
+    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
     "pl_texts_new": (c_void_p, ()),
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
     "pl_draw": (None, (c_void_p,) * 4),
-    "pl_accept": (None, (c_void_p,) * 5),
+    "pl_accept": (None, (c_void_p,) * 6),
     "pl_law": (None, (c_void_p,) * 4),
     "pl_gain": (None, (*(c_void_p,) * 2, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),

@@ -133,7 +133,8 @@ class Places:
     """Logits float32 and what else a call needs to know of them; it keeps alive what the call points to.
 
     logits: [B, L, V], or [N, V] of the unseen tokens and the real guesses alone, row after row.
-    guesses [B, G] int64, of which the first counts [B] of each row are real.
+    guesses [B, G] int64, of which the first counts [B] of each row are real. parents [B, G]: the guess that each guess
+        follows, -1 for the unseen token; None: the one before.
     instead: of some rows the logits [places, V] that count in the place of those.
     """
 
@@ -145,11 +146,13 @@ class Places:
         counts: Tensor | None = None,
         first: int = 0,
         instead: Sequence[Tensor | None] | None = None,
+        parents: Tensor | None = None,
     ) -> None:
         self.logits = logits = _evenly_spaced(logits)
         self._rows, self._instead = rows, instead
         self._guesses = None if guesses is None else guesses.contiguous()
         self._counts = None if counts is None else counts.contiguous()
+        self._parents = None if parents is None else parents.contiguous()
         self.packed = logits.dim() == 2
         if self.packed:
             assert guesses is not None
@@ -158,6 +161,12 @@ class Places:
             self.rows, self.block = logits.shape[0], logits.shape[1]
         self.vocabulary = logits.shape[-1]
         self._first = first
+
+    def unmoved(self) -> Tensor | None:
+        """Of trees, the numbers of their guesses [B, G]; None for chains."""
+        if self._parents is None:
+            return None
+        return torch.arange(self.block - 1).repeat(self.rows, 1)
 
     def call(self, purpose: int) -> abi.CDraw:
         """For the library."""
@@ -168,6 +177,7 @@ class Places:
             abi.address(self._addresses),
             abi.address(self._guesses),
             abi.address(self._counts),
+            abi.address(self._parents),
             rows=self.rows,
             block=self.block,
             stride=self.logits.stride(-2),
@@ -198,17 +208,26 @@ def draw_tokens(kernels: native.Kernels, places: Places, purpose: int) -> Tensor
     return tokens
 
 
-def accept_guesses(kernels: native.Kernels, places: Places, purpose: int) -> tuple[Tensor, Tensor]:
-    """Draw each row's tokens up to the first that is not its guess -> tokens [B, G + 1], accepted [B], both int64.
+class Accepted(NamedTuple):
+    """tokens [B, G + 1] int64, the first accepted [B] + 1 of them drawn, the others 0; path: see ``Verdict``."""
 
-    Tokens beyond those drawn are 0. ``places`` has guesses and counts.
+    tokens: Tensor
+    accepted: Tensor
+    path: Tensor | None
+
+
+def accept_guesses(kernels: native.Kernels, places: Places, purpose: int) -> Accepted:
+    """Draw each row's tokens up to the first that no guess foresaw. ``places`` has guesses and counts.
+
+    Of siblings with the same token the first is kept.
     """
     tokens = torch.zeros(places.rows, places.block, dtype=torch.int64)
     accepted = torch.zeros(places.rows, dtype=torch.int64)
+    path = places.unmoved()
     call = places.call(purpose)
-    place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
+    place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr(), abi.address(path)
     kernels.library.pl_accept(kernels.handle, _pool(kernels), *place)
-    return tokens, accepted
+    return Accepted(tokens, accepted, path)
 
 
 def law_of(kernels: native.Kernels, places: Places) -> Tensor:

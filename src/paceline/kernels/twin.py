@@ -14,7 +14,7 @@ from torch.nn import functional
 from paceline.cache import KVCache
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
-from paceline.nodes import Nodes
+from paceline.nodes import Nodes, Seen, seen_by
 
 ACTIVATION_GROUP = 64  # inputs of a row that share a scale: outliers cost their neighbours alone
 _SILENT = 1e-30  # rows whose largest amplitude is not above it count as zero
@@ -77,28 +77,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * c - b * s, b * c + a * s, rest], dim=2)
 
 
-def write(layer: int, cache: KVCache, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k and v [N, G, D] of tokens at (rows, positions); beyond the capacity: at the trash position."""
-    at = positions.clamp(max=cache.positions)
+def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k and v [N, G, D] of tokens at (rows, slots); beyond the capacity: at the trash position."""
+    at = slots.clamp(max=cache.positions)
     cache.keys[layer, rows, :, at] = k.to(cache.keys.dtype)
     cache.values[layer, rows, :, at] = v.to(cache.values.dtype)
 
 
 def attend(
-    layer: int, cache: KVCache, q: Tensor, rows: Tensor, positions: Tensor, scale: float, window: int | None
+    layer: int, cache: KVCache, q: Tensor, rows: Tensor, seen: Sequence[Seen], scale: float, window: int | None
 ) -> Tensor:
-    """q [N, H, D] over each token's row -> [N, H, D]; a key is visible if its position is not after the query's."""
-    longest = min(int(positions.max()) + 1, cache.positions)
-    key_position = torch.arange(longest)
+    """q [N, H, D] over what each token sees of its row, at most the last ``window`` of it -> [N, H, D]."""
     out = torch.empty_like(q)
-    for i, (row, position) in enumerate(
-        zip(rows.tolist(), positions.clamp(max=cache.positions - 1).tolist(), strict=True)
-    ):
-        visible = key_position <= position
-        if window is not None:
-            visible &= key_position > position - window
-        k = cache.keys[layer, row, :, :longest].float()[:, visible]
-        v = cache.values[layer, row, :, :longest].float()[:, visible]
+    for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
+        slots = [*range(text), *tail][: cache.positions]
+        visible = slots if window is None else slots[max(0, len(slots) - window) :]
+        k, v = (table[layer, row][:, visible].float() for table in (cache.keys, cache.values))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
         out[i] = (scores.softmax(dim=2) @ v).view(-1, q.shape[2])
@@ -124,7 +118,8 @@ class TwinDecoder:
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """-> hidden [N, width] after the final norm, features [N, taps, width]; writes the cache."""
-        spec, (tokens, rows, positions) = self._spec, nodes
+        spec, (tokens, rows, positions) = self._spec, nodes[:3]
+        slots, seen = positions if nodes.slots is None else nodes.slots, seen_by(nodes)
         if len(tokens) == 0:
             return torch.empty(0, spec.width), torch.empty(0, len(taps), spec.width) if taps else None
         at = positions.clamp(max=spec.max_positions - 1)
@@ -138,8 +133,8 @@ class TwinDecoder:
             q, k, v = qkv.split_with_sizes([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
             if weights.q_norm is not None and weights.k_norm is not None:
                 q, k = rms_norm(q, weights.q_norm, spec.epsilon), rms_norm(k, weights.k_norm, spec.epsilon)
-            write(index, cache, rows, positions, rotate(k, cos, sin), v)
-            attended = attend(index, cache, rotate(q, cos, sin), rows, positions, spec.scale, weights.window)
+            write(index, cache, rows, slots, rotate(k, cos, sin), v)
+            attended = attend(index, cache, rotate(q, cos, sin), rows, seen, spec.scale, weights.window)
             x = x + layer.attention_out(attended.flatten(1))
             gate, up = layer.gate_up(rms_norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
             x = x + layer.down(functional.silu(gate) * up)

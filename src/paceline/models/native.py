@@ -104,7 +104,7 @@ class NativeModel:
         hidden = torch.empty(count, self.width)
         features = torch.empty(count, len(taps), self.width) if taps else None
         if count > 0:
-            flat = Nodes(*(tensor.contiguous() for tensor in nodes))
+            flat = Nodes(*(None if tensor is None else tensor.contiguous() for tensor in nodes))  # type: ignore[arg-type]
             tapped = None if features is None else (taps, features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._describe(cache), hidden, tapped, seconds)

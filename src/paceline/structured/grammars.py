@@ -327,7 +327,7 @@ class GrammarConstraint:
         self._number = follower.new_answer()
         self._tokens: list[int] = []
         self._told, self._life = 0, 0
-        self._stuck: set[int] = set()  # lengths after which nothing may follow
+        self._stuck: set[tuple[int, ...]] = set()  # guesses after which nothing may follow
         weakref.finalize(self, follower.gone.append, self._number)
 
     def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
@@ -338,8 +338,8 @@ class GrammarConstraint:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
-        for token in tokens:
-            if len(self._tokens) in self._stuck:
+        for place, token in enumerate(tokens):
+            if self._stuck and tuple(tokens[:place]) in self._stuck:
                 raise StructureError("the structure asked for cannot be completed")
             self._tokens.append(token)
         self._stuck.clear()
@@ -361,9 +361,9 @@ class GrammarConstraint:
         """Ask, if that has not been done yet."""
         self._follower.send()
 
-    def stick(self, guesses: int) -> None:
-        """Nothing may follow the answer and so many of its guesses."""
-        self._stuck.add(len(self._tokens) + guesses)
+    def stick(self, guesses: Sequence[int]) -> None:
+        """Nothing may follow the answer and these guesses."""
+        self._stuck.add(tuple(guesses))
 
 
 class Asked:
@@ -384,7 +384,7 @@ class Asked:
     def hear(self, masks: np.ndarray[Any, np.dtype[np.uint8]], stuck: bool) -> None:
         """The masks of the first places, [count, bytes]. stuck: the last of them allows nothing."""
         if stuck:
-            self._constraint.stick(self._first + len(masks) - 1)
+            self._constraint.stick(self._guesses[: self._first + len(masks) - 1])
             masks = masks[:-1]
         self._masks = masks
 
