@@ -169,7 +169,8 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 def _title(document: Mapping[str, Any]) -> str:
     computer, settings = document["machine"], document["settings"]
     models = " + ".join(name for name in (settings["target"], settings["draft"]) if name)
-    tokens = f"{settings['prompt_tokens_mean']:.0f} + {settings['max_tokens']} tokens"
+    prompts = settings.get("prompts", "stubs")  # there was one set once
+    tokens = f"{prompts}: {settings['prompt_tokens_mean']:.0f} + {settings['max_tokens']} tokens"
     return (
         f"{models}, greedy, {tokens} a row; {computer['cpu']}, {settings['threads']} threads; {document['date'][:10]}"
     )
@@ -214,11 +215,11 @@ def _missing(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{peer} b={','.join(map(str, batches))}: {error[:60]}" for (peer, error), batches in found.items()]
 
 
-def table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """For the terminal: a line a peer and mode, a column a batch size."""
+def table(entries: Sequence[Mapping[str, Any]], prompts: str) -> str:
+    """For the terminal: a line a peer and mode, a column a batch size. prompts: which set."""
     batches = sorted({entry["batch"] for entry in entries})
     cells = {(e["peer"], e["mode"], e["batch"]): e for e in entries}
-    lines = [f"{'tokens/s':<28}" + "".join(f"{f'b={batch}':>10}" for batch in batches)]
+    lines = [f"{f'tokens/s, {prompts}':<28}" + "".join(f"{f'b={batch}':>10}" for batch in batches)]
     for peer, mode in dict.fromkeys((entry["peer"], entry["mode"]) for entry in entries):
         found = [cells.get((peer, mode, batch)) for batch in batches]
         lines.append(f"{peer + ' ' + mode:<28}" + "".join(f"{_cell(entry):>10}" for entry in found))

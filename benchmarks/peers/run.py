@@ -23,10 +23,12 @@ from benchmarks.peers import config, contenders, report
 from benchmarks.peers.config import PAIRS, Pair, Peer
 from benchmarks.peers.environments import SetupError, ensure_environment, ensure_models
 from benchmarks.peers.pool import Pool, WorkerSpec
-from benchmarks.peers.prompts import token_ids
 from benchmarks.peers.schedule import Configuration, Measurement, Outcome, point
 
+from paceline.bench.sets import SETS, SetName
+
 ROOM_FOR_SPECULATION = 32  # tokens of a row beyond prompt and answer
+PROMPT_SETS = ("stubs", "chat", "edits")  # a run each; no peer is given the original of an edit but in its prompt
 OVERHEAD_GIB = 1.5  # of a worker, besides its weights
 
 
@@ -39,6 +41,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     precisions = ",".join(config.PACELINE_PRECISIONS)
     parser.add_argument("--precision", type=_words, default=precisions, help="paceline's (default: %(default)s)")
     parser.add_argument("--modes", type=_words, default=",".join(config.OWN_MODES), help="(default: %(default)s)")
+    parser.add_argument("--prompts", choices=PROMPT_SETS, default="stubs", help="which set (default: %(default)s)")
     parser.add_argument("--batches", type=_numbers, default="1,2,4,8,16", help="at most 16 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens a row (default: %(default)s)")
@@ -50,7 +53,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-minutes", type=float, default=1e6, help="for measuring; installing is not counted")
     parser.add_argument("--call-seconds", type=float, default=420, help="limit of one run (default: %(default)s)")
     parser.add_argument("--start-seconds", type=float, default=900, help="limit of one start (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="the JSON file (default: benchmarks/results/peers-PAIR-DATE.json)")
+    parser.add_argument(
+        "--output", type=Path, help="the JSON file (default: benchmarks/results/peers-PAIR-PROMPTS-DATE.json)"
+    )
     parser.add_argument("--plot", type=Path, default=config.PLOT, help="(default: docs/img/peers.png)")
     parser.add_argument("--setup-only", action="store_true", help="environments and models, no measurement")
     options = parser.parse_args(argv)
@@ -82,12 +87,12 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def prompt_ids(pair: Pair, count: int) -> list[list[int]]:
+def prompt_ids(pair: Pair, chosen: SetName, count: int) -> list[list[int]]:
     """The prompts through the target's own chat template."""
     from paceline.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(config.models_directory() / f"{pair.target}.gguf")
-    return token_ids(tokenizer.chat)[:count]
+    return [tokenizer.chat(asked.messages) for asked in SETS[chosen][:count]]
 
 
 class Plan:
@@ -160,7 +165,7 @@ class Recorder:
     def __init__(self, options: argparse.Namespace, plan: Plan, prompts: Sequence[Sequence[int]]) -> None:
         self._date = datetime.datetime.now().astimezone()
         stamp = self._date.strftime("%Y%m%d-%H%M")
-        self.path: Path = options.output or config.RESULTS / f"peers-{options.pair}-{stamp}.json"
+        self.path: Path = options.output or config.RESULTS / f"peers-{options.pair}-{options.prompts}-{stamp}.json"
         self._plan, self._machine, self._settings = plan, report.machine(), _settings(options, prompts)
         self.measurement: Measurement | None = None
 
@@ -183,7 +188,7 @@ class Recorder:
 
 def _settings(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     pair, lengths = PAIRS[options.pair], [len(prompt) for prompt in prompts]
-    kept = ("pair", "batches", "repeats", "max_tokens", "k", "paceline_k", "paceline_options", "threads")
+    kept = ("pair", "prompts", "batches", "repeats", "max_tokens", "k", "paceline_k", "paceline_options", "threads")
     return {
         **{name: getattr(options, name) for name in kept},
         "budget_minutes": options.budget_minutes,
@@ -230,13 +235,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Set up, measure, write, draw. Returns the exit status: 0 also where peers failed, for that is a result."""
     options = arguments(argv)
     signal.signal(signal.SIGTERM, _interrupt)
-    prompts = prompt_ids(PAIRS[options.pair], options.batches[-1])
+    prompts = prompt_ids(PAIRS[options.pair], options.prompts, options.batches[-1])
     plan = Plan(options, prompts)
     if options.setup_only:
         return 1 if any(outcome.error for outcome in plan.not_run) else 0
     document = measure(options, plan, prompts)
     report.plot(document, options.plot)
-    say(f"drawn: {options.plot}\n{report.table(document['results'])}")
+    say(f"drawn: {options.plot}\n{report.table(document['results'], options.prompts)}")
     sys.stdout.write(json.dumps(document) + "\n")
     return 0
 

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from benchmarks.peers import config, contenders, environments, export, run, schedule
 from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec
-from benchmarks.peers.prompts import STUBS
 
+from paceline.bench.sets import SETS
 from polling import wait_until
 
 WORKER = Path(__file__).parent / "fake_worker.py"
@@ -22,7 +22,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "calls"))
     for name in ("qwen-coder-1.5b", "qwen-coder-0.5b", "smollm2-135m"):
         (tmp_path / f"{name}.gguf").touch()
-    monkeypatch.setattr(run, "prompt_ids", lambda pair, count: [[10 + row, 2, 3] for row in range(count)])
+    monkeypatch.setattr(run, "prompt_ids", lambda pair, chosen, count: [[10 + row, 2, 3] for row in range(count)])
     return lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
 
 
@@ -193,10 +193,10 @@ def test_an_export_is_complete_or_not_there(tmp_path: Path, monkeypatch) -> None
     assert not (tmp_path / "a").exists()
 
 
-def test_sixteen_different_stubs_that_are_python() -> None:
-    assert len(set(STUBS)) == 16
-    for stub in STUBS:
-        compile(stub, "stub", "exec")
+def test_results_say_which_prompts_they_are_of(bench) -> None:
+    assert bench("good")["settings"]["prompts"] == "stubs"
+    assert bench("good", arguments="--prompts edits")["settings"]["prompts"] == "edits"
+    assert all(len(SETS[chosen]) >= 16 for chosen in run.PROMPT_SETS), "as many as the largest batch"
 
 
 @pytest.mark.parametrize("wrong", ["--batches 0", "--batches 32", "--peers nobody", "--modes fast", "--repeats 0"])

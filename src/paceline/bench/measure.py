@@ -79,9 +79,14 @@ class BatchRun:
 
 
 def run_batch(
-    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], *, progress: bool = False
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    references: Sequence[Sequence[str]] | None = None,
+    progress: bool = False,
 ) -> BatchRun:
     """Run all prompts at once and time it."""
     started = time.perf_counter()
-    outputs = llm.generate(list(prompts), params, use_tqdm=progress)
+    outputs = llm.generate(list(prompts), params, references=references, use_tqdm=progress)
     return BatchRun(time.perf_counter() - started, outputs)

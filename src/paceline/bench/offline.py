@@ -18,12 +18,13 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline import __version__
 from paceline.batch import Batch, Draft, Verdict
 from paceline.bench.measure import run_batch, turns
 from paceline.bench.prompts import COPYING, OPEN
+from paceline.bench.sets import SETS, SetName
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter
 from paceline.params import LengthName, SamplingParams
@@ -110,13 +111,15 @@ def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Paceline:
-    """paceline itself, with or without speculation."""
+    """paceline itself, with or without speculation. references: of each prompt, where they are to be copied from."""
 
     name: str
     llm: LLM
+    references: Sequence[Sequence[str]] | None = None
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
-        run = run_batch(self.llm, prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        run = run_batch(self.llm, prompts, params, references=self.references)
         prefill, decode = split_times(run.seconds_to_last_first_token, run.seconds, run.rounds)
         return Timing(prefill, decode, run.rounds, run.tokens, run.acceptance_rate, run.mean_acceptance_length)
 
@@ -185,8 +188,12 @@ def sides_for(
     lengths: Sequence[int | LengthName] = (),
     wrong: bool = False,
     others: Sequence[Side] = (),
+    references: Sequence[Sequence[str]] | None = None,
 ) -> list[Side]:
-    """Plain decoding; with a drafter, speculation at the engine's length or at each of ``lengths``; the others."""
+    """Plain decoding; with a drafter, speculation at the engine's length or at each of ``lengths``; the others.
+
+    references: of each prompt, for those that look them up.
+    """
     plain = Paceline("plain", llm.plain().with_options(max_batch_size=batch_size))
     if llm.config.drafter is None:
         return [plain, *others]
@@ -196,15 +203,23 @@ def sides_for(
         side = llm.with_options(max_batch_size=batch_size, num_speculative_tokens=length)
         if wrong:
             side.engine.parts.drafter = WrongGuesses(side.engine.parts.drafter)
-        sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side))
+        copied = references if side.config.looks_up else None
+        sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side, copied))
     return [plain, *sides, *others]
 
 
-def prompts_for(llm: LLM, kind: str, batch_size: int) -> list[Ids]:
-    """``batch_size`` of the built-in prompts, from the first one again when they are used up."""
+def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[Sequence[str]]]:
+    """``batch_size`` of the built-in prompts, from the first one again when they are used up; their references.
+
+    Sets of conversations go through the model's chat template, the others are texts to be continued.
+    """
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-    texts = [PROMPTS[kind][number % len(PROMPTS[kind])] for number in range(batch_size)]
-    return [llm.tokenizer.encode(text) for text in texts]
+    if kind in PROMPTS:
+        texts = [PROMPTS[kind][number % len(PROMPTS[kind])] for number in range(batch_size)]
+        return [llm.tokenizer.encode(text) for text in texts], [()] * batch_size
+    conversations = SETS[cast("SetName", kind)]
+    asked = [conversations[number % len(conversations)] for number in range(batch_size)]
+    return [llm.tokens_of_chat(each.messages) for each in asked], [each.references for each in asked]
 
 
 def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int) -> Iterator[Result]:
@@ -255,11 +270,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def document(llm: LLM, command: str, results: Sequence[Result]) -> dict[str, Any]:
-    """The benchmark as one JSON document."""
+def document(llm: LLM, command: str, prompts: str, results: Sequence[Result]) -> dict[str, Any]:
+    """The benchmark as one JSON document. prompts: which."""
     target = llm.engine.models.target
     return {
         "command": command,
+        "prompts": prompts,
         "machine": machine(llm.engine.threads),
         "versions": versions(),
         "engine": llm.engine.describe(),

@@ -42,9 +42,17 @@ def offline(
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Prompts at once.")] = "1,2,4,8",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of every answer.")] = 64,
     prompts: Annotated[
-        Literal["mixed", "copying", "open"],
-        typer.Option("--prompts", help="Built-in prompts: copying repeats its prompt (good for ngram), open does not."),
+        Literal["mixed", "copying", "open", "stubs", "chat", "edits", "retrieval"],
+        typer.Option(
+            "--prompts",
+            help="Built-in texts: copying repeats its prompt (good for ngram), open does not. Conversations: stubs of "
+            "functions, open chat, edits of programs, retrieval from a document.",
+        ),
     ] = "mixed",
+    references: Annotated[
+        bool,
+        typer.Option(help="Give n-gram lookup what edits and retrieval repeat: the program, the document."),
+    ] = True,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = 3,
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Time several speculation lengths side by side: 1,2,4,bass,auto.")
@@ -75,10 +83,11 @@ def offline(
     results: list[Result] = []
     for size in sizes:
         with working(f"batch of {size}"):
-            batch = prompts_for(llm, prompts, size)
-            results += measure(sides_for(llm, size, each, wrong_guesses, others), batch, max_tokens, repeats)
+            batch, copied = prompts_for(llm, prompts, size)
+            sides = sides_for(llm, size, each, wrong_guesses, others, copied if references else None)
+            results += measure(sides, batch, max_tokens, repeats)
     stderr().print(_table(results, max_tokens, prompts))
-    end(document(llm, command_line(), results), output)
+    end(document(llm, command_line(), prompts, results), output)
 
 
 app.command()(with_flags(offline, without={"max_batch_size"}))  # it has --batch-sizes

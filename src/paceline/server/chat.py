@@ -14,6 +14,7 @@ from paceline.server.completions import extras_of
 from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
+from paceline.server.predictions import check_prediction, details_of
 from paceline.server.protocol import ChatRequest
 from paceline.server.replies import (
     Chat,
@@ -55,7 +56,8 @@ class ChatJob:
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
         wanted = await context.in_thread(lambda: body.structure)
         structure = replace(params, structured_outputs=wanted).structured_outputs  # beside parameters that fit it
-        (request,) = await context.requests([tokens], params, terms)
+        references = await _prediction(context, body)
+        (request,) = await context.requests([tokens], params, terms, references)
         context.check_logprobs([request], params.logprobs)
         return cls(context, body, request, terms, structure)
 
@@ -65,16 +67,24 @@ class ChatJob:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
-        return await self.context.written(lambda: self._chat(output), entries)
+        usage = await self._usage(output)
+        return await self.context.written(lambda: self._chat(output, usage), entries)
 
-    def _chat(self, output: RequestOutput) -> Chat:
+    async def _usage(self, output: RequestOutput) -> Usage:
+        details = None
+        if self.body.prediction is not None:
+            (prediction,), answers = self.request.references, [answer.token_ids for answer in output.candidates]
+            details = await self.context.in_background(lambda: details_of(prediction, answers))
+        return usage_of([output.prompt_token_ids], [output], details)
+
+    def _chat(self, output: RequestOutput, usage: Usage) -> Chat:
         return Chat(
             id=self.id,
             object="chat.completion",
             created=self.created,
             model=self.context.model_name,
             choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
-            usage=usage_of([output.prompt_token_ids], [output]),
+            usage=usage,
         )
 
     async def stream(self) -> Events:
@@ -87,7 +97,7 @@ class ChatJob:
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
-            usage = usage_of([output.prompt_token_ids], [output])
+            usage = await self._usage(output)
             yield await self.context.events(lambda: [self._chunk([], usage)], 0)
 
     def _chunks(self, update: Update, begun: set[int], tally: Tally) -> list[ChatChunk]:
@@ -147,6 +157,16 @@ class ChatJob:
         if usage is not None or self.body.include_usage:  # null in all chunks but the last
             document.usage = usage
         return document
+
+
+async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
+    """Its tokens, if there is one: as they stand in the middle of a text. Raises ApiError."""
+    if body.prediction is None:
+        return []
+    check_prediction(context.llm.config, ())
+    tokens = await context.encode(body.prediction.text, add_special_tokens=False)
+    check_prediction(context.llm.config, tokens)
+    return [tokens]
 
 
 def _max_tokens(context: Context, body: ChatRequest, tokens: Sequence[int]) -> int:

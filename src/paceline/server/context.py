@@ -32,7 +32,7 @@ from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
 from paceline.server.protocol import GenerationRequest
 from paceline.server.quotas import Quotas
-from paceline.server.replies import Usage
+from paceline.server.replies import CompletionTokensDetails, Usage
 from paceline.server.service import EngineService
 from paceline.server.structures import structured
 from paceline.tokenizer import Tokenizer
@@ -140,6 +140,10 @@ class Context:
         """Of a text that fits into the model's length."""
         return self.llm.engine.max_model_len * max(len(spelling or "") for spelling in self.tokenizer.tokens())
 
+    async def in_background(self, work: Callable[[], T]) -> T:
+        """What may take a while, and nobody's text should wait for."""
+        return await _run_in(self._replies, work)
+
     async def written(self, build: Callable[[], BaseModel], entries: int) -> bytes:
         """A reply as JSON. entries: its tokens and log-probabilities."""
         if entries <= _SHORT_REPLY:
@@ -168,14 +172,25 @@ class Context:
         """Before anything is done for them. Raises ApiError (400) if they are more than there can ever be room for."""
         self.admission.check(answers, self.room)
 
-    async def requests(self, prompts: Sequence[list[int]], params: SamplingParams, terms: Terms) -> list[Request]:
-        """As the engine takes them, and as it would not refuse them. Raises ApiError."""
-        return await _run_in(self._texts, lambda: [self._request(prompt, params, terms) for prompt in prompts])
+    async def requests(
+        self, prompts: Sequence[list[int]], params: SamplingParams, terms: Terms, references: Sequence[list[int]] = ()
+    ) -> list[Request]:
+        """As the engine takes them, and as it would not refuse them. references: of each. Raises ApiError."""
+        make = functools.partial(self._request, params=params, terms=terms, references=references)
+        return await _run_in(self._texts, lambda: [make(prompt) for prompt in prompts])
 
-    def _request(self, prompt: list[int], params: SamplingParams, terms: Terms) -> Request:
+    def _request(
+        self, prompt: list[int], params: SamplingParams, terms: Terms, references: Sequence[list[int]]
+    ) -> Request:
         name = self.new_id("prompt")
         request = self.llm.request(
-            prompt, params, arrival=terms.arrival, request_id=name, client=terms.client, priority=terms.priority
+            prompt,
+            params,
+            references=references,
+            arrival=terms.arrival,
+            request_id=name,
+            client=terms.client,
+            priority=terms.priority,
         )
         self.llm.engine.check(request)
         return request
@@ -262,11 +277,18 @@ class Tally:
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens, total_tokens=total)
 
 
-def usage_of(prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> Usage:
-    """Every prompt once, every answer that was made."""
+def usage_of(
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[RequestOutput],
+    details: CompletionTokensDetails | None = None,
+) -> Usage:
+    """Every prompt once, every answer that was made; details, where there was a prediction."""
     prompt = sum(map(len, prompts))
     answers = sum(answer.metrics.output_tokens for output in outputs for answer in output.candidates)
-    return Usage(prompt_tokens=prompt, completion_tokens=answers, total_tokens=prompt + answers)
+    usage = Usage(prompt_tokens=prompt, completion_tokens=answers, total_tokens=prompt + answers)
+    if details is not None:
+        usage.completion_tokens_details = details
+    return usage
 
 
 def log_request(request_id: str, outputs: Sequence[RequestOutput], user: str | None) -> None:

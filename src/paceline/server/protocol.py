@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.params import (
     MAX_LOGPROBS,
+    MAX_REFERENCE_CHARACTERS,
     MAX_SECONDS,
     MIN_TIME_BUDGET,
     RankName,
@@ -38,7 +39,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "function_call": Unsupported(_TOOLS, ("none", "auto")),
     "audio": Unsupported("this server speaks text only"),
     "modalities": Unsupported("this server speaks text only", (["text"],)),
-    "prediction": Unsupported("guesses come from the server's drafter"),
+    "prediction": Unsupported("only chats take one"),
     "reasoning_effort": Unsupported("the model's chat template knows no such setting", ("none",)),
     "verbosity": Unsupported("the model's chat template knows no such setting", ("medium",)),
     "web_search_options": Unsupported("this server searches nothing"),
@@ -270,6 +271,24 @@ class Message(Strict):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
+class Prediction(Strict):
+    """What the answer will be, mostly: guesses are copied from it, and it changes the speed alone."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], _some(limits.MAX_CONTENT_PARTS)]
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Prediction:
+        if len(self.text) > MAX_REFERENCE_CHARACTERS:
+            context = {"field": "prediction", "most": MAX_REFERENCE_CHARACTERS}
+            raise PydanticCustomError("too_long", "at most {most} characters in all", context)
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class JsonSchema(Strict):
     """schema: the JSON schema that answers follow exactly, whether or not ``strict`` says so. name: a label."""
 
@@ -309,9 +328,13 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
+        if self.prediction is not None and self.num_speculative_tokens == 0:
+            message = "a prediction does nothing beside num_speculative_tokens = 0"
+            raise PydanticCustomError("prediction", message, {"field": "prediction"})
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs = true", {"field": "top_logprobs"})
         if None not in (self.max_tokens, self.max_completion_tokens):

@@ -11,12 +11,20 @@ from paceline.outputs import CompletionOutput, TokenKind
 FinishWord = Literal["stop", "length"]
 
 
+class CompletionTokensDetails(BaseModel):
+    """With a prediction: its tokens that appeared in the completion, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens. A prompt counts once, however many answers it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class AnswerMetrics(BaseModel):

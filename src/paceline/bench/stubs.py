@@ -1,10 +1,6 @@
-"""The 16 prompts of the peers' benchmark: a function's signature and docstring, to be completed."""
+"""Sixteen functions to be completed: signature and docstring. The answer repeats the stub, which flatters copies."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-
-INSTRUCTION = "Complete this function."
 
 STUBS: tuple[str, ...] = (
     '''def merge_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -152,13 +148,3 @@ STUBS: tuple[str, ...] = (
     ['a', 'b', 'c']
     """''',
 )
-
-
-def messages(stub: str) -> list[dict[str, str]]:
-    """The conversation that asks for one stub's completion."""
-    return [{"role": "user", "content": f"{INSTRUCTION}\n\n```python\n{stub}\n```"}]
-
-
-def token_ids(chat: Callable[[Sequence[dict[str, str]]], list[int]]) -> list[list[int]]:
-    """The prompts as token ids, by a function that applies a model's chat template."""
-    return [chat(messages(stub)) for stub in STUBS]
