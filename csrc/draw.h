@@ -515,7 +515,7 @@ inline void rank(int64_t token, float depth, int64_t count, int64_t* ids, float*
 // draw.top_k is `count`, its temperature 1.
 inline float logprobs(const Draw& draw, int64_t token, int64_t count, int64_t* ids, float* values) {
   float columns[kColumns];
-  const float top = column_maxima(draw, columns);
+  const float top = count > 0 ? column_maxima(draw, columns) : find_leader(draw).logit;
   const Depths depths(top, 1.0f);
   const double total = log_sum(draw, top);
   for (int64_t i = 0; i < count; ++i) {

@@ -12,7 +12,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 11;
+constexpr int kAbiVersion = 12;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;

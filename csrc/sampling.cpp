@@ -180,6 +180,12 @@ int64_t foreseen(const DrawCall& call, int64_t row, int64_t place, int64_t token
   return -1;
 }
 
+// The logarithm of the softmax of a place's logits as the model gave them, at one token. place: of all rows'.
+float own_logprob(const Kernels& kernels, const DrawCall& call, int64_t place, int64_t token, const DrawScratch& scratch) {
+  const Draw draw = {call.logits + place * call.stride, call.vocabulary, 1.0f, {0, 0}, __builtin_inff(), 0, 1.0f, scratch};
+  return kernels.logprobs(draw, token, 0, nullptr, nullptr);
+}
+
 // visit(draw, row, place) for the places of every row, each after the guesses before it.
 template <class Visit>
 void at_places(Pool& pool, const DrawCall& call, Visit visit) {
@@ -215,8 +221,10 @@ PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call,
 }
 
 // Draws each row's tokens [block] up to the first that no guess foresaw; accepted: how many were foreseen; path, or null: by
-// which guesses [guess_stride]. The rest stays.
-PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path) {
+// which guesses [guess_stride]; scored [rows], or null: not 0 where the tokens' log-probabilities under the model are wanted,
+// too: own [block]. The rest stays.
+PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
+                         const int64_t* scored, float* own) {
   const std::vector<int64_t> starts = first_places(*call);
   for_every_row(*pool, call->rows, [&](int64_t row) {
     Workspace& workspace = Workspace::own();
@@ -231,6 +239,9 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
       adjustments.restore(logits);
       tokens[row * call->block + depth] = token;
       accepted[row] = depth;
+      if (scored && scored[row]) {
+        own[row * call->block + depth] = own_logprob(*kernels, *call, starts[static_cast<size_t>(row)] + place, token, scratch);
+      }
       const int64_t guess = foreseen(*call, row, place, token);
       if (guess < 0) break;
       if (path) path[row * call->guess_stride + depth] = guess;

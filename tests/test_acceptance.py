@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import acceptance
 from paceline.acceptance import RULES, coupled, rejection
 from paceline.batch import Batch, Draft, RowStart
 from paceline.kernels import drawing, native
 from paceline.params import SamplingParams
 from paceline.sampling import draw, sequence_seed
+from toy import ToyConstraint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +161,30 @@ def test_logprobs_are_the_targets_own_before_all_adjustments(rule: str) -> None:
             assert own[row][place] == pytest.approx(law[row, place, token].item())
             assert ids[row][place] == law[row, place].topk(4).indices.tolist()
             assert values[row][place] == pytest.approx(law[row, place].topk(4).values.tolist())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
+    rule: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the accepting call, where the kernels accept: nobody asks for log-probabilities a second time."""
+    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    batch = make_batch(3, rank_by="mean_logprob", n=2, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
+    batch.sampling.constraints[1] = ToyConstraint()
+    batch.set_rows(3)
+    logits = torch.randn(3, 3, V)
+    law = logits.log_softmax(-1)
+    draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
+    if native.select(kernels) is not None:
+        monkeypatch.setattr(acceptance, "logprobs_of", lambda *_: pytest.fail("in a call of its own"))
+    verdict = RULES[rule](draft, logits, batch)  # type: ignore[index]
+    assert verdict.logprobs is not None
+    own, ids, _ = verdict.logprobs.host
+    for row, tokens in enumerate(verdict.host.tokens):
+        for place, token in enumerate(tokens):
+            assert own[row][place] == pytest.approx(law[row, place, token].item(), abs=2e-5)
+            assert ids[row][place] == []
 
 
 def test_more_logprobs_than_the_vocabulary_has_tokens_are_all_of_them() -> None:

@@ -123,11 +123,16 @@ SIBLINGS = [
 PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS}
 
 
+def unranked(params: SamplingParams) -> SamplingParams:
+    """All answers, in the order of sampling."""
+    return replace(params, n=params.answers, best_of=None, rank_by=None)
+
+
 @functools.cache
 def plain(model: str, family: str) -> list[list[list[int]]]:
     """Plain decoding of every prompt, alone in its batch."""
     alone = [
-        answers(run(make_engine(TARGETS[model](), eos=EOS, max_batch_size=1), [prompt], [params]))[0]
+        answers(run(make_engine(TARGETS[model](), eos=EOS, max_batch_size=1), [prompt], [unranked(params)]))[0]
         for prompt, params in zip(PROMPTS, PARAMS[family], strict=True)
     ]
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
@@ -423,8 +428,8 @@ def by_rank() -> list[list[int]]:
 
 
 def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        for answer in output.outputs:
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        for answer in output.outputs if output.rank_by else ():
             assert answer is output.candidates[answer.index]
             own = own_logprobs(prompt, answer.token_ids)
             assert answer.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
@@ -441,10 +446,38 @@ def test_ranking_changes_no_answer_and_speculation_no_rank(
     monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
     engine = speculative_engine(model, drafter, "random", "ranked", attention="auto", prefill_chunk=7)
     outputs = run(engine, PROMPTS, RANKED)
-    assert answers(outputs) == plain("toy", "ranked")
     assert ranked_answers(outputs) == by_rank()
-    unranked = [replace(params, n=4, best_of=None, rank_by=None) for params in RANKED]
-    assert answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, unranked)) == plain("toy", "ranked")
+    left = 0
+    for output, each in zip(outputs, plain("toy", "ranked"), strict=True):
+        for answer, whole in zip(output.candidates, each, strict=True):
+            outranked = answer.finish_reason == "outranked"
+            assert answer.token_ids == (whole[: len(answer.token_ids)] if outranked else whole)
+            assert not (outranked and answer in output.outputs)
+            left += outranked
+    assert left > 0, "some answer leaves its row before its end"
+
+
+@pytest.mark.parametrize("length", [0, 4, "auto", "random"])
+def test_the_device_ranks_alone(length: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranking takes no round off it; siblings whose company is not ranked move among them."""
+    params = [
+        SamplingParams(
+            temperature=t, max_tokens=20, seed=i, n=3, best_of=3 + i % 2, rank_by="logprob" if i % 3 else None
+        )
+        for i, t in enumerate((0.7, 1.0, 0, 1.5, 1.0, 0.9))
+    ]
+    prompts = PROMPTS[: len(params)]
+    expected = run(make_engine(ToyModel(), eos=EOS), prompts, params)
+    drafter = "none" if length == 0 else "model"
+    engine = speculative_engine(
+        "toy", drafter, 4 if length == 0 else length, "mixed", rounds="device", attention="padded"
+    )
+    monkeypatch.setattr(engine, "_play_on_host", lambda: pytest.fail("a round was taken off the device"))
+    outputs = run(engine, prompts, params)
+    for output, host in zip(outputs, expected, strict=True):
+        assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in host.outputs]
+    assert ranked_answers(outputs) == [[answer.index for answer in output.outputs] for output in expected]
+    assert any(rank != sorted(rank) for rank in ranked_answers(outputs))
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

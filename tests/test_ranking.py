@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.outputs import CompletionOutput, RequestOutput, ranked
+from paceline.outputs import CompletionOutput, RequestOutput, is_outranked, ranked
 from paceline.params import SamplingParams
 from toy import ToyModel, make_engine, run, slow_answer
 from toy_llm import toy_llm
@@ -98,6 +99,49 @@ def test_an_aborted_request_gives_back_no_more_answers_than_asked_for() -> None:
     engine.step()
     engine.abort("x")
     assert (len(output.outputs), len(output.candidates)) == (1, 3)
+
+
+def test_an_answer_is_outranked_when_it_cannot_pass_n_others_however_it_goes_on() -> None:
+    ended = [answer(0, "stop", -2.0, 4), answer(1, "stop", -6.0, 6), answer(2, "length", -0.1, 9)]
+
+    def leaves(total: float, tokens: int, n: int, by: Any) -> bool:
+        return is_outranked(answer(3, None, total, tokens), ended, n, by, most=10)
+
+    assert leaves(-2.1, 1, 1, "logprob")
+    assert not leaves(-1.9, 1, 1, "logprob")
+    assert not leaves(-5.9, 1, 2, "logprob")
+    assert leaves(-5.1, 1, 1, "mean_logprob"), "with ten tokens in all the mean is below -0.5"
+    assert not leaves(-4.9, 1, 1, "mean_logprob")
+    assert not leaves(-100.0, 9, 3, "mean_logprob"), "answers that were cut outrank nobody"
+
+
+def test_who_is_outranked_makes_room_at_once() -> None:
+    engine = make_engine(ToyModel(), eos=(0, 22))
+    output = engine.add(Request([1, 2, 3], SamplingParams(best_of=4, rank_by="logprob", max_tokens=60, seed=5)))
+    seen = set()
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+        ended = [each for each in output.candidates if each.finish_reason == "stop"]
+        best = max((each.score("logprob") for each in ended), default=-1e9)
+        for row in engine.scheduler.running:
+            assert (row.output.cumulative_logprob or 0.0) > best - 0.01
+        seen |= {each.index for each in output.candidates if each.finish_reason == "outranked"}
+    assert seen
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_the_rows_whose_time_ends_soonest_come_first() -> None:
+    """What length policies ask where not all rows can have guesses; rows take their deadlines along."""
+    engine = make_engine(ToyModel())
+    for budget, tokens in ((None, 30), (50.0, 1), (90.0, 30), (60.0, 30)):
+        params = SamplingParams(temperature=0, max_tokens=tokens, time_budget=budget)
+        engine.add(Request([1, 2, 3], params))
+    engine.step()
+    batch, running = engine.batch, engine.scheduler.running
+    order = [running[row].params.time_budget for row in batch.soonest]
+    assert order == [60.0, 90.0, None]
+    assert batch.deadlines[: batch.rows] == [math.inf if row.deadline is None else row.deadline for row in running]
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     """The coupled rule (``rules.keep_equal``); greedy decoding is the case without noise."""
     choices = Choices.after(draft, logits, batch)
     if choices.kernels is not None:  # one call, and no draws beyond the first that no guess foresaw
-        tokens, accepted, path = accept_guesses(choices.kernels, choices.places, Purpose.DRAW)
-        return Verdict(tokens, accepted, draft.counts, path=path)
+        scored = batch.sampling.scored
+        tokens, accepted, path, own = accept_guesses(choices.kernels, choices.places, Purpose.DRAW, scored)
+        return Verdict(tokens, accepted, draft.counts, None if own is None else Logprobs.alone(own), path=path)
     return keep_equal(draft, _draw(draft, logits, batch))
 
 
@@ -78,7 +79,7 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         verdict = rule(draft, logits, batch)
-        if batch.sampling.logprobs is not None:
+        if batch.sampling.logprobs is not None and verdict.logprobs is None:  # the kernels' draw may have found them
             verdict.logprobs = _logprobs(draft, logits, batch, verdict)
         return verdict
 
@@ -97,9 +98,10 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
         return Logprobs(*logprobs_of(kernels, logits, gained, wanted))
     if logits.dim() == 2:
         logits = _rectangle(draft, logits)
-    law = logits.float().log_softmax(-1)
-    values, ids = law.topk(min(batch.sampling.logprobs, law.shape[-1]), dim=-1)
-    return Logprobs(law.gather(-1, verdict.tokens[..., None]).squeeze(-1), ids, values)
+    logits = logits.float()
+    total = logits.logsumexp(-1, keepdim=True)
+    values, ids = logits.topk(min(batch.sampling.logprobs, logits.shape[-1]), dim=-1)
+    return Logprobs((logits.gather(-1, verdict.tokens[..., None]) - total).squeeze(-1), ids, values - total)
 
 
 def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -140,6 +141,12 @@ class Logprobs:
     top_ids: Tensor
     top_values: Tensor
 
+    @staticmethod
+    def alone(own: Tensor) -> Logprobs:
+        """Of the tokens drawn, and of no others."""
+        nothing = own.new_empty(*own.shape, 0)
+        return Logprobs(own, nothing.long(), nothing)
+
     @cached_property
     def host(self) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[float]]]]:
         """own, top_ids and top_values, read once."""
@@ -208,7 +215,7 @@ class RowStart:
     """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what ends its answer.
 
     constraint: what its answer may be; a sequence's own. None: anything. member: what its guesses may be copied from,
-    beside its own text.
+    beside its own text. deadline: on the clock of time.monotonic.
     """
 
     tokens: list[int]
@@ -217,6 +224,7 @@ class RowStart:
     stop_tokens: tuple[int, ...] = field(default=())
     constraint: Constraint | None = None
     member: Member | None = None
+    deadline: float = math.inf
 
 
 # Whether a draft should end, given the rows it is for and the confidence in each of their guesses so far.
@@ -256,6 +264,7 @@ class Batch:
     lengths: the same, known to the host; as limits are to limit [R], the length at which a row must end.
     stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
     members: what guesses for each row may be copied from, beside its own text.
+    deadlines: when each row's time ends, on the clock of time.monotonic; infinity: never.
     caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
     enough: asked by a drafter that scores its guesses, after each of this round's, whether to stop there; None: never.
     instead: asked by a drafter that has two kinds of guesses; None: it decides by itself.
@@ -276,6 +285,7 @@ class Batch:
         self.live = torch.zeros(1, dtype=torch.int64, device=device)
         self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
         self.members: list[Member | None] = [None] * capacity
+        self.deadlines = [math.inf] * capacity
         self.rows = 0
         self.first = 0
         self.caps: list[int] | None = None
@@ -318,6 +328,11 @@ class Batch:
             caps = [k] * self.rows if self.caps is None else self.caps
             self.caps = [min(cap, most) for cap, most in zip(caps, allowed, strict=True)]
 
+    @property
+    def soonest(self) -> list[int]:
+        """The decoding rows, those first whose time ends soonest: guesses are theirs where not all can have any."""
+        return sorted(range(self.rows), key=self.deadlines.__getitem__)
+
     def set_row(self, row: int, start: RowStart) -> None:
         size = len(start.tokens)
         self.tokens[row, :size] = torch.tensor(start.tokens, dtype=torch.int64)
@@ -329,6 +344,7 @@ class Batch:
         allowed = start.params.num_speculative_tokens
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.members[row] = start.member
+        self.deadlines[row] = start.deadline
         self.history.reset(row, self.most_guesses[row])
         self.reliability.reset(row)
         self.copy_reliability.reset(row)
@@ -344,6 +360,7 @@ class Batch:
         self.stops[destination] = self.stops[source]
         self.most_guesses[destination] = self.most_guesses[source]
         self.members[destination] = self.members[source]
+        self.deadlines[destination] = self.deadlines[source]
         self.sampling.copy_row(source, destination)
         self.history.copy_row(source, destination)
         self.reliability.copy_row(source, destination)
@@ -364,6 +381,7 @@ class Batch:
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
         part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
+        part.deadlines = self.deadlines[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
 

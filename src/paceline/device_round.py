@@ -19,7 +19,7 @@ from paceline.batch import Batch, Draft
 from paceline.decoder import Decoder
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, ops_for
-from paceline.gpu.state import RECORD_TAIL
+from paceline.gpu.state import RECORD_TAIL, with_logprobs
 from paceline.params import MAX_SPECULATION_LENGTH
 from paceline.rows import RowState
 from paceline.sampling import Purpose
@@ -59,7 +59,7 @@ class DeviceRound:
         self.capacity = batch.length.shape[0]
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
         self.graphs = Graphs(batch.device, self._nobody_lives, capture=capture)
-        self._ring = Ring(batch.device, self.capacity * (MAX_SPECULATION_LENGTH + 1 + RECORD_TAIL))
+        self._ring = Ring(batch.device, self.capacity * (2 * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
 
     @contextmanager
     def _nobody_lives(self) -> Iterator[None]:
@@ -79,13 +79,14 @@ class DeviceRound:
         """From now on no more guesses than these, row by row. An upload, if anything changed."""
         self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
-    def play(self, rows: int, k: int, longest: int) -> Ticket:
+    def play(self, rows: int, k: int, longest: int, scored: bool = False) -> Ticket:
         """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
 
-        The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``).
+        The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``). scored: behind them
+        the tokens' log-probabilities (``gpu.state.read_logprobs``).
         """
         bucket, span = self.bucket(rows), self._span(longest + k)
-        record = self.graphs.run((bucket, k, span), lambda: self.program(bucket, k, span))
+        record = self.graphs.run((bucket, k, span, scored), lambda: self.program(bucket, k, span, scored))
         return self._ring.push(record)
 
     def catch_up(self, rows: int, lag: int, longest: int) -> None:
@@ -99,7 +100,7 @@ class DeviceRound:
         most = self.target.cache.positions + 1
         return most if self.target.backend.name == "ragged" else min(most, -(-longest // SPAN) * SPAN)
 
-    def program(self, rows: int, k: int, span: int) -> Tensor:
+    def program(self, rows: int, k: int, span: int, scored: bool = False) -> Tensor:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""
         state = self.batch.state(rows, reads=False)
         before = state.length.clone()
@@ -108,7 +109,7 @@ class DeviceRound:
         record = self._judge(draft, logits, state)
         if k > 0:
             self._rewind(state, before, k)
-        return record
+        return with_logprobs(record, self.ops.own_logprobs(logits, record)) if scored else record
 
     def _guess(self, state: RowState, before: Tensor, k: int, span: int) -> Draft:
         """k guesses a row, drawn one after the other by the draft model."""

@@ -298,6 +298,8 @@ class Engine:
         family = self._family(request)
         rows = [self._sequence(request, request_id, index, seed, arrival, family) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
+        for row in rows if params.answers > params.n else ():
+            row.rivals = output.candidates
         self._requests[request_id] = output
         self.scheduler.waiting.extend(rows)
         return output

@@ -9,7 +9,8 @@ from typing import Literal
 
 from paceline.params import RankName
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+# outranked: of best_of answers one that could not become one of the n best any more; it is never given back.
+FinishReason = Literal["stop", "length", "abort", "deadline", "outranked", "error"]
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no guesses for the row
 
 
@@ -136,6 +137,22 @@ class RequestOutput:
     def error(self) -> Exception | None:
         """What ended the request, answers and all; None where nothing went wrong."""
         return next((output.error for output in self.candidates if output.error is not None), None)
+
+
+_ROUNDING = 1e-3  # of sums of log-probabilities
+
+
+def is_outranked(answer: CompletionOutput, rivals: Sequence[CompletionOutput], n: int, by: RankName, most: int) -> bool:
+    """Whether n rivals have ended by themselves that an unfinished answer cannot pass, however it goes on.
+
+    No token's log-probability is above 0. So a sum can only fall, and a mean over at most ``most`` tokens cannot rise
+    above what the sum so far would be over all of these.
+    """
+    total = answer.cumulative_logprob
+    ended = sorted((rival.score(by) for rival in rivals if rival.finish_reason == "stop"), reverse=True)
+    if total is None or len(ended) < n:
+        return False
+    return ended[n - 1] > (total + _ROUNDING) / (1 if by == "logprob" else most)
 
 
 def ranked(answers: Sequence[CompletionOutput], by: RankName) -> list[CompletionOutput]:

@@ -122,7 +122,8 @@ class SamplingParams:
         (2404.15778), or "logprob", their sum. Those that ended by themselves (finish_reason "stop") come before those
         that were cut. The log-probabilities are the model's own (temperature 1, before bias, penalties and cuts) of
         all tokens drawn: a stop token, and what a stop string cuts out of the text, count. None is the order of
-        sampling; of best_of more than n answers the best are then those by "mean_logprob".
+        sampling; of best_of more than n answers the best are then those by "mean_logprob". An answer that cannot become
+        one of the best n any more ends at once (finish_reason "outranked") and makes room.
     time_budget: seconds from the request's arrival, in which it also waits and its prompt is read. What is not finished
         by then ends as it is (finish_reason "deadline"); what a round brings later comes too late. None: no limit.
     max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.

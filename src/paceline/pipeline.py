@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.batch import HostVerdict, Verdict
+from paceline.batch import HostVerdict, Logprobs, Verdict
 from paceline.decoder import Decoder
 from paceline.device_round import USUAL_LAG, DeviceRound
 from paceline.drafters import ModelDrafter, NoDrafter
 from paceline.gpu.graphs import Ticket
-from paceline.gpu.state import read_record
+from paceline.gpu.state import read_logprobs, read_record
 from paceline.models.base import AnyModel, FlatModel
 from paceline.round import Speculation
 from paceline.scheduler import Scheduler, Sequence, gain_tokens
@@ -36,11 +36,23 @@ def why_not_device(target: Decoder, drafter: object) -> str | None:
 
 @dataclass
 class _Flight:
-    """A round that the host has launched but not settled: whose rows it played, and how many guesses."""
+    """A round that the host has launched but not settled: whose rows it played, and how many guesses.
+
+    scored: whether it tells the tokens' log-probabilities.
+    """
 
     ticket: Ticket
     sequences: list[Sequence]
     k: int
+    scored: bool
+
+    def read(self) -> tuple[HostVerdict, list[int], list[list[float]] | None]:
+        """The verdict, how many tokens each row gained, and their log-probabilities; waits for the round."""
+        record = self.ticket.read()
+        if not self.scored:
+            return *read_record(record), None
+        record, logprobs = read_logprobs(record, self.k)
+        return *read_record(record), logprobs
 
 
 class Pipeline:
@@ -59,7 +71,7 @@ class Pipeline:
         """Whether the device can play the next round for the rows there are."""
         rows, parts = self.batch.sampling, self.parts
         free = all(params.structured_outputs is None for params in rows.params[: self.batch.rows])
-        plain = free and not (rows.adjusts or rows.any_cut) and rows.logprobs is None
+        plain = free and not (rows.adjusts or rows.any_cut) and rows.logprobs in (None, 0)
         known = isinstance(parts.drafter, (ModelDrafter, NoDrafter)) and not parts.policy.selects
         return plain and known
 
@@ -99,7 +111,9 @@ class Pipeline:
         player.cap_guesses(batch.most_guesses[: batch.rows] if batch.caps is None else batch.caps)
         batch.forget_wishes()
         self._mind_the_lag(k, longest)
-        self._flights.append(_Flight(player.play(batch.rows, k, longest), list(self.scheduler.running), k))
+        scored = batch.sampling.logprobs is not None
+        ticket = player.play(batch.rows, k, longest, scored)
+        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, scored))
         self._count_in_flight()
 
     def _mind_the_lag(self, k: int, longest: int) -> None:
@@ -124,7 +138,7 @@ class Pipeline:
 
     def _settle(self, flight: _Flight) -> list[Sequence]:
         """Rows may have left, moved or joined since the round was launched: its lines are found by sequence."""
-        verdict, gains = read_record(flight.ticket.read())
+        verdict, gains, logprobs = flight.read()
         lines = {id(sequence): line for line, sequence in enumerate(flight.sequences) if not sequence.output.finished}
         running = self.scheduler.running
         known = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
@@ -133,7 +147,7 @@ class Pipeline:
         self._count_in_flight()
         if not known:
             return []
-        self.last_verdict = _verdict(verdict, [lines.get(id(sequence)) for sequence in running])
+        self.last_verdict = _verdict(verdict, [lines.get(id(sequence)) for sequence in running], logprobs)
         self.parts.policy.observe(self.batch, self.last_verdict)
         gained = [running[row] for row, _ in known]
         now = time.monotonic()
@@ -142,7 +156,7 @@ class Pipeline:
         return gained + self.scheduler.leave(gained)
 
 
-def _verdict(read: HostVerdict, lines: list[int | None]) -> Verdict:
+def _verdict(read: HostVerdict, lines: list[int | None], logprobs: list[list[float]] | None) -> Verdict:
     """The lines of a round in the rows' present order; rows that did not play have guessed and kept nothing."""
     tokens = [[] if line is None else read.tokens[line] for line in lines]
     accepted = [0 if line is None else read.accepted[line] for line in lines]
@@ -151,4 +165,8 @@ def _verdict(read: HostVerdict, lines: list[int | None]) -> Verdict:
     table = torch.tensor([line + [0] * (width - len(line)) for line in tokens])
     verdict = Verdict(table, torch.tensor(accepted), torch.tensor(drafted))
     verdict.host = HostVerdict(tokens, accepted, drafted)
+    if logprobs is not None:
+        own = [[] if line is None else logprobs[line] for line in lines]
+        nothing = [0.0] * max(map(len, own))
+        verdict.logprobs = Logprobs.alone(torch.tensor([line or nothing for line in own]))
     return verdict

@@ -121,6 +121,8 @@ class SamplingRows:
     min_length (tokens of prompt and answer before which no stop token may come).
     bias and stop_tokens of the live rows are None while none of them needs them.
     constraints: of each row, None where anything may follow.
+    logprobs: how many likely tokens' log-probabilities live rows want besides their own tokens'; None: none at all.
+    scored: [B] int64 where rows want those of their own tokens alone, 1 for these rows; else None.
     """
 
     temperature: Tensor
@@ -199,6 +201,7 @@ class SamplingRows:
         self.any_minimum = any(p.min_tokens > 0 for p in live)
         self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
         self.logprobs = max((p.scored for p in live if p.scored is not None), default=None)
+        self.scored = torch.tensor([int(p.scored is not None) for p in live]) if self.logprobs == 0 else None
         self._list_tokens(rows)
 
     def _list_tokens(self, rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.guard import Guarded
 from paceline.hardware import Stopwatch
-from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob
+from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.params import SamplingParams
 from paceline.waiting import Waiting
 
@@ -33,7 +34,10 @@ class TextStream(Protocol):
 
 @dataclass
 class Sequence:
-    """One answer in the making: ``prompt`` and ``output.token_ids`` are its tokens, ``prefilled`` those cached."""
+    """One answer in the making: ``prompt`` and ``output.token_ids`` are its tokens, ``prefilled`` those cached.
+
+    rivals: its request's answers, if only the best of them are given back.
+    """
 
     request_id: str
     prompt: list[int]
@@ -45,6 +49,7 @@ class Sequence:
     deadline: float | None = None  # on the clock of time.monotonic
     constraint: Guarded | None = None
     member: Member | None = None
+    rivals: list[CompletionOutput] = field(default_factory=list)
     client: str = ""
     priority: int = 0
     prefilled: int = 0
@@ -132,7 +137,8 @@ class Scheduler:
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
         begin = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
-        self.batch.set_row(row, RowStart(*begin))
+        deadline = math.inf if sequence.deadline is None else sequence.deadline
+        self.batch.set_row(row, RowStart(*begin, deadline))
 
     @property
     def _rows_soon(self) -> int:
@@ -204,7 +210,13 @@ class Scheduler:
         return gained + self.leave(gained)
 
     def leave(self, played: list[Sequence]) -> list[Sequence]:
-        """Free the rows of those who have ended, who are some of these; returns the siblings of those who failed."""
+        """Free the rows of those who have ended, who are some of these; returns the siblings of those who failed.
+
+        Who cannot become one of the answers given back any more has ended, too.
+        """
+        for sequence in played:
+            if sequence.rivals and not sequence.output.finished:
+                _end_if_outranked(sequence, self.batch.positions)
         for row in range(len(self.running) - 1, -1, -1):
             if self.running[row].output.finished and not self._succeed(row):
                 self.release(row)
@@ -342,6 +354,13 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     metrics.drafted += drafted if kept > accepted else min(drafted, kept)  # guesses beyond a cut were not judged
     metrics.accepted += min(accepted, kept)
     metrics.output_tokens = len(output.token_ids)
+
+
+def _end_if_outranked(sequence: Sequence, at_limit: int) -> None:
+    params = sequence.params
+    most = min(params.max_tokens, at_limit - len(sequence.prompt))
+    if params.ranking is not None and is_outranked(sequence.output, sequence.rivals, params.n, params.ranking, most):
+        finish(sequence, "outranked", time.monotonic())
 
 
 def _kind(place: int, accepted: int, drafted: int) -> TokenKind:

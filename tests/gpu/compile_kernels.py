@@ -36,7 +36,7 @@ TYPES = {
     "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "guesses": "*i64",
     "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
     "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
-    "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
+    "own": "*fp32", "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
 }  # fmt: skip
 BLOCKS = {"BLOCKS": 32, "BLOCKS_UP": 32}
 ROW = {"LENGTH": 8, "LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
@@ -102,6 +102,7 @@ def accepting() -> dict[str, Any]:
         "judge": build(accept.judge_kernel, {"LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
         "recover": build(accept.recover_kernel, wide, warps=8),
         "finish": build(accept.finish_kernel, {**BLOCKS, **ROW}),
+        "logprob": build(accept.logprob_kernel, {"RECORD": 11, "LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
     }
 
 

@@ -15,7 +15,7 @@ from paceline import acceptance
 from paceline.batch import Batch, Draft
 from paceline.gpu import accept
 from paceline.gpu.ops import TwinOps
-from paceline.gpu.state import read_record
+from paceline.gpu.state import read_logprobs, read_record, with_logprobs
 from paceline.rows import RowState
 from paceline.sampling import Purpose, draw, probabilities
 
@@ -74,6 +74,21 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     for record, state in zip(records, states, strict=True):
         assert read_record(record.tolist())[0] == verdict.host
         assert same(state, state_of(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> None:
+    """Whatever the temperatures; and their bits survive among whole numbers."""
+    batch = make_batch([0.0, 0.5, 3.0], 90)
+    logits = (3 * torch.randn(3, 4, 90, device=DEVICE)).to(dtype)
+    draft = Draft(draw(logits[:, :3].float(), batch), torch.tensor([3, 1, 0], device=DEVICE))
+    record = TwinOps().coupled(draft, logits.float(), copied(state_of(batch)), None)
+    law = logits.float().log_softmax(-1).gather(-1, record[:, :4, None]).squeeze(-1)
+    for own in (accept.own_logprobs(logits, record, block=BLOCK), TwinOps().own_logprobs(logits, record)):
+        assert torch.allclose(own, law, atol=1e-5)
+        lines, read = read_logprobs(with_logprobs(record, own).tolist(), 3)
+        assert lines == record.tolist()
+        assert read == own.tolist()
 
 
 def test_guesses_without_a_law_are_certain_and_follow_the_coupled_rule() -> None:

@@ -184,10 +184,18 @@ def test_guesses_are_judged_as_the_twins_draws_are_whatever_the_parameters(
     real = torch.arange(GUESSES + 1) < counts[:, None] + 1
     kept = ((guesses == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
-    tokens, accepted, _ = accept_guesses(kernels, Places(given_logits, rows_of(batch), guesses, counts), Purpose.DRAW)
+    places, scored = Places(given_logits, rows_of(batch), guesses, counts), torch.arange(len(ALL)) % 2
+    tokens, accepted, _, own = accept_guesses(kernels, places, Purpose.DRAW, scored)
     assert torch.equal(accepted, kept)
     assert len(set(kept.tolist())) == GUESSES + 1
-    assert torch.equal(tokens, draws * (torch.arange(GUESSES + 1) <= kept[:, None]))
+    drawn = torch.arange(GUESSES + 1) <= kept[:, None]
+    assert torch.equal(tokens, draws * drawn)
+    assert own is not None
+    law = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # the model's own, whatever the parameters
+    assert torch.allclose(own, law * drawn * scored[:, None], atol=2e-5)
+    wanted = [0 if each else -1 for each in scored.tolist()]
+    assert torch.equal(own, logprobs_of(kernels, given_logits, Gained(tokens, accepted, counts), wanted)[0])
+    assert accept_guesses(kernels, places, Purpose.DRAW).own is None
 
 
 @on_every_isa

@@ -341,6 +341,34 @@ def finish_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def logprob_kernel(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    record: tl.tensor,
+    own: tl.tensor,
+    line_stride: tl.tensor,
+    RECORD: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LENGTH_UP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+) -> None:
+    """Grid (B): log-probabilities of a record's tokens [B, RECORD] under their lines -> own [B, LENGTH] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
+    real = place < LENGTH
+    line = row * LENGTH + place
+    at = line[:, None] * BLOCKS + block[None, :]
+    there = real[:, None] & (block < BLOCKS)[None, :]
+    top = tl.max(tl.load(maxima + at, mask=there, other=float("-inf")), 1)
+    mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
+    token = tl.load(record + row * RECORD + place, mask=real, other=0)
+    x = tl.load(logits + line * line_stride + token, mask=real, other=0.0).to(tl.float32)
+    tl.store(own + line, x - tl.where(real, top, 0.0) - tl.log(tl.where(real, mass, 1.0)), mask=real)
+
+
 def _row_arguments(rows: RowState, record: Tensor) -> tuple[Tensor | int, ...]:
     """What ``commit`` wants to know of the rows."""
     state = rows.length, rows.prompt_length, rows.limit, rows.stops, rows.live
@@ -397,6 +425,20 @@ def _law_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Te
         **blocks.shape,
     )
     return lines, maxima, tokens, masses, lines.stride(0)
+
+
+def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
+    """What a record's tokens are worth to the model itself: logits [B, L, V] -> [B, L] float32 (temperature 1)."""
+    rows, length, vocab = logits.shape
+    blocks = Blocks(vocab, block)
+    one = torch.ones(rows, dtype=torch.float32, device=logits.device)
+    lines, maxima, _, masses, stride = _law_tables(logits, one, blocks)
+    own = torch.empty((rows, length), dtype=torch.float32, device=logits.device)
+    logprob_kernel[(rows,)](
+        lines, maxima, masses, record, own, stride, RECORD=record.shape[1],
+        LENGTH=length, LENGTH_UP=triton.next_power_of_2(length), num_warps=4, **blocks.shape,
+    )  # fmt: skip
+    return own
 
 
 def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:

@@ -31,6 +31,10 @@ class RoundOps(Protocol):
         """Accept and commit -> the record [B, k + 4] (``gpu.accept.rejection``)."""
         ...
 
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        """Of a record's tokens under the model itself -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
+        ...
+
 
 class TwinOps:
     """Plain torch: what the host's rounds call, in the form that can be captured (``RowState.reads`` is false)."""
@@ -50,6 +54,11 @@ class TwinOps:
             return self.coupled(draft, logits, rows, None)
         p, q = (law_at_temperature(table, rows) for table in (logits, draft.logits))
         return _committed(keep_likely(draft, p, q, rows), rows)
+
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        logits = logits.float()
+        own = logits.gather(-1, record[:, : logits.shape[1], None]).squeeze(-1)
+        return own - logits.logsumexp(-1)
 
 
 def _committed(verdict: Verdict, rows: RowState) -> Tensor:
@@ -78,6 +87,11 @@ class TritonOps:
         from paceline.gpu.accept import rejection
 
         return rejection(draft, logits, rows)
+
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        from paceline.gpu.accept import own_logprobs
+
+        return own_logprobs(logits, record)
 
 
 def ops_for(device: torch.device) -> RoundOps:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.batch import HostVerdict
@@ -28,6 +29,18 @@ class PackedHeads:
     rotation: tuple[Tensor, Tensor] | None
     norm: Tensor | None
     eps: float
+
+
+def with_logprobs(record: Tensor, own: Tensor) -> Tensor:
+    """A record [B, k + 1 + 3] and the log-probabilities [B, k + 1] float32 of its tokens, as the bits they are."""
+    return torch.cat([record, own.view(torch.int32).long()], dim=1)
+
+
+def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Take a record and its log-probabilities, read by the host, apart again."""
+    width = k + 1 + RECORD_TAIL
+    bits = torch.tensor([line[width:] for line in record], dtype=torch.int32)
+    return [line[:width] for line in record], bits.view(torch.float32).tolist()
 
 
 def read_record(record: list[list[int]]) -> tuple[HostVerdict, list[int]]:

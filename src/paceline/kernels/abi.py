@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 11  # of model.h: it changes with the structs and functions
+ABI_VERSION = 12  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -232,7 +232,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
     "pl_draw": (None, (c_void_p,) * 4),
-    "pl_accept": (None, (c_void_p,) * 6),
+    "pl_accept": (None, (c_void_p,) * 8),
     "pl_law": (None, (c_void_p,) * 4),
     "pl_gain": (None, (*(c_void_p,) * 2, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),

@@ -209,25 +209,33 @@ def draw_tokens(kernels: native.Kernels, places: Places, purpose: int) -> Tensor
 
 
 class Accepted(NamedTuple):
-    """tokens [B, G + 1] int64, the first accepted [B] + 1 of them drawn, the others 0; path: see ``Verdict``."""
+    """tokens [B, G + 1] int64, the first accepted [B] + 1 of them drawn, the others 0; path: see ``Verdict``.
+
+    own: [B, G + 1] float32, the drawn tokens' log-probabilities, where they are wanted.
+    """
 
     tokens: Tensor
     accepted: Tensor
     path: Tensor | None
+    own: Tensor | None
 
 
-def accept_guesses(kernels: native.Kernels, places: Places, purpose: int) -> Accepted:
+def accept_guesses(kernels: native.Kernels, places: Places, purpose: int, scored: Tensor | None = None) -> Accepted:
     """Draw each row's tokens up to the first that no guess foresaw. ``places`` has guesses and counts.
 
     Of siblings with the same token the first is kept.
+    scored: [B] int64, not 0 for the rows whose tokens' log-probabilities are wanted, too, under the softmax of the
+        logits as they were given (temperature 1).
     """
     tokens = torch.zeros(places.rows, places.block, dtype=torch.int64)
     accepted = torch.zeros(places.rows, dtype=torch.int64)
     path = places.unmoved()
     call = places.call(purpose)
-    place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr(), abi.address(path)
-    kernels.library.pl_accept(kernels.handle, _pool(kernels), *place)
-    return Accepted(tokens, accepted, path)
+    own = None if scored is None else torch.zeros(places.rows, places.block)
+    place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
+    more = (abi.address(tensor) for tensor in (path, scored, own))
+    kernels.library.pl_accept(kernels.handle, _pool(kernels), *place, *more)
+    return Accepted(tokens, accepted, path, own)
 
 
 def law_of(kernels: native.Kernels, places: Places) -> Tensor:
