@@ -548,6 +548,16 @@ def test_a_real_transformers_trees_equal_its_plain_decoding(backend: str, family
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
 
 
+@pytest.mark.parametrize(("model", "deterministic"), [("toy", False), ("llama", True)])
+def test_trees_through_ragged_attention_equal_plain_decoding(model: str, deterministic: bool) -> None:
+    """Through Triton's interpreter where there is no GPU: slow."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    options = {"attention": "ragged", "deterministic": deterministic, "prefill_chunk": 40}
+    engine = tree_engine(model, "sometimes", "random", "mixed", **options)
+    found = answers(run(engine, [PROMPTS[i] for i in (5, 7)], [MIXED[i] for i in (5, 7)]))
+    assert found == [plain(model, "mixed")[i] for i in (5, 7)]
+
+
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "chain"])
 def test_right_guesses_of_trees_are_kept(shape: str) -> None:
     """Each round keeps a path down to a leaf: fewer rounds than tokens say that nothing was lost on the way."""

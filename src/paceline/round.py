@@ -28,10 +28,10 @@ def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     draft = parts.drafter.propose(batch, k).capped(batch.caps) if k > 0 else Draft.empty(batch)
     if draft.k > 0:
         draft = parts.policy.select(batch, draft)  # it may verify the best guesses only
-    draft = draft.fitting(batch)
+    draft = draft.fitting(batch)  # siblings take a place each in the cache
     logits = parts.target.verify(batch, draft)  # of each row's unseen token and its guesses, one forward pass
     verdict = parts.accept(draft, logits, batch)  # every row gains accepted + 1 tokens
-    parts.target.keep(batch, verdict)
+    parts.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
     batch.commit(verdict)
     parts.drafter.observe(batch, verdict)
     parts.policy.observe(batch, verdict)

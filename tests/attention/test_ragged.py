@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paceline.attention import BACKENDS
 from paceline.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.attention.reference import ReferenceAttention
+from paceline.nodes import Tree
 from paceline.params import MAX_SPECULATION_LENGTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,9 +108,10 @@ def test_a_key_at_the_querys_own_position_is_visible_and_the_next_is_not() -> No
     assert out[0, 0, :, 0].tolist() == pytest.approx([0, 1 / 4, 1 / 5])
 
 
+@pytest.mark.parametrize("tiles", ["small", "stretches"])
 @settings(max_examples=8)
 @given(data=st.data())
-def test_a_tree_sees_the_text_and_its_ancestors_only(data: st.DataObject) -> None:
+def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataObject) -> None:
     """New token j has the parent parents[j] < j; it must equal the last token of a chain that holds its ancestors."""
     pick = data.draw
     nodes, text = pick(st.integers(2, 9)), pick(st.integers(0, 40))
@@ -117,20 +119,21 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(data: st.DataObject) -> Non
     chains: list[list[int]] = []
     for node, parent in enumerate(parents):
         chains.append([*(chains[parent] if parent >= 0 else []), node])
-    mask = torch.zeros(1, nodes, nodes, dtype=torch.int8)
+    mask = torch.zeros(1, nodes, nodes, dtype=torch.bool)
     for node, chain in enumerate(chains):
-        mask[0, node, chain] = 1
+        mask[0, node, chain] = True
+    window = pick(st.sampled_from([None, 1, 3, 20]))
     keys, values = ragged_cache([text + nodes], 2, text + nodes + 3, 16, 1)
     q = torch.randn(1, 4, nodes, 16, device=DEVICE)
     where = text + torch.tensor([[len(chain) - 1 for chain in chains]], device=DEVICE)
-    backend, reference = RaggedAttention(tiles=SMALL), ReferenceAttention()
+    backend, reference = RaggedAttention(tiles=TILES[tiles]), ReferenceAttention()
     plan = backend.plan(where, text + nodes, ancestors=mask.to(DEVICE))
-    found = backend.attend(q, keys, values, plan, scale=None, window=None)
+    found = backend.attend(q, keys, values, plan, scale=None, window=window)
     for node, chain in enumerate(chains):
         kept = [*range(text), *(text + n for n in chain)]
         alone = reference.plan(torch.tensor([[len(kept) - 1]], device=DEVICE), len(kept))
         expected = reference.attend(
-            q[:, :, node : node + 1], keys[:, :, kept], values[:, :, kept], alone, scale=None, window=None
+            q[:, :, node : node + 1], keys[:, :, kept], values[:, :, kept], alone, scale=None, window=window
         )
         torch.testing.assert_close(found[:, :, node : node + 1], expected, atol=2e-5, rtol=2e-5)
 
@@ -153,6 +156,27 @@ def test_deterministic_means_the_same_bits_alone_and_in_company(data: st.DataObj
     plan = backend.plan(where[one, token : token + 1], lengths[row])
     alone = backend.attend(q[one, :, token : token + 1], keys[one], values[one], plan, scale=None, window=None)
     assert torch.equal(company, alone[0, :, 0])
+
+
+@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.parametrize("text", [3, 60, 250])
+def test_deterministic_means_that_a_node_of_a_tree_has_the_bits_of_its_chain(text: int) -> None:
+    """Also where slots and positions lie in different blocks of 64 or stretches of 256."""
+    parents = [-1, 0, 0, 1, 1, 3, 5, 2, 7]
+    ancestors = Tree.of(torch.tensor([parents[1:]]) - 1, torch.tensor([8])).ancestors.to(DEVICE)
+    keys, values = ragged_cache([text + 9], 2, 304, 16, 2)
+    q = torch.randn(1, 6, 9, 16, device=DEVICE)
+    backend = RaggedAttention(deterministic=True)
+    where = text + ancestors.sum(2) - 1
+    tree = backend.attend(q, keys, values, backend.plan(where, text + 9, ancestors), scale=None, window=None)
+    for node in range(9):
+        way = text + ancestors[0, node].nonzero()[:, 0]
+        chain = [*range(text), *way.tolist()]
+        plain = backend.plan(where[:, node, None], len(chain))
+        alone = backend.attend(
+            q[:, :, node, None], keys[:, :, chain], values[:, :, chain], plain, scale=None, window=None
+        )
+        assert torch.equal(tree[:, :, node], alone[:, :, 0])
 
 
 @pytest.mark.usefixtures("ordered_products")

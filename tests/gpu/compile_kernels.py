@@ -29,7 +29,7 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
 
 
 TYPES = {
-    "positions": "*i64", "ancestors": "*i8", "partial": "*fp32", "levels": "*fp32", "scale": "fp32",
+    "positions": "*i64", "tree": "*i8", "partial": "*fp32", "levels": "*fp32", "scale": "fp32",
     "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
     "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
     "leaders": "*i32", "p_leaders": "*i32", "q_leaders": "*i32", "ids": "*i64", "temperature": "*fp32",
@@ -57,21 +57,24 @@ def attention() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     shapes = [  # head width, tile, shared heads, stretch, window, tree
-        (128, 16, 1, 0, False, False),
-        (128, 32, 4, 0, False, False),
-        (128, 64, 4, 256, True, False),
-        (64, 16, 4, 256, False, True),
+        (128, 16, 1, 0, False, "none"),
+        (128, 32, 4, 0, False, "none"),
+        (128, 64, 4, 256, True, "none"),
+        (64, 16, 4, 0, True, "ancestors"),
+        (64, 16, 4, 256, True, "paths"),
     ]
     cases = [(POINTERS["bf16"], shape) for shape in shapes] + [(POINTERS["fp32"], shapes[1])]
     if FEW:
-        cases = [cases[1], cases[3]]
+        cases = [cases[1], cases[4]]
     for element, (dim, tile, shared, split, window, tree) in cases:
         constants = {
             "GROUPS": 8, "SHARED": shared, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
             "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
+            "HEAD_TILES": 1,
         }  # fmt: skip
-        key = f"attend {element} D={dim} tile={tile}"
-        found[key] = build(attend_kernel, constants, q=element, k=element, v=element)
+        key = f"attend {element} D={dim} tile={tile} tree={tree}"
+        of_tree = "*i32" if tree == "paths" else "*i8"
+        found[key] = build(attend_kernel, constants, q=element, k=element, v=element, tree=of_tree)
         constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
         found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
     return found

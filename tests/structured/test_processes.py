@@ -76,6 +76,38 @@ def gone(pid: int) -> bool:
         return True
 
 
+# --- trees ---
+
+
+def test_each_node_of_a_tree_has_a_state_of_its_own(usual: Grammars) -> None:
+    """Asked together, branch by branch, as where the acceptance of a tree asks; against the branch as an answer."""
+    make = usual.compile(StructuredOutputs(regex="ab(cd|e)|b(xy)+"))
+    tokenizer = Tokenizer.load(byte_tokenizer())
+    branches = [tokenizer.encode(text) for text in ("", "a", "b", "ab", "bx", "abc", "bxy")]
+    constraint = make()
+    asked = [constraint.ask(branch, len(branch), 1) for branch in branches]
+    for question in asked:
+        question.send()
+    for branch, question in zip(branches, asked, strict=True):
+        together, alone = torch.zeros(1, tokenizer.vocab_size), torch.zeros(1, tokenizer.vocab_size)
+        question.mask(together)
+        other = make()
+        other.advance(branch)
+        other.ask([], 0, 1).mask(alone)
+        assert torch.equal(together, alone)
+        assert alone.isinf().any()
+
+
+def test_an_answer_is_not_stuck_where_a_sibling_of_its_guesses_is(usual: Grammars) -> None:
+    constraint = usual.compile(WORDS)()
+    assert isinstance(constraint, GrammarConstraint)
+    constraint.stick([97, 98])
+    constraint.advance([97, 99, 97])
+    constraint.stick([98])
+    with pytest.raises(StructureError, match="cannot be completed"):
+        constraint.advance([98, 97])
+
+
 # --- compiling ---
 
 

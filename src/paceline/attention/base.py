@@ -41,6 +41,13 @@ class Plan:
             return self.positions
         return self.positions[:, :1] + torch.arange(self.positions.shape[1], device=self.positions.device)
 
+    @cached_property
+    def paths(self) -> Tensor:
+        """[B, L, L] int32, of trees: the new tokens on the way to each, itself the last; beyond it L."""
+        assert self.ancestors is not None
+        order = torch.arange(self.ancestors.shape[2], dtype=torch.int32, device=self.ancestors.device)
+        return torch.where(self.ancestors, order, len(order)).sort(2).values
+
     def hidden(self, window: int | None) -> Tensor:
         """[B, L, longest] bool: the keys that each query must not see."""
         query = self.positions[:, :, None]

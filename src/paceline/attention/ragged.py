@@ -32,7 +32,7 @@ def attend_kernel(
     k: tl.tensor,
     v: tl.tensor,
     positions: tl.tensor,
-    ancestors: tl.tensor,
+    tree: tl.tensor,
     partial: tl.tensor,
     levels: tl.tensor,
     scale: tl.tensor,
@@ -59,8 +59,13 @@ def attend_kernel(
     SPLIT_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     TREE: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
 ) -> None:
     """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, D] and levels [splits, B, L, H], both float32.
+
+    tree: with TREE "ancestors", which new token sees which, [B, L, L] int8. With TREE "paths" a tile is of one token
+    alone (HEAD_TILES of them a token) and meets its keys in the order of positions: tree [B, L, L] int32 says at which
+    of the new tokens' slots they lie. That takes each token its own loads, and gives the bits of plain decoding.
 
     A level is the base-2 logarithm of the sum of the stretch's weights, -inf where it holds nothing visible.
     SPLIT_SIZE: positions of a stretch, counted from position 0, or 0 to share each row's blocks evenly.
@@ -71,14 +76,21 @@ def attend_kernel(
     place = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = place < SHARED * new_tokens
     head, token = group * SHARED + place // new_tokens, place % new_tokens
+    alone = tl.program_id(2) // HEAD_TILES
+    if TREE == "paths":
+        place = (tl.program_id(2) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+        real = place < SHARED
+        head, token = group * SHARED + place, place * 0 + alone
     column = tl.arange(0, BLOCK_D)
     inside = column < DIM
 
     query_at = tl.load(positions + row * new_tokens + token, mask=real, other=-1).to(tl.int32)
     base = tl.load(positions + row * new_tokens).to(tl.int32)
     last = tl.load(positions + row * new_tokens + new_tokens - 1).to(tl.int32)
-    if TREE:  # the new keys lie side by side from the root's position on, wherever in the text they stand
+    if TREE == "ancestors":  # the new keys lie side by side from the root's position on, wherever they stand
         last = base + new_tokens - 1
+    if TREE == "paths":
+        last = tl.load(positions + row * new_tokens + alone).to(tl.int32)
     end = tl.minimum(last + 1, longest)
     begin = 0
     if WINDOWED:
@@ -99,15 +111,22 @@ def attend_kernel(
     for block in range(start, stop, BLOCK_N):
         key_at = block + tl.arange(0, BLOCK_N)
         there = key_at < stop
-        k_place = k + row * k_row + group * k_head + key_at[None, :].to(tl.int64) * k_position + column[:, None]
+        slot = key_at
+        if TREE == "paths":
+            way = tree + (row * new_tokens + alone) * new_tokens
+            among = there & (key_at >= base)
+            slot = tl.where(among, base + tl.load(way + key_at - base, mask=among, other=0), key_at)
+        k_place = k + row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
         keys = tl.load(k_place, mask=there[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
-        if TREE:
+        if TREE == "ancestors":
             new = key_at - base
             among = there & (new >= 0)
-            line = ancestors + (row * new_tokens + token[:, None]) * new_tokens + new[None, :]
+            line = tree + (row * new_tokens + token[:, None]) * new_tokens + new[None, :]
             kept = tl.load(line, mask=real[:, None] & among[None, :], other=0) != 0
             visible = there[None, :] & tl.where(among[None, :], kept, True)
+            new_at = tl.load(positions + row * new_tokens + new, mask=among, other=0).to(tl.int32)
+            key_at = tl.where(among, new_at, key_at)
         else:
             visible = there[None, :] & (key_at[None, :] <= query_at[:, None])
         if WINDOWED:
@@ -118,7 +137,7 @@ def attend_kernel(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
-        v_place = v + row * v_row + group * v_head + key_at[:, None].to(tl.int64) * v_position + column[None, :]
+        v_place = v + row * v_row + group * v_head + slot[:, None].to(tl.int64) * v_position + column[None, :]
         values = tl.load(v_place, mask=there[:, None] & inside[None, :], other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = higher
@@ -126,7 +145,7 @@ def attend_kernel(
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
     line = split.to(tl.int64) * rows_times_heads * new_tokens + (row * new_tokens + token) * (GROUPS * SHARED) + head
-    some = place < tl.where(start < stop, SHARED * new_tokens, 0)  # where there is no key, the level alone says so
+    some = place < tl.where(start < stop, SHARED if TREE == "paths" else SHARED * new_tokens, 0)  # no key: no result
     tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some[:, None] & inside[None, :])
     tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
 
@@ -170,7 +189,8 @@ class Tiles:
     """How the work is cut. queries, positions: a program's tile. split: positions of a stretch.
 
     None is chosen by the shape of the batch. With ``queries`` and ``split`` fixed, the order of every sum is fixed by
-    absolute positions: a query's bits do not depend on its neighbours, on their number or on the row's other queries.
+    absolute positions: a query's bits do not depend on its neighbours, on their number or on the row's other queries,
+    be they a chain or a tree.
     """
 
     queries: int | None = None
@@ -206,9 +226,10 @@ class RaggedAttention:
         rows, heads, length, dim = q.shape
         groups = k_cache.shape[1]
         shared = heads // groups
-        ancestors = plan.ancestors
+        kind, tree = self._tree(plan)
         tile = self.tiles.queries or _tile(shared * length)
-        tiles = triton.cdiv(shared * length, tile)
+        head_tiles = triton.cdiv(shared, tile)
+        tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
         block_d = max(_SMALLEST_TILE, triton.next_power_of_2(dim))
         partial = torch.empty((splits, rows, length, heads, dim), dtype=torch.float32, device=q.device)
@@ -220,7 +241,7 @@ class RaggedAttention:
             k_cache,
             v_cache,
             plan.positions,
-            plan.positions if ancestors is None else ancestors,
+            tree,
             partial,
             levels,
             (dim**-0.5 if scale is None else scale) * _LOG2_E,
@@ -240,7 +261,8 @@ class RaggedAttention:
             BLOCK_D=block_d,
             SPLIT_SIZE=split_size,
             WINDOWED=window is not None,
-            TREE=ancestors is not None,
+            TREE=kind,
+            HEAD_TILES=head_tiles,
             num_warps=self.tiles.warps,
             num_stages=self.tiles.stages,
         )
@@ -257,6 +279,14 @@ class RaggedAttention:
             num_warps=1,
         )
         return out.transpose(1, 2)
+
+    def _tree(self, plan: Plan) -> tuple[str, Tensor]:
+        """How the kernel takes a tree, and what it reads of it; of a chain nothing."""
+        if plan.ancestors is None:
+            return "none", plan.positions
+        if self.tiles.split is None:
+            return "ancestors", plan.ancestors.view(torch.int8)
+        return "paths", plan.paths
 
     def _splits(self, programs: int, longest: int, device: torch.device) -> tuple[int, int]:
         """How many stretches, and their size (0: each row's positions are shared evenly)."""
