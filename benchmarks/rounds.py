@@ -1,8 +1,9 @@
 """Where a round's time goes: ``PYTHONPATH=src:. python -m benchmarks.rounds MODEL``; its last line is one document.
 
 A batch of the built-in prompts is decoded, plainly or with n-gram guesses, and every part of the loop is timed, each
-without the parts inside it. The forward pass is told apart by the kernels' own clocks (of the first thread). What is
-shown is the mean of the faster half of the rounds: those in which nothing else wanted the machine.
+without the parts inside it: rounds are the host's, whose parts can be told apart. The forward pass is told apart by the
+kernels' own clocks (of the first thread). What is shown is the mean of the faster half of the rounds: those in which
+nothing else wanted the machine.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
     """Decode ``batch_size`` prompts; the rounds in which all of them decode are the ones that count."""
     drafter: DrafterName | None = "ngram" if k else None
     engine = llm.with_options(drafter=drafter, num_speculative_tokens=k, max_batch_size=batch_size).engine
+    engine.parts.native = None
     model = engine.models.target
     if not isinstance(model, NativeModel):
         raise ParameterError("model", model.name, "one that runs on the CPU kernels (dtype bfloat16, or quantized)")

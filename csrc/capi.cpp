@@ -69,13 +69,8 @@ static const char* wrong_with_trees(const Tokens& t, int64_t capacity) {
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
                                  const int64_t* slots, const int64_t* parents, int count,
                                  const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds) {
-  for (int i = 0; i < count; ++i) {
-    if (tokens[i] < 0 || tokens[i] >= model->vocabulary()) return "a token is outside the vocabulary";
-    if (rows[i] < 0 || rows[i] >= cache->rows) return "a row is outside the cache";
-    if (positions[i] < 0 || positions[i] > INT32_MAX) return "a position is negative or absurdly large";
-    if (!parents && i > 0 && rows[i] == rows[i - 1] && positions[i] <= positions[i - 1]) return "positions of a row do not ascend";
-  }
   const Tokens nodes = {tokens, rows, positions, slots, parents, count};
+  if (const char* problem = model->problem_with(nodes, *cache)) return problem;
   if (parents && !slots) return "a tree needs slots";
   if (const char* problem = parents ? wrong_with_trees(nodes, cache->capacity) : nullptr) return problem;
   model->forward(*pool, nodes, *cache, Streams{hidden, taps, tap_count, features}, seconds);

@@ -6,13 +6,14 @@
 #include <mutex>
 #include <vector>
 
+#include "gain.h"
 #include "kernels.h"
 #include "pool.h"
 
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 12;
+constexpr int kAbiVersion = 13;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -86,6 +87,20 @@ struct LogprobCall {
   float* values;
 };
 
+// A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed.
+struct RoundCall {
+  DrawRows by;
+  TextRows text;
+  const int64_t* places;   // of the rows in the cache
+  const int64_t* guesses;  // [rows][guess_stride]
+  const int64_t* counts;   // less than `block`
+  int64_t guess_stride, rows, block;
+  int64_t* tokens;    // [rows][block]: what is drawn, up to the first that is not the guess
+  int64_t* accepted;  // of each row: guesses kept
+  int64_t* gained;    // of each row: tokens, as TextRows::gain says
+  uint32_t purpose;
+};
+
 struct Cache {
   uint8_t* keys;  // [layer][row][head][position][dim]
   uint8_t* values;
@@ -147,6 +162,7 @@ class Model {
 
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
+  const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t vocabulary() const { return spec.head.outputs; }
 
   const ModelSpec spec;

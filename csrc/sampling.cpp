@@ -2,7 +2,6 @@
 // other rows, and rows are shared out over the threads.
 #include <utility>
 
-#include "gain.h"
 #include "model.h"
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
@@ -285,4 +284,62 @@ PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall
 // Gives the first `rows` rows accepted[row] + 1 tokens of [rows][block]; gained: how many each kept.
 PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block, const int64_t* accepted, int64_t rows, int64_t* gained) {
   for (int64_t row = 0; row < rows; ++row) gained[row] = by->gain(row, tokens + row * block, accepted[row] + 1);
+}
+
+namespace {
+
+// The tokens of a round: each row's last one, which the target has not seen, and its guesses.
+class RoundTokens {
+ public:
+  explicit RoundTokens(const RoundCall& call) {
+    for (int64_t row = 0; row < call.rows; ++row) {
+      const int64_t last = call.text.length[row] - 1, *guesses = call.guesses + row * call.guess_stride;
+      for (int64_t j = 0; j <= call.counts[row]; ++j) {
+        tokens_.push_back(j ? guesses[j - 1] : call.text.text[row * call.text.text_stride + last]);
+        rows_.push_back(call.places[row]);
+        positions_.push_back(last + j);
+      }
+    }
+  }
+  Tokens view() const { return {tokens_.data(), rows_.data(), positions_.data(), nullptr, nullptr, static_cast<int>(tokens_.size())}; }
+
+ private:
+  std::vector<int64_t> tokens_, rows_, positions_;
+};
+
+bool counts_fit(const RoundCall& call) {
+  for (int64_t row = 0; row < call.rows; ++row) {
+    if (call.text.length[row] < 1 || call.counts[row] < 0 || call.counts[row] >= call.block) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+// Verifies the guesses, accepts them while they are the target's own draws, and commits. Returns what is wrong, or null.
+PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
+  static thread_local Buffer hidden, logits;  // as large as the largest round: fresh memory would be cleared by the system each time
+  if (!counts_fit(*call)) return "a row has no text, or its guesses do not fit";
+  const RoundTokens fed(*call);
+  const Tokens tokens = fed.view();
+  if (const char* problem = model->problem_with(tokens, *cache)) return problem;
+  const size_t count = static_cast<size_t>(tokens.count);
+  hidden.grow(sizeof(float) * count * static_cast<size_t>(model->spec.width));
+  logits.grow(sizeof(float) * count * static_cast<size_t>(model->vocabulary()));
+  model->forward(*pool, tokens, *cache, Streams{hidden.as<float>(), nullptr, 0, nullptr}, seconds);
+  model->logits(*pool, hidden.as<float>(), tokens.count, logits.as<float>());
+  DrawCall draw = {};
+  draw.by = call->by;
+  draw.logits = logits.as<float>();
+  draw.guesses = call->guesses;
+  draw.counts = call->counts;
+  draw.rows = call->rows;
+  draw.block = call->block;
+  draw.stride = draw.vocabulary = model->vocabulary();
+  draw.guess_stride = call->guess_stride;
+  draw.packed = 1;
+  draw.purpose = call->purpose;
+  pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, nullptr, nullptr, nullptr);
+  pl_gain(&call->text, call->tokens, call->block, call->accepted, call->rows, call->gained);
+  return nullptr;
 }

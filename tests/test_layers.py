@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
     },
     {"models", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
-    {"round", "device_round"},
+    {"round", "device_round", "native_round"},
     {"waiting", "guard", "chunks", "sharing", "scheduler", "engine", "pipeline", "metrics", "memory", "scoring"},
     {"llm", "server", "cli", "bench", "training", "evaluation"},
 ]

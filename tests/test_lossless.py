@@ -20,7 +20,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from paceline import acceptance
-from paceline.batch import Batch, Draft
+from paceline.batch import Batch, Draft, Verdict
 from paceline.cache import KVCache
 from paceline.drafters import NgramDrafter
 from paceline.engine import Engine, Request
@@ -62,6 +62,7 @@ from toy import (
     slow_law,
     sometimes,
     tiny_llama,
+    tiny_native,
     truth_of,
 )
 
@@ -74,6 +75,8 @@ DRAFTS: dict[str, Callable[[], Model]] = {
     "flat": lambda: FlatToy(blur=0.3),
     "llama": lambda: tiny_llama(1),
 }
+MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # whose rounds the kernels play
+DRAFTS["native"] = lambda: tiny_native(1, 1)
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
@@ -130,11 +133,12 @@ def unranked(params: SamplingParams) -> SamplingParams:
 
 @functools.cache
 def plain(model: str, family: str) -> list[list[list[int]]]:
-    """Plain decoding of every prompt, alone in its batch."""
-    alone = [
-        answers(run(make_engine(TARGETS[model](), eos=EOS, max_batch_size=1), [prompt], [unranked(params)]))[0]
-        for prompt, params in zip(PROMPTS, PARAMS[family], strict=True)
-    ]
+    """Plain decoding of every prompt, alone in its batch, in rounds of the host's."""
+    alone = []
+    for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
+        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1)
+        engine.parts.native = None
+        alone += answers(run(engine, [prompt], [unranked(params)]))
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
     return alone
 
@@ -164,7 +168,7 @@ def nearly_the_answers(model: str, family: str) -> list[list[int]]:
 
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
-    draft = {"model": DRAFTS[model], "hybrid": DRAFTS[model], "self": TARGETS[model]}.get(drafter, lambda: None)()
+    draft = {"model": DRAFTS[model], "hybrid": DRAFTS[model], "self": MODELS[model]}.get(drafter, lambda: None)()
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid"}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # gives way to the script
@@ -184,7 +188,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     }
     k = 4 if length in policies else length
     engine = make_engine(
-        TARGETS[model](), draft, eos=EOS, documents=documents, drafter=named, num_speculative_tokens=k, **options
+        MODELS[model](), draft, eos=EOS, documents=documents, drafter=named, num_speculative_tokens=k, **options
     )
     if drafter in scripts:
         truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
@@ -238,6 +242,50 @@ def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, 
 def test_certain_guesses_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
     engine = speculative_engine("toy", drafter, length, "mixed", acceptance="rejection")
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+
+
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
+@pytest.mark.parametrize("length", ["random", "caps", "selection", "auto"])
+@pytest.mark.parametrize("drafter", ["self", "ngram", "documents", "always", "sometimes", "ragged", "short", "hybrid"])
+def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: str, family: str) -> None:
+    """Where every row needs the host, now and then, and where none does."""
+    engine = speculative_engine("native", drafter, length, family, prefill_chunk=7)
+    played = count_native_rounds(engine)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
+    assert played.total() > 0
+    assert family != "greedy" or not played["by the host"]
+
+
+def count_native_rounds(engine: Engine) -> Counter[str]:
+    """How many rounds who played, as they are played."""
+    player, played = engine.parts.native, Counter[str]()
+    assert player is not None
+    suits = player.suits
+
+    def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
+        played["natively" if suits(rule, draft) else "by the host"] += 1
+        return suits(rule, draft)
+
+    player.suits = counted  # type: ignore[method-assign]
+    return played
+
+
+@needs_kernels
+def test_a_rule_that_is_put_in_the_place_of_the_engines_is_asked() -> None:
+    engine = speculative_engine("native", "ngram", 4, "greedy")
+    asked, rule = [], engine.parts.accept
+
+    def watched(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+        asked.append(draft.k)
+        return rule(draft, logits, batch)
+
+    engine.parts.accept = watched
+    assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
+    assert asked
 
 
 @pytest.mark.parametrize("family", FAMILIES)

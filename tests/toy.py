@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.tools import random_spec
 from paceline.attention.base import Attend
 from paceline.attention.reference import ReferenceAttention
 from paceline.batch import Batch, Draft, Verdict
@@ -20,6 +21,7 @@ from paceline.decoder import Decoder
 from paceline.engine import Engine, Models, Request
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import Model, Streams
+from paceline.models.native import NativeModel
 from paceline.nodes import Nodes, seen_by
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import EngineConfig, SamplingParams
@@ -154,6 +156,13 @@ def tiny_llama_of_transformers(seed: int = 0, vocab_size: int = VOCAB) -> Any:
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def tiny_native(seed: int, layers: int = 2) -> NativeModel:
+    """Random weights on the CPU kernels: a token's bits do not depend on its neighbours."""
+    spec = random_spec(vocab_size=VOCAB, layers=layers, max_positions=POSITIONS, tied=False, seed=seed)
+    return NativeModel(spec, f"native-{layers}", quantization="int8", threads=1)
 
 
 def make_engine(

@@ -191,6 +191,24 @@ class Verdict:
         )
 
 
+class ReadVerdict(Verdict):
+    """A verdict that the host has from the start; its tensors are made if anybody asks for them."""
+
+    def __init__(self, host: HostVerdict) -> None:
+        self.host, self.logprobs, self.path = host, None, None
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in ("accepted", "drafted"):
+            made = torch.tensor(getattr(self.host, name))
+        elif name == "tokens":
+            width = max(len(line) for line in self.host.tokens)
+            made = torch.tensor([line + [0] * (width - len(line)) for line in self.host.tokens])
+        else:
+            raise AttributeError(name)
+        setattr(self, name, made)
+        return made
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """The answers of one request, which may be guessed from each other and from references that it brought along."""
@@ -295,7 +313,7 @@ class Batch:
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
-        self._described = CTextRows.of(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
+        self.described = CTextRows.of(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
         self.history = AcceptanceHistory(capacity)
         self.reliability, self.copy_reliability = Reliability(capacity), Reliability(capacity)
         self.pace = Pace(capacity)
@@ -452,17 +470,22 @@ class Batch:
 
     def commit(self, verdict: Verdict) -> None:
         """Append each row's accepted + 1 tokens, cut where the row ends."""
-        for row, count in enumerate(self._gain(verdict)):
-            self.lengths[row] += count
+        self.note_gains(self._gain(verdict))
+        for row, tokens in enumerate(verdict.host.tokens):
             if (constraint := self.sampling.constraints[row]) is not None:
-                constraint.advance(verdict.host.tokens[row])
+                constraint.advance(tokens)
+
+    def note_gains(self, gained: Sequence[int]) -> None:
+        """The rows have gained so many tokens: the round is over."""
+        for row, count in enumerate(gained):
+            self.lengths[row] += count
         self.forget_wishes()
 
     def _gain(self, verdict: Verdict) -> list[int]:
         """How many tokens each row has gained."""
         kernels = kernels_for(self.sampling.temperature)
         if kernels is not None:
-            return gain(kernels, self._described, verdict.tokens, verdict.accepted)
+            return gain(kernels, self.described, verdict.tokens, verdict.accepted)
         gained: list[int] = self.state(self.rows).gain(verdict.tokens, verdict.accepted)[0].tolist()
         return gained
 

@@ -131,6 +131,10 @@ class Decoder:
             places = torch.tensor([self._places[batch.first + row] for row in moved], device=self.cache.keys.device)
             self.cache.keep(places, batch.live_length[moved], verdict.path[moved, :width])
 
+    def places(self, rows: int) -> list[int]:
+        """Where the first rows lie in the cache."""
+        return self._places[:rows]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [..., width] -> float32 [..., vocab_size]; a head of another size is cut or filled with -inf."""
         logits = self.model.logits(hidden)

@@ -35,6 +35,7 @@ from paceline.lengths.profile import Identity, Profile, is_from_files, machine_n
 from paceline.memory import check_memory
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.prepare import why_not_native
+from paceline.native_round import NativeRound
 from paceline.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.pipeline import Pipeline, why_not_device
@@ -113,6 +114,7 @@ class Engine:
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.parts.policy = self._policy()
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
+        self.parts.native = NativeRound.of(target, self.batch, self.parts.accept)
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, self.chunks)
         self.scheduler.hopeful = self.parts.policy.hopeful
@@ -270,10 +272,12 @@ class Engine:
         return self.parts.target.backend.name + kind + (f" (not native: {why})" if why else "")
 
     def _describe_rounds(self) -> str:
-        """Nothing to say where a CPU's host plays them, which is the rule."""
+        """Nothing to say where a CPU's host plays them. Those that need the host (``suits``) it plays everywhere."""
         if self._pipeline is not None:
             how = "CUDA graphs" if self._pipeline.player.graphs.captures else "uncaptured"
             return f"rounds by the device ({how}, {self._pipeline.player.ops.name} kernels); "
+        if self.parts.native is not None:
+            return "rounds by the kernels; "
         if self.models.target.device.type != "cuda":
             return ""
         why = why_not_device(self.parts.target, self.parts.drafter) or "rounds='host'"

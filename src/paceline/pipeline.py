@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.batch import HostVerdict, Logprobs, Verdict
+from paceline.batch import HostVerdict, Logprobs, ReadVerdict, Verdict
 from paceline.decoder import Decoder
 from paceline.device_round import USUAL_LAG, DeviceRound
 from paceline.drafters import ModelDrafter, NoDrafter
@@ -161,10 +161,7 @@ def _verdict(read: HostVerdict, lines: list[int | None], logprobs: list[list[flo
     tokens = [[] if line is None else read.tokens[line] for line in lines]
     accepted = [0 if line is None else read.accepted[line] for line in lines]
     drafted = [0 if line is None else read.drafted[line] for line in lines]
-    width = max(len(line) for line in tokens)
-    table = torch.tensor([line + [0] * (width - len(line)) for line in tokens])
-    verdict = Verdict(table, torch.tensor(accepted), torch.tensor(drafted))
-    verdict.host = HostVerdict(tokens, accepted, drafted)
+    verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted))
     if logprobs is not None:
         own = [[] if line is None else logprobs[line] for line in lines]
         nothing = [0.0] * max(map(len, own))

@@ -9,16 +9,28 @@ from paceline.batch import Batch, Draft, Verdict
 from paceline.decoder import Decoder
 from paceline.drafters.base import Drafter
 from paceline.lengths.base import LengthPolicy
+from paceline.native_round import NativeRound
 
 
 @dataclass
 class Speculation:
-    """Who takes part in a round."""
+    """Who takes part in a round. native: plays most rounds of its batch, if the target runs on the CPU kernels."""
 
     target: Decoder
     drafter: Drafter
     policy: LengthPolicy
     accept: AcceptanceRule
+    native: NativeRound | None = None
+
+    def play(self, batch: Batch, draft: Draft) -> Verdict:
+        """Verify, accept, commit: in one call of the CPU kernels where nothing in between needs the host."""
+        if self.native is not None and self.native.suits(self.accept, draft):
+            return self.native.play(draft)
+        logits = self.target.verify(batch, draft)  # of each row's unseen token and its guesses, one forward pass
+        verdict = self.accept(draft, logits, batch)
+        self.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
+        batch.commit(verdict)
+        return verdict
 
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
@@ -29,10 +41,7 @@ def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     if draft.k > 0:
         draft = parts.policy.select(batch, draft)  # it may verify the best guesses only
     draft = draft.fitting(batch)  # siblings take a place each in the cache
-    logits = parts.target.verify(batch, draft)  # of each row's unseen token and its guesses, one forward pass
-    verdict = parts.accept(draft, logits, batch)  # every row gains accepted + 1 tokens
-    parts.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
-    batch.commit(verdict)
+    verdict = parts.play(batch, draft)  # every row gains accepted + 1 tokens
     parts.drafter.observe(batch, verdict)
     parts.policy.observe(batch, verdict)
     return verdict

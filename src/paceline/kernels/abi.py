@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 12  # of model.h: it changes with the structs and functions
+ABI_VERSION = 13  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -177,6 +177,19 @@ class CTextRows(Structure):
         return cls(*places, stops.shape[1], text.stride(0))
 
 
+class CRound(Structure):
+    """csrc: RoundCall."""
+
+    _fields_ = (
+        ("by", CDrawRows),
+        ("text", CTextRows),
+        *((name, c_void_p) for name in ("places", "guesses", "counts")),
+        *((name, c_int64) for name in ("guess_stride", "rows", "block")),
+        *((name, c_void_p) for name in ("tokens", "accepted", "gained")),
+        ("purpose", c_uint32),
+    )
+
+
 class CRotary(Structure):
     """csrc: Rotary."""
 
@@ -234,6 +247,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 8),
     "pl_law": (None, (c_void_p,) * 4),
+    "pl_round": (c_char_p, (c_void_p,) * 5),
     "pl_gain": (None, (*(c_void_p,) * 2, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),
     "pl_logprobs": (None, (c_void_p,) * 3),

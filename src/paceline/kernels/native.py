@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import ParameterError
 from paceline.kernels import build
-from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CModel, address
+from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CModel, CRound, address
 from paceline.nodes import Nodes
 
 _log = logging.getLogger("paceline.kernels")
@@ -253,6 +253,12 @@ class NativeDecoder:
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
         out = hidden.data_ptr(), taps, len(taps), features
         problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps)
+        return None if problem is None else str(problem.decode())
+
+    def round(self, call: CRound, cache: CCache, seconds: Tensor | None) -> str | None:
+        """Verify, accept, commit; returns what is wrong with the input, or None."""
+        given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
+        problem = self._library.pl_round(self._handle, self._pool, *given)
         return None if problem is None else str(problem.decode())
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:

@@ -112,6 +112,18 @@ class NativeModel:
                 raise ParameterError("tokens", f"[{count} tokens]", problem)
         return Streams(hidden, features)
 
+    @property
+    def plays_rounds(self) -> bool:
+        """Whether ``play`` may be called: the twin has no rounds."""
+        return self._packed is not None
+
+    def play(self, call: abi.CRound, cache: KVCache) -> None:
+        """A round in one call: verify, accept, commit. Raises ParameterError for what is no token or no row."""
+        assert self._packed is not None
+        problem = self._packed.decoder.round(call, self._describe(cache), self.seconds if self.timed else None)
+        if problem is not None:
+            raise ParameterError("tokens", f"[{call.rows} rows]", problem)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., width] -> logits [..., vocab_size] in float32."""
         flat = hidden.reshape(-1, self.width).float().contiguous()
