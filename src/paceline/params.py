@@ -57,7 +57,7 @@ MAX_SECONDS = 366 * 24 * 3600.0  # a year: who wants to wait for ever says None
 MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28
 MAX_REFERENCES = 2**8  # texts that a request brings along to copy from
 MAX_REFERENCE_CHARACTERS = 2**19  # of all of them: tokenized in some tenths of a second
-MAX_REFERENCE_TOKENS = 2**17  # likewise: noted in ten milliseconds, 8 MB while the request lives
+MAX_REFERENCE_TOKENS = 2**17  # likewise: noted in 40 milliseconds, 8 MB while the request lives
 
 # Below these float32 divides by nothing, or by so little that the result is infinite.
 MIN_TEMPERATURE = 1e-30
