@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1e6, help="no further repeat is begun that would end later")
     parser.add_argument("-k", default="auto", help="speculation length")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--output", type=Path)
@@ -134,9 +135,14 @@ def main() -> None:
     sides = (edits if options.what == "edits" else siblings)(options, llm, asked)
     runs: dict[str, list[BatchRun]] = {name: [] for name, _ in sides}
     llm.generate([llm.tokens_of_chat(asked[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # a warm-up
+    started, longest = time.monotonic(), 0.0
     for turn in turns(sides, options.repeats):
+        began = time.monotonic()
+        if began - started + longest > options.seconds:
+            break
         for name, play in turn:
             runs[name].append(play())
+        longest = max(longest, time.monotonic() - began)
     first = next(iter(runs.values()))
     results = [summary(name, each, first) for name, each in runs.items()]
     if options.what == "edits":
