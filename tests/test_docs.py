@@ -56,7 +56,7 @@ def test_the_readmes_table_is_what_the_results_say() -> None:
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_the_commands_of_the_documentation_exist_with_their_flags(command: list[str]) -> None:
-    words = command[:2] if command[0] == "bench" else command[:1]
+    words = command[:2] if command[0] in ("bench", "eval") else command[:1]
     result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 0, result.output
     flags = [word for word in command if word.startswith("--")]

@@ -17,11 +17,21 @@ def test_version(paceline: Any) -> None:
     assert (result.exit_code, result.stdout) == (0, f"paceline {package.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "pull", "demo", "verify", "bench", "bench offline"])
+@pytest.mark.parametrize(
+    "command", ["", "generate", "chat", "pull", "demo", "verify", "bench", "bench offline", "eval"]
+)
 def test_every_command_explains_itself(paceline: Any, command: str) -> None:
     result = paceline(*command.split(), "--help")
     assert result.exit_code == 0
     assert "Usage" in result.stdout
+
+
+def test_eval_says_what_it_does_with_programs(paceline: Any) -> None:
+    result = paceline("eval", "humaneval", "--help")
+    assert result.exit_code == 0
+    assert "run in a sandbox" in result.stdout
+    options = ("--n", "--budget-max", "--limit", "--resume", "--style", "--weak-sandbox", "--draft-model")
+    assert [option for option in options if option not in result.stdout] == []
 
 
 def test_help_does_not_wait_for_torch() -> None:

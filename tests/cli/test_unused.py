@@ -18,6 +18,7 @@ ABSENT = [
     ("profile", "--max-batch-size"),
     ("profile", "--profile"),
     ("bench offline", "--max-batch-size"),
+    ("eval humaneval", "--max-batch-size"),
     ("bench traffic", "--num-speculative-tokens"),
     ("bench phases", "--drafter"),
     ("bench phases", "--reference-document"),

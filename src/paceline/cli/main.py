@@ -12,6 +12,7 @@ from paceline.cli.bench import app as bench_app
 from paceline.cli.chat import chat
 from paceline.cli.console import report_error
 from paceline.cli.demo import demo
+from paceline.cli.evaluate import app as eval_app
 from paceline.cli.generate import generate
 from paceline.cli.options import with_flags
 from paceline.cli.profile import profile
@@ -51,6 +52,7 @@ app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))
 app.command()(with_flags(verify, without={"num_speculative_tokens", "acceptance"}))  # it has --lengths, and tries both
 app.command()(with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"}))  # it varies them
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 
 
 def _show_version(wanted: bool) -> None:

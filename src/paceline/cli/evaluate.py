@@ -1,0 +1,221 @@
+"""``paceline eval``: what a model's answers are worth, and by when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from paceline.cli.console import Sheet, note, stderr, table, working
+from paceline.cli.document import command_line, end
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers, with_flags
+from paceline.errors import MissingPackageError, ParameterError
+from paceline.files import check_output, write_text
+from paceline.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.evaluation.curves import Share
+    from paceline.evaluation.journal import Sides
+    from paceline.evaluation.problems import Problem, Style
+    from paceline.evaluation.run import Plan, Result, Side
+    from paceline.evaluation.sandbox import Sandbox
+    from paceline.llm import LLM
+
+app = typer.Typer(no_args_is_help=True, help="What its answers are worth, and by when.")
+
+StyleOption = Annotated[
+    Literal["auto", "chat", "completion"],
+    typer.Option("--style", help="How problems are asked; auto: as a chat, if the model has a template for one."),
+]
+FILES = ("journal.jsonl", "samples.jsonl", "humaneval.json", "humaneval.png")
+DEFAULT_ANSWERS, DEFAULT_BUDGETS, DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE = "1,4,8", "1,2,3,5,8", 384, 0.8
+
+
+@app.callback()
+def _eval() -> None:
+    pass
+
+
+def humaneval(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    n: Annotated[str, typer.Option("--n", help="Answers to each problem; several are compared.")] = DEFAULT_ANSWERS,
+    budget_max: Annotated[
+        float | None, typer.Option("--budget-max", help="Seconds after which answers are cut. Default: never.")
+    ] = None,
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Seconds at which the table looks; those below --budget-max.")
+    ] = DEFAULT_BUDGETS,
+    style: StyleOption = "auto",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = DEFAULT_MAX_TOKENS,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = DEFAULT_TEMPERATURE,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus, in (0, 1].")] = SamplingParams.top_p,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The first problem's; the others count on.")] = 0,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first problems.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", help="A directory for journal, samples, JSON document and plot.")
+    ] = Path("humaneval"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the journal in --output ends.")] = False,
+    weak_sandbox: Annotated[
+        bool, typer.Option("--weak-sandbox", help="Run programs even where they see network and files.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """HumanEval within time budgets: Pass@First and Pass@All of n answers, plain and with speculation.
+
+    The programs that the model writes are run in a sandbox. The last line of stdout is one JSON document.
+    """
+    from paceline.evaluation.problems import human_eval
+    from paceline.evaluation.run import Plan, sides_of
+    from paceline.evaluation.sandbox import Sandbox
+
+    answers = tuple(sorted(set(whole_numbers("--n", n))))
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, time_budget=budget_max)
+    looks = _budgets(budgets, budget_max)
+    problems = human_eval()[:limit]
+    _need_matplotlib()
+    _check_directory(output)
+    box = Sandbox(weak=weak_sandbox)
+    if not quiet or box.isolation.missing:
+        _tell(box)
+    llm = replace(engine, max_batch_size=max(answers)).load(model, quiet)
+    plan = Plan(problems, answers, _style(llm, style), params, seed)
+    sides = sides_of(llm, answers)
+    found = _run(plan, sides, box, output / FILES[0], resume, quiet)
+    _finish(llm, plan, sides, box, found, looks, output)
+
+
+def _need_matplotlib() -> None:
+    """What is missing is said now, and not at the end. Raises MissingPackageError."""
+    try:
+        import_module("matplotlib")
+    except ImportError as error:
+        raise MissingPackageError(error.name, "eval") from error
+
+
+def _budgets(text: str, longest: float | None) -> list[float]:
+    allowed = "seconds above 0, separated by commas"
+    try:
+        budgets = sorted({float(part) for part in text.split(",")})
+    except ValueError as error:
+        raise ParameterError("--budgets", text, allowed) from error
+    if not all(0 < budget < float("inf") for budget in budgets):
+        raise ParameterError("--budgets", text, allowed)
+    return [budget for budget in budgets if longest is None or budget < longest]
+
+
+def _check_directory(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ParameterError("--output", str(output), f"a directory that can be written ({error})") from error
+    for name in FILES[1:]:
+        check_output("--output", output / name)
+
+
+def _tell(box: Sandbox) -> None:
+    note("programs run in a sandbox: " + "; ".join(box.isolation.holds))
+    for missing in box.isolation.missing:
+        note(f"missing on this machine: {missing}")
+
+
+def _style(llm: LLM, wanted: Literal["auto", "chat", "completion"]) -> Style:
+    from paceline.evaluation.problems import style_of
+
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+    return style_of(llm.tokenizer) if wanted == "auto" else wanted
+
+
+def _run(plan: Plan, sides: list[Side], box: Sandbox, path: Path, resume: bool, quiet: bool) -> dict[str, Sides]:
+    """All problems' answers, those of an earlier run included."""
+    from tqdm import tqdm
+
+    from paceline.evaluation.journal import Journal
+    from paceline.evaluation.run import evaluate, settings
+
+    with working("identifying the models"):
+        journal = Journal(path, settings(plan, sides, box), resume=resume)
+    wanted = [problem.task_id for problem in plan.problems]
+    done = sum(name in journal.problems for name in wanted)
+
+    def progress(steps: Iterable[Problem]) -> Iterable[Problem]:
+        silent = True if quiet else None  # None: where stderr is no terminal
+        return tqdm(steps, "problems", len(wanted), initial=done, disable=silent)  # type: ignore[no-any-return]
+
+    evaluate(plan, sides, box, journal, progress)
+    return {name: journal.problems[name] for name in wanted}
+
+
+def _finish(
+    llm: LLM, plan: Plan, sides: list[Side], box: Sandbox, found: dict[str, Sides], looks: list[float], output: Path
+) -> None:
+    """Tables, files, the document."""
+    from paceline.bench.offline import document
+    from paceline.evaluation.plot import draw
+    from paceline.evaluation.run import different_texts, half_way, results, samples
+
+    problems = list(found.values())
+    measured = results(sides, problems, looks)
+    for sheet in _tables(measured, len(problems)):
+        stderr().print(sheet)
+    lines = [json.dumps(sample) for sample in samples(found, sides[-1])]
+    write_text(output / FILES[1], "".join(f"{line}\n" for line in lines))
+    draw(measured, output / FILES[3], f"HumanEval, {len(problems)} problems. {llm.engine.describe()}")
+    about: dict[str, Any] = {
+        "problems": list(found),
+        "style": plan.style,
+        "sampling": {**asdict(plan.params), "seed": plan.seed},
+        "sandbox": asdict(box.isolation) | {"limits": asdict(box.limits)},
+        "samples_of": sides[-1].name,
+        "half_way": [asdict(each) for each in half_way(sides, problems)],
+        "texts_changed_by_speculation": different_texts(sides, problems),
+        "files": {Path(name).suffix.strip("."): str(output / name) for name in FILES if name.endswith(("png", "json"))}
+        | {"journal": str(output / FILES[0]), "samples": str(output / FILES[1])},
+    }
+    full = document(llm, command_line(), "HumanEval", []) | about | {"results": [asdict(result) for result in measured]}
+    end(full, output / FILES[2])
+
+
+def _tables(results: list[Result], problems: int) -> Iterable[Sheet]:
+    """Three, each within 80 columns: by budget, and what does not ask for time."""
+    budgets = [reading.budget for reading in results[0].at]
+    columns = ["", *("end" if budget is None else f"{budget:g} s" for budget in budgets)]
+    names = [f"{result.mode}, n={result.n}" for result in results]
+    first = [[name, *(_percent(r.first) for r in result.at)] for name, result in zip(names, results, strict=True)]
+    every = [[name, *(_percent(r.all) for r in result.at)] for name, result in zip(names, results, strict=True)]
+    yield table(f"Pass@First of {problems} problems, in percent", columns, first)
+    yield table("Pass@All, in percent", columns, every)
+    columns = ["at the end, in percent", "pass@1", "ranked first less pass@1", "cut", "seconds", "all n", "accepted"]
+    yield table(
+        "Ranking and time (± one standard error)",
+        columns,
+        [
+            [
+                name,
+                _with_error(result.pass_at[1]),
+                _with_error(result.ranking, sign="+"),
+                f"{result.cut:.0%}",
+                f"{result.seconds:.1f}",
+                f"{result.seconds_to_all:.1f}",
+                "" if result.acceptance_rate is None else f"{result.acceptance_rate:.0%}",
+            ]
+            for name, result in zip(names, results, strict=True)
+        ],
+    )
+
+
+def _percent(share: Share) -> str:
+    return f"{100 * share.mean:.1f}"
+
+
+def _with_error(share: Share, sign: str = "") -> str:
+    error = "" if share.error is None else f" ± {100 * share.error:.1f}"
+    return f"{100 * share.mean:{sign}.1f}{error}"
+
+
+app.command()(with_flags(humaneval, without={"max_batch_size"}))  # it has --n

@@ -1,0 +1,169 @@
+"""``paceline eval humaneval``: on a model with random weights, and problems that its words cannot spoil."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.evaluation import problems as module
+from paceline.evaluation.problems import Problem
+from paceline.evaluation.sandbox import Sandbox
+
+CHECK = "def check(f):\n    assert f(1) == 2\n"
+PROBLEMS = [
+    Problem(f"Test/{number}", f"def f(x):\n    return {2 + number % 2}  # {number} ", "f", CHECK, "")
+    for number in range(4)
+]
+OPTIONS = ("--n", "1,3", "--max-tokens", "12", "--weak-sandbox", "--budgets", "1,2,5", "--dtype", "float32", "-q")
+PLAIN = (*OPTIONS, "--drafter", "none")  # equal to the last bit: torch's sums depend on how many tokens a round has
+
+
+@pytest.fixture(autouse=True)
+def _problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "human_eval", lambda: list(PROBLEMS))
+
+
+def journal(directory: Path) -> list[Any]:
+    """Without the times."""
+    lines = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()[1:]]
+    for line in lines:
+        for answer in (answer for side in line["sides"].values() for answer in side):
+            for name in ("seconds", "drafted", "accepted"):
+                del answer[name]
+    return lines
+
+
+def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = paceline("eval", "humaneval", tiny, "--drafter", "ngram", "-k", "2", *OPTIONS, "--output", str(out))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document == json.loads((out / "humaneval.json").read_text())
+    assert document["sandbox"]["holds"]
+    assert document["texts_changed_by_speculation"] == 0
+    assert document["machine"]["cores"] >= 1
+    assert [(side["mode"], side["n"]) for side in document["results"]] == [
+        ("plain", 1), ("k=2", 1), ("plain", 3), ("k=2", 3),
+    ]  # fmt: skip
+    for side in document["results"]:
+        assert [reading["budget"] for reading in side["at"]] == [1, 2, 5, None]
+        assert 0 < side["at"][-1]["all"]["mean"] <= 0.5, "every second problem's prompt is right, the others are wrong"
+        assert side["curve"]["all"] == sorted(side["curve"]["all"])
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [sample["task_id"] for sample in samples] == [p.task_id for p in PROBLEMS for _ in range(3)]
+    assert {type(sample["completion"]) for sample in samples} == {str}
+    assert (out / "humaneval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(whole)).exit_code == 0
+    run, runs = Sandbox.run, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal runs
+        runs += "# 2 " in arguments[1]
+        if runs == 2:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sandbox, "run", interrupted)
+        assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(broken)).exit_code == 130
+    assert journal(broken) == journal(whole)[:2]
+    with (broken / "journal.jsonl").open("a") as file:
+        file.write('{"task_id": "Test/2", "si')  # as a kill while writing leaves it
+    again = paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(broken))
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+    assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(broken), "--resume").exit_code == 0
+    assert journal(broken) == journal(whole)
+    assert (broken / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    other = paceline("eval", "humaneval", tiny, *PLAIN, "--seed", "5", "--output", str(broken), "--resume")
+    assert other.exit_code == 2
+    assert "seed" in other.stderr
+
+
+def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--budget-max", "0.000001", "--output", str(tmp_path)]
+    result = paceline("eval", "humaneval", tiny, *options)
+    assert result.exit_code == 0, result.output
+    for side in json.loads(result.stdout.splitlines()[-1])["results"]:
+        assert side["cut"] == 1
+        assert side["pass_at"]["1"]["mean"] == 0
+    answers = [answer for line in journal(tmp_path) for side in line["sides"].values() for answer in side]
+    assert {answer["result"] for answer in answers} == {"cut by the budget"}
+
+
+def test_the_tables_fit_80_columns(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli.main import app
+
+    line = ["eval", "humaneval", tiny, *OPTIONS, "--limit", "1", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, [*line, "--drafter", "ngram"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    tables = result.stderr.splitlines()
+    assert max(map(len, tables)) <= 80
+    assert any(row.startswith("Pass@First of 1 problems") for row in tables)
+    heads = [row for row in tables if "end" in row.split()]
+    assert all(row.split()[-3:] == ["5", "s", "end"] for row in heads[:2])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--n", "0"), "--n"),
+        (("--budgets", "x"), "--budgets"),
+        (("--budgets", "0"), "--budgets"),
+        (("--budget-max", "0"), "time_budget"),
+        (("--temperature", "-1"), "temperature"),
+        (("--output", "/dev/null"), "--output"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    paceline: Any, options: tuple[str, str], named: str
+) -> None:
+    result = paceline("eval", "humaneval", "no-model", *options)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(f"error: {named}=")
+
+
+PROGRAM = """
+import sys
+from paceline.cli.main import app
+from paceline.evaluation import problems
+problems.human_eval = lambda: [
+    problems.Problem(f"Test/{n}", f"def f(x):\\n    return {2 + n % 2}  # {n} ", "f", CHECK, "") for n in range(4)
+]
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    line = ["eval", "humaneval", tiny, *PLAIN, "--max-tokens", "150"]
+    assert paceline(*line, "--output", str(whole)).exit_code == 0
+    started = [sys.executable, "-c", PROGRAM.replace("CHECK", repr(CHECK)), *line, "--output", str(broken)]
+    run = subprocess.Popen(started, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and run.poll() is None:
+        if (broken / "journal.jsonl").exists() and (broken / "journal.jsonl").read_text().count("\n") >= 2:
+            break
+        time.sleep(0.001)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert 1 <= len(journal(broken)) < 4
+    assert paceline(*line, "--output", str(broken), "--resume").exit_code == 0
+    assert journal(broken) == journal(whole)
