@@ -42,6 +42,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "top-k 40": {"top_k": 40},
     "min-p 0.05": {"min_p": 0.05},
     "repetition penalty 1.1": {"repetition_penalty": 1.1},
+    "ranked": {"rank_by": "mean_logprob"},
     "5 log-probabilities": {"logprobs": 5},
     "all together": {"top_p": 0.95, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "logprobs": 5},
 }

@@ -10,8 +10,9 @@ import pytest
 
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.outputs import CompletionOutput, RequestOutput, is_outranked, ranked
+from paceline.outputs import CompletionOutput, Metrics, RequestOutput, is_outranked, ranked
 from paceline.params import SamplingParams
+from paceline.server.metrics import Meter, Pace
 from toy import ToyModel, make_engine, run, slow_answer
 from toy_llm import toy_llm
 
@@ -224,3 +225,20 @@ def test_answers_cut_by_time_come_after_those_that_ended(clock: Clock) -> None:
     assert 3 <= reasons.count("stop") < 8
     assert reasons == ["stop"] * reasons.count("stop") + ["deadline"] * reasons.count("deadline")
     assert {each.index for each in output.outputs} == set(range(8))
+
+
+def test_a_requests_first_last_and_all_answers_are_in_the_metrics() -> None:
+    ended = [
+        CompletionOutput(
+            index,
+            token_ids=[1] * 11,
+            finish_reason="stop",
+            metrics=Metrics(0.0, first_token=1.0, finished=1.0 + seconds, output_tokens=11),
+        )
+        for index, seconds in enumerate((1.0, 3.0, 2.0))
+    ]
+    output, meter = RequestOutput("x", None, [1], ended), Meter(10.0)
+    meter.gained(Pace.of(output), output)
+    for sequence, seconds in (("first", 0.1), ("last", 0.3), ("all", 0.2)):
+        name, labels = "paceline:request_time_per_output_token_seconds_sum", {"sequence": sequence}
+        assert meter.registry.get_sample_value(name, labels) == pytest.approx(seconds)

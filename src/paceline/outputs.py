@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,6 +64,24 @@ class Metrics:
         if self.finished is None or self.first_token is None or self.output_tokens < 2:
             return None
         return 1000 * (self.finished - self.first_token) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds per token of a batch's first (fastest), last (slowest) and all (their mean) sequences.
+
+    As BASS reports them (2404.15778); the first token of a sequence, which waits for its prompt, is not counted.
+    """
+
+    first: float
+    last: float
+    all: float
+
+    @staticmethod
+    def of(sequences: Iterable[Metrics]) -> Latency | None:
+        """None unless some sequence has ended with two tokens or more."""
+        paces = [pace for each in sequences if (pace := each.ms_per_token) is not None]
+        return Latency(min(paces), max(paces), sum(paces) / len(paces)) if paces else None
 
 
 @dataclass

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from paceline.bench.offline import Timing, measure, split_times
+from paceline.outputs import Latency, Metrics
 
 
 @dataclass
@@ -20,6 +21,16 @@ class Scripted:
     def time(self, prompts: Sequence[list[int]], tokens: int) -> Timing:
         self.log.append(f"{self.name} {tokens}")
         return Timing(0.5, self.seconds.pop(0), rounds=tokens, tokens=len(prompts) * min(tokens, self.room))
+
+
+def test_latency_is_of_the_first_the_last_and_all_sequences() -> None:
+    def ended(seconds: float, tokens: int) -> Metrics:
+        return Metrics(first_token=1.0, finished=1.0 + seconds, output_tokens=tokens)
+
+    found = Latency.of([ended(1.0, 11), ended(3.0, 11), ended(2.0, 11), ended(0.0, 1), Metrics()])
+    assert found is not None
+    assert (found.first, found.last, found.all) == pytest.approx((100.0, 300.0, 200.0))
+    assert Latency.of([Metrics()]) is None
 
 
 def test_prefill_and_decoding_are_told_apart() -> None:

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from paceline.bench.offline import Result, Timing
 from paceline.cli.bench import _table
-from paceline.cli.console import table
+from paceline.cli.console import latency_table, table
 from paceline.cli.document import as_text
+from paceline.outputs import Latency
 
 
 def drawn(renderable: object, width: int) -> list[str]:
@@ -59,3 +60,9 @@ def test_a_table_that_fits_is_one() -> None:
 def test_what_is_no_number_is_null() -> None:
     document = {"a": [float("nan"), 1.5, (float("inf"),)], "b": {"c": -float("inf"), "d": None}}
     assert as_text(document) == '{"a": [null, 1.5, [null]], "b": {"c": null, "d": null}}'
+
+
+def test_latencies_are_those_of_the_first_the_last_and_all_sequences() -> None:
+    lines = drawn(latency_table([("plain", Latency(1.04, 3.0, 2.06)), ("other", None)]), 80)
+    assert next(line.split() for line in lines if "plain" in line) == ["plain", "1.0", "3.0", "2.1"]
+    assert next(line.split() for line in lines if "other" in line) == ["other"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.outputs import Metrics, RequestOutput
+from paceline.outputs import Latency, Metrics, RequestOutput
 from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ class BatchRun:
     def ms_per_token(self) -> float:
         """Milliseconds per token of a sequence, first token not counted: the mean over the sequences."""
         return statistics.fmean(m.ms_per_token for m in self.metrics if m.ms_per_token is not None)
+
+    @property
+    def latency(self) -> Latency | None:
+        """Milliseconds per token of the first, the last and all sequences."""
+        return Latency.of(self.metrics)
 
     @property
     def seconds_to_last_first_token(self) -> float:

@@ -27,6 +27,7 @@ from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.sets import SETS, SetName
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter
+from paceline.outputs import Latency
 from paceline.params import LengthName, SamplingParams
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ WARM_UP_TOKENS = 4
 class Timing:
     """One batch on one side, once. tokens: of all its answers, as many as came.
 
-    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave.
+    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave. latency: of its first, last and
+    all sequences; None where a side does not tell when each ended.
     """
 
     prefill_seconds: float
@@ -54,6 +56,7 @@ class Timing:
     tokens: int
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
+    latency: Latency | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,9 @@ class Paceline:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         run = run_batch(self.llm, prompts, params, references=self.references)
         prefill, decode = split_times(run.seconds_to_last_first_token, run.seconds, run.rounds)
-        return Timing(prefill, decode, run.rounds, run.tokens, run.acceptance_rate, run.mean_acceptance_length)
+        return Timing(
+            prefill, decode, run.rounds, run.tokens, run.acceptance_rate, run.mean_acceptance_length, run.latency
+        )
 
 
 class Transformers:

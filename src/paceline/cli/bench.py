@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
-from paceline.cli.console import Sheet, stderr, table, working
+from paceline.cli.console import Sheet, latency_table, stderr, table, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import (
     DEFAULT_MODEL,
@@ -87,6 +87,7 @@ def offline(
             sides = sides_for(llm, size, each, wrong_guesses, others, copied if references else None)
             results += measure(sides, batch, max_tokens, repeats)
     stderr().print(_table(results, max_tokens, prompts))
+    stderr().print(latency_table([(f"{r.side}, batch {r.batch_size}", r.median.latency) for r in results]))
     end(document(llm, command_line(), prompts, results), output)
 
 
@@ -98,7 +99,16 @@ app.command()(quality)
 
 
 def _table(results: list[Result], tokens: int, prompts: str) -> Sheet:
-    columns = ["", "batch", "prefill s", "decode s", "tokens/s", "ms/token\na sequence", "accepted", "speed-up"]
+    columns = [
+        "",
+        "batch",
+        "prefill s",
+        "decode s",
+        "tokens/s",
+        "ms/token\na sequence",
+        "accepted",
+        "speed-up",
+    ]
     rows = []
     for result in results:
         timing = result.median

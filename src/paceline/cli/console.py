@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from paceline.outputs import Latency
+
 
 def stdout() -> Console:
     """Where results go. Made anew each time, for tests and callers may redirect the stream."""
@@ -97,6 +99,15 @@ class Sheet:
         for row in self.rows:
             drawn.add_row(*(Text(row[column]) for column in columns))
         return drawn
+
+
+def latency_table(rows: Iterable[tuple[str, Latency | None]]) -> Sheet:
+    """Of each side its batch's first (fastest), last (slowest) and all (mean) sequences; empty where none is known."""
+    cells = [
+        [side, *([""] * 3 if known is None else [f"{ms:.1f}" for ms in (known.first, known.last, known.all)])]
+        for side, known in rows
+    ]
+    return table("ms/token of a batch's sequences, the first token not counted", ["", "first", "last", "all"], cells)
 
 
 _GAP = 2  # characters after each column

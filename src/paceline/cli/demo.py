@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from paceline.bench.measure import BatchRun, run_batch
 from paceline.bench.prompts import COPYING
-from paceline.cli.console import note, stdout, table, working
+from paceline.cli.console import latency_table, note, stdout, table, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.params import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
 
@@ -89,6 +89,7 @@ def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> 
             rows,
         )
     )
+    console.print(latency_table([("plain", plain.latency), ("speculation", speculative.latency)]))
     console.print(verdict(llm, speculative, plain))
 
 

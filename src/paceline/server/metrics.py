@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from paceline.batch import HostVerdict
 from paceline.engine import Engine
-from paceline.outputs import CompletionOutput, RequestOutput
+from paceline.outputs import CompletionOutput, Latency, RequestOutput
 from paceline.server.errors import ApiError
 from paceline.server.logs import REFUSALS
 
@@ -127,6 +127,13 @@ class Meter:
             "inter_token_latency_seconds", "Between tokens; those of one round share the time since the last.", _GAPS
         )
         self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its answer's end.")
+        self._tpot = Histogram(
+            "paceline:request_time_per_output_token_seconds",
+            "Per token after the first, of a request's first (fastest), last (slowest) and all (mean) answers.",
+            ("sequence",),
+            buckets=_GAPS,
+            registry=self.registry,
+        )
         self._queue = histogram("request_queue_time_seconds", "From a request's arrival to its answer's row.")
 
     # --- in the engine's thread --------------------------------------------------
@@ -185,6 +192,10 @@ class Meter:
             if answer.finished and pace.at[answer.index] >= 0:
                 pace.at[answer.index] = -1.0  # counted
                 self._observe_end(answer)
+        latency = Latency.of(answer.metrics for answer in output.candidates) if output.finished else None
+        if latency is not None:
+            for sequence, ms in (("first", latency.first), ("last", latency.last), ("all", latency.all)):
+                self._tpot.labels(sequence).observe(ms / 1000)
 
     def _observe_tokens(self, pace: Pace, answer: CompletionOutput, fresh: int, now: float) -> None:
         place, measured = answer.index, answer.metrics
