@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import get_args
 
 from paceline import LLM, SamplingParams
-from paceline.batch import Batch
+from paceline.batch import Batch, Wish
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.hardware import cpu_name
 from paceline.lengths import LengthPolicy
@@ -37,8 +37,8 @@ class RandomLength(LengthPolicy):
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, batch: Batch) -> int:
-        return self._random.randint(0, LONGEST)
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self._random.randint(0, LONGEST))
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
 from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostTable
 from paceline.params import SamplingParams
@@ -53,8 +53,8 @@ class Simulation:
     def play(self, policy: LengthPolicy, rounds: int = 1) -> None:
         for _ in range(rounds):
             batch = self.batch
-            k = policy.choose(batch)
-            caps = batch.caps or [k] * batch.rows
+            wish = policy.choose(batch)
+            k, caps = wish.k, wish.caps or [wish.k] * batch.rows
             accepted = [self._kept(row, cap) for row, cap in enumerate(caps)]
             self.now += self.costs.round_ms(batch.rows, k, batch.longest) / 1000
             tokens = torch.zeros(batch.rows, k + 1, dtype=torch.int64)
@@ -94,7 +94,7 @@ class GuessSimulation:
     """Rounds whose guesses have confidences, until every row has gained ``tokens``: for policies that select or stop.
 
     guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
-    copies(row): likewise, guesses for nothing, which ``batch.instead`` may take in place of the others; None: there are
+    copies(row): likewise, guesses for nothing, which ``Wish.instead`` may take in place of the others; None: there are
     none. look: ms that it takes to find guesses. noise: of the times, lognormal, and one round in 30 takes three times
     as long. seconds[row]: when it ended.
     """
@@ -127,6 +127,7 @@ class GuessSimulation:
         for row in range(self.rows):
             batch.set_row(row, RowStart([RIGHT] * 8, SamplingParams(temperature=0, max_tokens=self.tokens), row))
             self.reader.seen[row] = 7
+            policy.join(row)
         batch.set_rows(self.rows)
         who = list(range(self.rows))
         self.ends: dict[int, float] = {}
@@ -136,6 +137,9 @@ class GuessSimulation:
             for row in reversed(range(batch.rows)):
                 if batch.lengths[row] >= batch.limits[row]:
                     self.ends[who[row]] = self.now - began
+                    policy.leave(row)
+                    if row < batch.rows - 1:
+                        policy.move(batch.rows - 1, row)
                     batch.copy_row(batch.rows - 1, row)
                     self.reader.seen[row] = self.reader.seen[batch.rows - 1]
                     who[row] = who[batch.rows - 1]
@@ -144,12 +148,10 @@ class GuessSimulation:
 
     def _round(self, policy: LengthPolicy, who: list[int]) -> None:
         batch = self.batch
-        k = min(policy.choose(batch), batch.room - 1)
-        batch.cap_guesses(k)
+        wish = policy.choose(batch).within(batch)
         self._who, self._read = who[: batch.rows], (0, 0)
-        draft = self._propose(self._who, k).capped(batch.caps)
-        if draft.k > 0:
-            draft = policy.select(batch, draft)
+        draft = self._propose(self._who, wish).capped(wish.caps)
+        draft = policy.select(batch, draft) if draft.k else draft
         counts = draft.counts.tolist()
         right = (draft.tokens == RIGHT).tolist()
         accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
@@ -164,42 +166,43 @@ class GuessSimulation:
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
 
-    def _propose(self, who: list[int], k: int) -> Draft:
-        """Of both kinds of guesses those that ``batch.instead`` wants."""
-        copied = None
+    def _propose(self, who: list[int], wish: Wish) -> Draft:
+        """Of both kinds of guesses those that ``wish.instead`` wants."""
+        copied, k = None, wish.k
         self.now += self.look / 1000 if k > 0 else 0
         if self.copies is not None and k > 0:
             copied = _as_draft([self.copies(row)[:k] for row in who])
-            k = k if self.batch.instead is None else self.batch.instead(self.batch, copied)
+            k = k if wish.instead is None else wish.instead(self.batch, copied)
         self.asked.append(k)
         if k == 0:
-            return self._draft(who, 0) if copied is None else copied
-        first, stop = self._read = self.batch.guessing
+            return self._draft(who, replace(wish, k=0)) if copied is None else copied
+        first, stop = self._read = wish.stretch(self.batch.rows)
         self.now += self.costs.feed_ms(sum(self.reader.lags(self.batch)[first:stop]) - (stop - first)) / 1000
-        return self._draft(who, k)
+        return self._draft(who, replace(wish, k=k))
 
     def place(self, row: int) -> int:
         """Tokens that a row has gained so far."""
         return self.batch.lengths[self._who.index(row)] - 8
 
-    def _end(self, guesses: list[list[tuple[float, bool]]]) -> int:
+    def _end(self, guesses: list[list[tuple[float, bool]]], wish: Wish) -> int:
         """How many steps are drafted, which takes its time: until the policy has enough."""
-        batch, widest, before = self.batch, max(map(len, guesses)), 0.0
-        first, stop = batch.guessing
+        widest, before = max(map(len, guesses)), 0.0
+        first, stop = wish.stretch(self.batch.rows)
         for step in range(1, widest + 1):
             ms = self.costs.draft_ms(stop - first, step)
             self.now += (ms - before) / 1000
             before = ms
-            if batch.enough and batch.enough(batch, [[score for score, _ in line[:step]] for line in guesses]):
+            scores = [[score for score, _ in line[:step]] for line in guesses[first:stop]]
+            if wish.enough and wish.enough(self.batch.part(first, stop), scores):
                 return step
         return widest
 
     def _spike(self) -> bool:
         return self.noise > 0 and self.rng.random() < 1 / 30
 
-    def _draft(self, who: list[int], k: int) -> Draft:
-        guesses = [self.guess(row)[:k] for row in who]
-        widest = self._end(guesses)
+    def _draft(self, who: list[int], wish: Wish) -> Draft:
+        guesses = [self.guess(row)[: wish.k] for row in who]
+        widest = self._end(guesses, wish)
         guesses = [line[:widest] for line in guesses]
         return _as_draft(guesses)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.batch import Batch, RowStart
+from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.engine import Engine, Request
@@ -131,7 +131,7 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds() -> None:
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
-    engine.parts.policy.choose = lambda batch: rng.choice([0] * 12 + [3])  # type: ignore[method-assign]
+    engine.parts.policy.choose = lambda batch: Wish(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
     params = [SamplingParams(seed=i, max_tokens=60) for i in range(9)]
     outputs = run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params)
     drafted = sum(output.outputs[0].metrics.drafted for output in outputs)

@@ -18,8 +18,6 @@ LAYERS: list[set[str]] = [
         "batch",
         "nodes",
         "rows",
-        "history",
-        "reliability",
         "cache",
         "sampling",
         "rules",

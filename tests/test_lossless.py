@@ -20,19 +20,16 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from paceline import acceptance
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.cache import KVCache
 from paceline.drafters import NgramDrafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
-from paceline.lengths.budget import BudgetLength
-from paceline.lengths.confident import ConfidentLength
+from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.lengths.fixed import FixedLength
-from paceline.lengths.goodput import LONGEST_AUTO
-from paceline.lengths.hybrid import HybridLength
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
 from paceline.outputs import RequestOutput
@@ -143,21 +140,20 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
     return alone
 
 
-def cheap_budget() -> BudgetLength:
+def cheap_budget() -> AutoLength:
     """Verifies whatever has a chance: a guess costs next to nothing."""
-    return BudgetLength(CostModel(linear_costs(token=0.01), LONGEST_AUTO))
+    return AutoLength(CostModel(linear_costs(token=0.01)))
 
 
-def cheap_confident(engine: Engine) -> ConfidentLength:
+def cheap_confident(engine: Engine) -> AutoLength:
     """Drafts cost little, and guesses that are nearly sure to be wrong are not verified."""
-    costs = CostModel(linear_costs(token=0.3, draft_step=0.1), LONGEST_AUTO)
-    return ConfidentLength(costs, engine.parts.drafter.decoders)
+    costs = CostModel(linear_costs(token=0.3, draft_step=0.1))
+    return AutoLength(costs, engine.parts.drafter.decoders, copies=False)
 
 
-def cheap_hybrid(engine: Engine) -> HybridLength:
+def cheap_hybrid(engine: Engine) -> AutoLength:
     """Likewise; and some rounds copy, others ask the draft model."""
-    costs = CostModel(linear_costs(token=0.3, draft_step=0.1), LONGEST_AUTO)
-    return HybridLength(costs, engine.parts.drafter.decoders)
+    return AutoLength(CostModel(linear_costs(token=0.3, draft_step=0.1)), engine.parts.drafter.decoders)
 
 
 def nearly_the_answers(model: str, family: str) -> list[list[int]]:
@@ -678,16 +674,16 @@ def test_many_rounds_without_guesses_leave_nothing_stale_in_the_draft_cache(rule
     class Phases(LengthPolicy):
         name, round = "phases", 0
 
-        def choose(self, batch: Batch) -> int:
+        def choose(self, batch: Batch) -> Wish:
             self.round += 1
-            return 0 if 10 < self.round <= 510 else policy.choose(batch)
+            return Wish(0) if 10 < self.round <= 510 else policy.choose(batch)
 
-        def observe(self, batch: Batch, verdict: object) -> None:
-            accepted, drafted = verdict.host.accepted, verdict.host.drafted  # type: ignore[attr-defined]
+        def observe(self, batch: Batch, verdict: Verdict) -> None:
+            accepted, drafted = verdict.host.accepted, verdict.host.drafted
             tally["before" if self.round <= 10 else "after"].append((sum(accepted), sum(drafted)))
 
     tally: dict[str, list[tuple[int, int]]] = {"before": [], "after": []}
-    engine.parts.policy = Phases()  # type: ignore[assignment]
+    engine.parts.policy = Phases()
     assert drafter.decoders
     outputs = [
         engine.add(Request([seed, 2, 3], SamplingParams(seed=seed, max_tokens=600, temperature=0.5)))
@@ -718,7 +714,7 @@ def test_a_draft_models_acceptance_is_that_of_a_fresh_cache_after_rounds_without
     engine = make_engine(ToyModel(), ToyModel(), drafter="model")
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
-    engine.parts.policy.choose = lambda batch: rng.choice([0, 0, 0, 0, 0, 0, 3])  # type: ignore[method-assign]
+    engine.parts.policy.choose = lambda batch: Wish(rng.choice([0, 0, 0, 0, 0, 0, 3]))  # type: ignore[method-assign]
     params = [SamplingParams(seed=i, max_tokens=40) for i in range(9)]
     for output in run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params):
         assert output.outputs[0].metrics.accepted == output.outputs[0].metrics.drafted
@@ -803,7 +799,8 @@ class GuessesByOwnLaw:
         self.generator = torch.Generator().manual_seed(1)
         self.law = torch.tensor([[0.7, 0.1, 0.2, 0.0], [0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]])
 
-    def propose(self, batch: Batch, k: int) -> Draft:
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        k = wish.k
         q = self.law[:k].expand(batch.rows, -1, -1)
         flat = q.reshape(-1, SMALL).multinomial(1, generator=self.generator)
         counts = torch.randint(0, k + 1, (batch.rows,), generator=self.generator)
@@ -847,13 +844,13 @@ def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str
 def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: str, rule: str) -> None:
     engine = law_engine("hybrid", rule, 3)
     engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByGuesses()
-    engine.parts.policy.clock = itertools.count(step=1e-3).__next__  # type: ignore[attr-defined]
+    engine.parts.policy.clock = itertools.count(step=1e-2).__next__  # type: ignore[attr-defined]
     drafter, copied = engine.parts.drafter, []
     propose = drafter.propose
 
-    def recorded(batch: Batch, k: int) -> Draft:
-        draft = propose(batch, k)
-        copied.append(draft.tokens.tolist() == copies.propose(batch, k).tokens.tolist())
+    def recorded(batch: Batch, wish: Wish) -> Draft:
+        draft = propose(batch, wish)
+        copied.append(draft.tokens.tolist() == copies.propose(batch, wish).tokens.tolist())
         return draft
 
     copies = NgramDrafter([LAW_DOCUMENT])
@@ -868,9 +865,8 @@ class CopyByGuesses(FixedLength):
     def __init__(self) -> None:
         super().__init__(3)
 
-    def choose(self, batch: Batch) -> int:
-        batch.instead = lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
-        return super().choose(batch)
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(3, instead=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2)
 
 
 class StopWhenUnsure(FixedLength):
@@ -879,9 +875,8 @@ class StopWhenUnsure(FixedLength):
     def __init__(self) -> None:
         super().__init__(3)
 
-    def choose(self, batch: Batch) -> int:
-        batch.enough = lambda _batch, scores: min(line[-1] for line in scores) < 0.3
-        return super().choose(batch)
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(3, enough=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
 
 
 def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:

@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.tools import random_spec
 from paceline.attention.base import Attend
 from paceline.attention.reference import ReferenceAttention
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.cache import KVCache
 from paceline.decoder import Decoder
 from paceline.engine import Engine, Models, Request
@@ -355,9 +355,9 @@ class Scripted:
         self.rng = random.Random(self.seed)
         self.asked: list[int] = []
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        self.asked.append(k)
-        k = self.rng.randint(0, k) if self.short else k
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        self.asked.append(wish.k)
+        k = self.rng.randint(0, wish.k) if self.short else wish.k
         tokens, counts = [], []
         for row in range(batch.rows):
             text = self.truth[int(batch.sampling.seed[row])]
@@ -392,9 +392,9 @@ class ScriptedTrees(Scripted):
 
     shape: Shape = SHAPES["random"]
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        self.asked.append(k)
-        k = self.rng.randint(0, k) if self.short else k
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        self.asked.append(wish.k)
+        k = self.rng.randint(0, wish.k) if self.short else wish.k
         rows = [
             self._row(self.truth[int(batch.sampling.seed[row])][batch.lengths[row] :], k) for row in range(batch.rows)
         ]
@@ -433,8 +433,8 @@ class RandomLength(LengthPolicy):
     def __init__(self, seed: int = 0, longest: int = 6) -> None:
         self.rng, self.longest = random.Random(seed), longest
 
-    def choose(self, batch: Batch) -> int:
-        return self.rng.randint(0, self.longest)
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.rng.randint(0, self.longest))
 
 
 class RandomCaps(RandomLength):
@@ -442,9 +442,9 @@ class RandomCaps(RandomLength):
 
     name = "caps"
 
-    def choose(self, batch: Batch) -> int:
-        batch.caps = [self.rng.randint(0, self.longest) for _ in range(batch.rows)]
-        return max(batch.caps)
+    def choose(self, batch: Batch) -> Wish:
+        caps = [self.rng.randint(0, self.longest) for _ in range(batch.rows)]
+        return Wish(max(caps), caps)
 
 
 class RandomSelection(RandomLength):
@@ -462,9 +462,9 @@ class RandomStops(RandomLength):
 
     name = "stops"
 
-    def choose(self, batch: Batch) -> int:
-        batch.enough = lambda _batch, scores: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1
-        return super().choose(batch)
+    def choose(self, batch: Batch) -> Wish:
+        stops = lambda _batch, scores: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1  # noqa: E731
+        return replace(super().choose(batch), enough=stops)
 
 
 def kinds(answer: CompletionOutput) -> dict[str, int]:

@@ -12,13 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.history import AcceptanceHistory, Pace
 from paceline.kernels.abi import CTextRows
 from paceline.kernels.drawing import kernels_for
 from paceline.kernels.gaining import gain
 from paceline.nodes import Tree
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
-from paceline.reliability import Reliability
 from paceline.rows import MOST_STOPS, After, Constraint, RowState, SamplingRows
 
 
@@ -124,7 +122,11 @@ class Draft:
 
         laws = None if self.probabilities is None else widen(self.probabilities)
         parents = None if self.parents is None else widen(self.parents)
-        return Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
+        spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
+        if self.confidence is not None:
+            spread.confidence = [[] for _ in range(rows)]
+            spread.confidence[first : first + len(self.confidence)] = self.confidence
+        return spread
 
 
 @cache
@@ -252,6 +254,36 @@ Enough = Callable[["Batch", Sequence[Sequence[float]]], bool]
 Instead = Callable[["Batch", Draft], int]
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What a length policy wants of one round's draft; the round hands it to the drafter.
+
+    k: most guesses of a row; 0: none, the round is plain decoding. caps: most guesses of each decoding row, where rows
+    are treated differently. enough: asked by a drafter that scores its guesses, after each of them, whether to stop
+    there; None: never. instead: asked by a drafter that has two kinds of guesses; None: it decides by itself.
+    """
+
+    k: int
+    caps: Sequence[int] | None = None
+    enough: Enough | None = None
+    instead: Instead | None = None
+
+    def within(self, batch: Batch) -> Wish:
+        """What of it the rows have room for and their requests allow."""
+        k, allowed = min(self.k, batch.room - 1), batch.most_guesses[: batch.rows]
+        if min(allowed) >= k:
+            return self if k == self.k else replace(self, k=k)
+        caps = [k] * batch.rows if self.caps is None else self.caps
+        return replace(self, k=k, caps=[min(cap, most) for cap, most in zip(caps, allowed, strict=True)])
+
+    def stretch(self, rows: int) -> tuple[int, int]:
+        """First and stop of the stretch of ``rows`` outside which no row may have guesses."""
+        if self.caps is None:
+            return 0, rows
+        asked = [row for row, cap in enumerate(self.caps) if cap > 0]
+        return (asked[0], asked[-1] + 1) if asked else (0, 0)
+
+
 _NO_STOPS = (-1,) * MOST_STOPS
 
 
@@ -283,10 +315,6 @@ class Batch:
     stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
     members: what guesses for each row may be copied from, beside its own text.
     deadlines: when each row's time ends, on the clock of time.monotonic; infinity: never.
-    caps: most guesses of each decoding row in the round being played, where a length policy treats rows differently.
-    enough: asked by a drafter that scores its guesses, after each of this round's, whether to stop there; None: never.
-    instead: asked by a drafter that has two kinds of guesses; None: it decides by itself.
-    reliability, copy_reliability: of a draft model's confidence, and of copied guesses'.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
     """
 
@@ -306,17 +334,11 @@ class Batch:
         self.deadlines = [math.inf] * capacity
         self.rows = 0
         self.first = 0
-        self.caps: list[int] | None = None
-        self.enough: Enough | None = None
-        self.instead: Instead | None = None
         self._view = _HostView(self.tokens, self.length) if self.tokens.device.type == "cpu" else None
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
         self.described = CTextRows.of(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
-        self.history = AcceptanceHistory(capacity)
-        self.reliability, self.copy_reliability = Reliability(capacity), Reliability(capacity)
-        self.pace = Pace(capacity)
         self.draining = False  # these are the last rows: nobody waits, and nobody will come
 
     @property
@@ -339,13 +361,6 @@ class Batch:
         rows = range(self.rows)
         return max(min(self.limits[row] - self.lengths[row], self.most_guesses[row] + 1) for row in rows)
 
-    def cap_guesses(self, k: int) -> None:
-        """Where a request allows its row fewer than k guesses, ``caps`` say so."""
-        allowed = self.most_guesses[: self.rows]
-        if min(allowed) < k:
-            caps = [k] * self.rows if self.caps is None else self.caps
-            self.caps = [min(cap, most) for cap, most in zip(caps, allowed, strict=True)]
-
     @property
     def soonest(self) -> list[int]:
         """The decoding rows, those first whose time ends soonest: guesses are theirs where not all can have any."""
@@ -363,10 +378,6 @@ class Batch:
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.members[row] = start.member
         self.deadlines[row] = start.deadline
-        self.history.reset(row, self.most_guesses[row])
-        self.reliability.reset(row)
-        self.copy_reliability.reset(row)
-        self.pace.reset(row)
 
     def copy_row(self, source: int, destination: int) -> None:
         """Put the row ``source`` in the place of ``destination``."""
@@ -380,10 +391,6 @@ class Batch:
         self.members[destination] = self.members[source]
         self.deadlines[destination] = self.deadlines[source]
         self.sampling.copy_row(source, destination)
-        self.history.copy_row(source, destination)
-        self.reliability.copy_row(source, destination)
-        self.copy_reliability.copy_row(source, destination)
-        self.pace.copy_row(source, destination)
 
     def set_rows(self, rows: int) -> None:
         """From now on rows 0 .. rows - 1 decode."""
@@ -394,7 +401,7 @@ class Batch:
     def part(self, first: int, stop: int) -> Batch:
         """Decoding rows first .. stop - 1 as a batch of their own, for drafting: views of the same tensors."""
         part = copy.copy(self)
-        part.first, part.rows, part.caps, part._view = self.first + first, stop - first, None, None
+        part.first, part.rows, part._view = self.first + first, stop - first, None
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
@@ -436,14 +443,6 @@ class Batch:
             for place, way in enumerate(ways)
         ]
 
-    @property
-    def guessing(self) -> tuple[int, int]:
-        """First and stop of the stretch of rows outside which no row may have guesses."""
-        if self.caps is None:
-            return 0, self.rows
-        rows = [row for row, cap in enumerate(self.caps) if cap > 0]
-        return (rows[0], rows[-1] + 1) if rows else (0, 0)
-
     def pending_on_host(self) -> list[int]:
         """Each row's one token that the target has not seen; on the CPU without a tensor operator."""
         view = self._view
@@ -479,7 +478,6 @@ class Batch:
         """The rows have gained so many tokens: the round is over."""
         for row, count in enumerate(gained):
             self.lengths[row] += count
-        self.forget_wishes()
 
     def _gain(self, verdict: Verdict) -> list[int]:
         """How many tokens each row has gained."""
@@ -488,7 +486,3 @@ class Batch:
             return gain(kernels, self.described, verdict.tokens, verdict.accepted)
         gained: list[int] = self.state(self.rows).gain(verdict.tokens, verdict.accepted)[0].tolist()
         return gained
-
-    def forget_wishes(self) -> None:
-        """What the length policy wanted of one round's draft."""
-        self.caps = self.enough = self.instead = None

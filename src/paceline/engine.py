@@ -116,8 +116,7 @@ class Engine:
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept)
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
-        self.scheduler = Scheduler(self.batch, [target, *drafter.decoders], config.max_batch_size, self.chunks)
-        self.scheduler.hopeful = self.parts.policy.hopeful
+        self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks)
         self._pipeline = self._make_pipeline()
 
     def _backend(self) -> AttentionBackend:
@@ -161,13 +160,10 @@ class Engine:
         return NgramDrafter(models.documents)
 
     def _policy(self) -> LengthPolicy:
-        drafter = self.parts.drafter
-        if isinstance(drafter, NoDrafter):
-            return FixedLength(0)
-        ragged = isinstance(self.models.target, FlatModel)
-        copies = isinstance(drafter, HybridDrafter)
-        means = Means(self._costs, self._need_profile, drafter.decoders, ragged, copies)
-        return make_policy(self.config.num_speculative_tokens, means)
+        """No drafter is the length 0."""
+        config, decoders = self.config, self.parts.drafter.decoders
+        means = Means(self._costs, self._need_profile, decoders, self._on_kernels, copies=config.drafter != "model")
+        return make_policy(0 if config.drafter is None else config.num_speculative_tokens, means)
 
     def _load_profile(self) -> Profile | None:
         if self.config.profile is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.cache import KVCache
 from paceline.errors import CapacityError
 from paceline.hardware import available_memory
-from paceline.lengths.goodput import LONGEST_AUTO
+from paceline.lengths.cost import LONGEST_AUTO
 from paceline.models.base import AnyModel
 from paceline.params import MAX_SPECULATION_LENGTH, EngineConfig
 

@@ -104,12 +104,10 @@ class Pipeline:
 
     def _launch(self) -> None:
         batch, player = self.batch, self.player
-        k = min(self.parts.policy.choose(batch), batch.room - 1)
-        k = 0 if isinstance(self.parts.drafter, NoDrafter) else k
-        batch.cap_guesses(k)
+        wish = self.parts.policy.choose(batch).within(batch)
+        k = 0 if isinstance(self.parts.drafter, NoDrafter) else wish.k
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
-        player.cap_guesses(batch.most_guesses[: batch.rows] if batch.caps is None else batch.caps)
-        batch.forget_wishes()
+        player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
         self._mind_the_lag(k, longest)
         scored = batch.sampling.logprobs is not None
         ticket = player.play(batch.rows, k, longest, scored)

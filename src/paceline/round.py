@@ -35,11 +35,9 @@ class Speculation:
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     """Draft, verify, accept, commit. Before and after, each row has exactly one token that the target has not seen."""
-    k = min(parts.policy.choose(batch), batch.room - 1)  # the last token of a row needs no guess
-    batch.cap_guesses(k)
-    draft = parts.drafter.propose(batch, k).capped(batch.caps) if k > 0 else Draft.empty(batch)
-    if draft.k > 0:
-        draft = parts.policy.select(batch, draft)  # it may verify the best guesses only
+    wish = parts.policy.choose(batch).within(batch)  # the last token of a row needs no guess
+    draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else Draft.empty(batch)
+    draft = parts.policy.select(batch, draft) if draft.k > 0 else draft  # perhaps the best guesses only
     draft = draft.fitting(batch)  # siblings take a place each in the cache
     verdict = parts.play(batch, draft)  # every row gains accepted + 1 tokens
     parts.drafter.observe(batch, verdict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from paceline.guard import Guarded
 from paceline.hardware import Stopwatch
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.params import SamplingParams
+from paceline.round import Speculation
 from paceline.waiting import Waiting
 
 log = logging.getLogger("paceline")
@@ -76,20 +76,24 @@ class Scheduler:
     A prefilled row joins the decoding ones by changing places with the first that is not. When a row leaves, the last
     of its kind takes its place; on the CPU kernels rows change places without their caches being copied.
 
-    decoders: the target's first. chunks: decides what is prefilled next.
-    hopeful: whether a batch of so many rows may soon be asked for guesses.
+    parts: their decoders keep the rows' caches; the policy is told when rows begin, move and end.
+    chunks: decides what is prefilled next.
     in_flight: most tokens that a row may have gained on the device without the host knowing yet.
     """
 
     batch: Batch
-    decoders: list[Decoder]
+    parts: Speculation
     capacity: int
     chunks: Chunks
     waiting: Waiting[Sequence] = field(default_factory=Waiting)
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
-    hopeful: Callable[[int], bool] = lambda _: True
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """The target's first."""
+        return [self.parts.target, *self.parts.drafter.decoders]
 
     @property
     def busy(self) -> bool:
@@ -125,7 +129,8 @@ class Scheduler:
         row = len(self.running) + len(self.prefilling)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
-        sequence.prefilled, sequence.read_by_draft = 0, self.hopeful(self._rows_soon)
+        sequence.prefilled, sequence.read_by_draft = 0, self.parts.policy.hopeful(self._rows_soon)
+        self.parts.policy.join(row)
         for decoder in self.decoders:
             decoder.start_row(row)
         self.prefilling.append(sequence)
@@ -198,6 +203,8 @@ class Scheduler:
         for decoder in self.decoders:
             decoder.swap_rows(start + first, start + place, length)
         self.batch.copy_row(start + place, start + first)
+        self.parts.policy.move(start + place, start + first)
+        self.parts.policy.join(start + place)
         prefilling[first], prefilling[place] = prefilling[place], prefilling[first]
         self._set_row(start + place, prefilling[place])
 
@@ -232,6 +239,8 @@ class Scheduler:
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.prefilled, sequence.read_by_draft = sequence.prefill_stop, leaves.read_by_draft
+        self.parts.policy.leave(row)
+        self.parts.policy.join(row)
         for decoder in self.decoders:
             decoder.cut_row(row, sequence.prefill_stop)
         self._note_lag(sequence)
@@ -240,6 +249,7 @@ class Scheduler:
 
     def release(self, row: int) -> None:
         """Free a row (decoding or prefilling); others move into the hole."""
+        self.parts.policy.leave(row)
         if row < len(self.running):
             last = len(self.running) - 1
             self._move(last, row, self.batch.lengths[last] + self.in_flight)
@@ -258,6 +268,7 @@ class Scheduler:
         if source == destination:
             return
         self.batch.copy_row(source, destination)
+        self.parts.policy.move(source, destination)
         for decoder in self.decoders:
             decoder.move_row(source, destination, length)
 
@@ -275,6 +286,8 @@ class Scheduler:
         for sequence in (*self.waiting, *self.prefilling, *self.running):
             if not sequence.output.finished:
                 finish(sequence, "abort", time.monotonic())
+        for row in range(len(self.running) + len(self.prefilling)):
+            self.parts.policy.leave(row)
         self.waiting.clear()
         self.prefilling.clear()
         self.running.clear()

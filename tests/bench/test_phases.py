@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
 from paceline.bench.phases import Phase, Script, Stage, compare, draw
 from paceline.errors import ParameterError
 from paceline.params import SamplingParams
@@ -29,8 +29,8 @@ class Fives:
     def __init__(self, counts: list[int]) -> None:
         self.counts = torch.tensor(counts)
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        return Draft(torch.full((batch.rows, k), 5), self.counts)
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        return Draft(torch.full((batch.rows, wish.k), 5), self.counts)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         pass
@@ -50,7 +50,7 @@ def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: l
     script.rate = 0.5
     right = []
     for _ in range(2000):
-        draft = script.propose(batch, 3).first(verified)
+        draft = script.propose(batch, Wish(3)).first(verified)
         verdict = script.judge(draft, torch.zeros(2, 4, 8), batch)
         assert all(0 <= kept <= most for kept, most in zip(verdict.accepted.tolist(), verified, strict=True))
         right.append([sum(token == 5 for token in gained) for gained in verdict.host.tokens])
@@ -69,8 +69,8 @@ def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
     batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
     batch.set_rows(1)
     script = Script(Fives([3]), all_wrong)
-    script.propose(batch, 3)
-    script.judge(script.propose(batch, 3), torch.zeros(1, 4, 8), batch)
+    script.propose(batch, Wish(3))
+    script.judge(script.propose(batch, Wish(3)), torch.zeros(1, 4, 8), batch)
     assert script.judge(Draft.empty(batch), torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.attention import BACKENDS
-from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
 from paceline.decoder import Decoder
 from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
@@ -60,7 +60,7 @@ def test_left_to_itself_it_copies_only_where_every_match_is_of_the_longest_kind(
     prompts: list[list[int]], copies: bool
 ) -> None:
     drafter, batch = setup(*prompts)
-    draft = drafter.propose(batch, 3)
+    draft = drafter.propose(batch, Wish(3))
     own = models_own(batch, prompts, 3)
     assert own != [[6, 1, 2]] * len(prompts)
     assert draft.tokens.tolist() == ([[6, 1, 2]] * len(prompts) if copies else own)
@@ -72,9 +72,9 @@ def test_left_to_itself_it_copies_only_where_every_match_is_of_the_longest_kind(
 def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]]) -> None:
     drafter, batch = setup(*prompts)
     shown: list[Draft] = []
-    batch.instead = lambda _batch, copies: shown.append(copies) or asked  # type: ignore[func-returns-value]
-    draft = drafter.propose(batch, 4)
-    expected = NgramDrafter().propose(batch, 4)
+    instead = lambda _batch, copies: shown.append(copies) or asked  # noqa: E731
+    draft = drafter.propose(batch, Wish(4, instead=instead))
+    expected = NgramDrafter().propose(batch, Wish(4))
     assert [copies.tokens.tolist() for copies in shown] == [expected.tokens.tolist()]
     assert shown[0].confidence == expected.confidence
     if asked:
@@ -93,14 +93,12 @@ def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text
         k = 0 if kind == "plain" else rng.choice([1, 2, 4])
         draft = Draft.empty(batch)
         if kind == "timed":
-            batch.instead = lambda _batch, _copies: 2
-            drafter.propose(batch, 2)
+            drafter.propose(batch, Wish(2, instead=lambda _batch, _copies: 2))
             drafter.decoders[0].rewind(batch)  # as the calibration leaves it: its rows begin anew
             k = 4
         if k:
             asked = k if kind == "model" else 0
-            batch.instead = lambda _batch, _copies: asked  # noqa: B023
-            draft = drafter.propose(batch, k)
+            draft = drafter.propose(batch, Wish(k, instead=lambda _batch, _copies: asked))  # noqa: B023
         if kind == "model":
             assert draft.tokens.tolist() == models_own(batch, prompts, k)
         accepted = torch.tensor([rng.choice([rng.randint(0, n), n]) for n in draft.counts.tolist()])
@@ -109,7 +107,6 @@ def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text
             tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
         verdict = Verdict(tokens, accepted, draft.counts)
         batch.commit(verdict)
-        assert batch.instead is None, "asked for one round"
         drafter.observe(batch, verdict)
 
 
@@ -122,14 +119,10 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
     class CopiesFirst(LengthPolicy):
         name, round = "copies first", 0
 
-        def choose(self, batch: Batch) -> int:
+        def choose(self, batch: Batch) -> Wish:
             self.round += 1
             asked = 0 if self.round <= 2 else 3
-            batch.instead = lambda _batch, _copies: asked
-            return 3
-
-        def observe(self, batch: Batch, verdict: Verdict) -> None:
-            pass
+            return Wish(3, instead=lambda _batch, _copies: asked)
 
     engine.parts.policy = CopiesFirst()
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
@@ -140,7 +133,7 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
 
 def test_copies_are_scored() -> None:
     _, batch = setup(TWICE, SHORT, NEW)
-    draft = NgramDrafter().propose(batch, 2)
+    draft = NgramDrafter().propose(batch, Wish(2))
     assert draft.confidence is not None
     first = [scores[0] for scores in draft.confidence]
     assert first[0] == STRONG > first[1] > first[2] == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.attention import BACKENDS
-from paceline.batch import Batch, RowStart, Verdict
+from paceline.batch import Batch, RowStart, Verdict, Wish
 from paceline.decoder import Decoder
 from paceline.drafters.model import ModelDrafter
 from paceline.params import AcceptanceName, SamplingParams
@@ -60,7 +60,7 @@ def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: i
         tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(k + 1)] for _ in PROMPTS])
         accepted = torch.tensor([rng.randint(0, k) for _ in PROMPTS])
         if k:
-            draft = drafter.propose(batch, k)
+            draft = drafter.propose(batch, Wish(k))
             assert draft.tokens.tolist() == expected_guesses(batch, k)
             assert draft.counts.tolist() == [k] * len(PROMPTS)
             for row in range(len(PROMPTS)):  # what is kept of a row is what was guessed
@@ -76,8 +76,8 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
     drafter, batch = setup()
     for _ in range(12):
         k, stop, seen = rng.randint(1, 5), rng.randint(1, 6), []
-        batch.enough = lambda part, scores: seen.append([len(line) for line in scores]) or len(seen) == stop  # noqa: B023
-        draft = drafter.propose(batch, k)
+        enough = lambda part, scores: seen.append([len(line) for line in scores]) or len(seen) == stop  # noqa: B023, E731
+        draft = drafter.propose(batch, Wish(k, enough=enough))
         drafted = min(k, stop)
         assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
         assert draft.tokens.tolist() == expected_guesses(batch, drafted)
@@ -88,14 +88,12 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
             tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
         verdict = Verdict(tokens, accepted, draft.counts)
         batch.commit(verdict)
-        assert batch.enough is None, "asked for one round"
         drafter.observe(batch, verdict)
 
 
 def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
     drafter, batch = setup()
-    batch.enough = lambda part, scores: False
-    draft = drafter.propose(batch, 3)
+    draft = drafter.propose(batch, Wish(3, enough=lambda part, scores: False))
     assert draft.confidence is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         for place, token in enumerate(draft.tokens[row].tolist()):
@@ -107,17 +105,17 @@ def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
 
 def test_nobody_asks_nobody_scores() -> None:
     drafter, batch = setup()
-    assert drafter.propose(batch, 3).confidence is None
+    assert drafter.propose(batch, Wish(3)).confidence is None
 
 
 def test_under_the_coupled_rule_no_law_is_reported() -> None:
     drafter, batch = setup()
-    assert drafter.propose(batch, 3).probabilities is None
+    assert drafter.propose(batch, Wish(3)).probabilities is None
 
 
 def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_reported() -> None:
     drafter, batch = setup("rejection")
-    draft = drafter.propose(batch, 3)
+    draft = drafter.propose(batch, Wish(3))
     assert draft.probabilities is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         for place in range(3):
@@ -137,10 +135,10 @@ def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: p
     monkeypatch.setattr(sampling, "kernels_for", lambda _: None)  # the kernel makes its keys out of sight
     for rule in ("coupled", "rejection"):
         drafter, batch = setup(rule)  # type: ignore[arg-type]
-        drafter.propose(batch, 1)
+        drafter.propose(batch, Wish(1))
     assert purposes == [Purpose.DRAW, Purpose.GUESS]
 
 
 def test_a_batch_of_greedy_rows_needs_no_law() -> None:
     drafter, batch = setup("rejection", [SamplingParams(temperature=0)] * 3)
-    assert drafter.propose(batch, 2).probabilities is None
+    assert drafter.propose(batch, Wish(2)).probabilities is None

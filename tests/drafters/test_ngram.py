@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.batch import Batch, RowStart
+from paceline.batch import Batch, RowStart, Wish
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
 from paceline.params import SamplingParams
 
@@ -46,7 +46,7 @@ def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k
     for place, row in enumerate(rows):
         batch.set_row(place, RowStart(list(row), SamplingParams(), 0))
     batch.set_rows(len(rows))
-    draft = NgramDrafter(documents).propose(batch, k)
+    draft = NgramDrafter(documents).propose(batch, Wish(k))
     assert draft.probabilities is None
     assert draft.tokens.shape == (len(rows), draft.k)
     assert draft.k <= k

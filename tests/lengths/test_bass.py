@@ -47,18 +47,18 @@ def verdict(accepted: list[int], drafted: list[int]) -> Verdict:
 def test_rounds_without_guesses_teach_nothing() -> None:
     policy, batch = BassLength(), Batch(2, 8, 4)
     policy.observe(batch, verdict([0, 0], [0, 0]))
-    assert policy.choose(batch) == 7
+    assert policy.choose(batch).k == 7
     policy.observe(batch, verdict([0, 2], [0, 3]))
-    assert policy.choose(batch) == 6
+    assert policy.choose(batch).k == 6
 
 
 def test_a_round_that_was_cut_short_counts_by_what_was_drafted() -> None:
     policy, batch = BassLength(), Batch(2, 8, 4)
     policy.observe(batch, verdict([3, 1], [3, 3]))
-    assert policy.choose(batch) == 9
+    assert policy.choose(batch).k == 9
 
 
 def test_a_fixed_length_learns_nothing() -> None:
     policy, batch = FixedLength(3), Batch(1, 8, 4)
     policy.observe(batch, verdict([0], [3]))
-    assert policy.choose(batch) == 3
+    assert policy.choose(batch).k == 3

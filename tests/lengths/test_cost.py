@@ -61,7 +61,7 @@ def test_context_costs_by_row_and_by_token() -> None:
     table = linear_costs(context_once=0.01, context_token=0.001)
     more = table.verify_ms(2, 3, context=300) - table.verify_ms(2, 3, context=100)
     assert more == pytest.approx(2 * 200 * (0.01 + 4 * 0.001))
-    assert CostModel(table, 4).times(2, 300)[3] == pytest.approx(table.round_ms(2, 3, 300))
+    assert CostModel(table).times(2, 300).ms[2 * 3] == pytest.approx(table.round_ms(2, 3, 300))
 
 
 def test_a_table_survives_json() -> None:
@@ -75,38 +75,91 @@ def test_a_table_of_a_wrong_shape_is_refused() -> None:
         CostTable.from_json(TABLE.as_json() | {"batch_sizes": [1, 2, 3]})
 
 
-def test_real_rounds_correct_their_own_cell_most_and_the_others_by_what_all_show() -> None:
-    model = CostModel(linear_costs(), 8)
-    before = model.times(4, 100).copy()
+def ms(model: CostModel, rows: int, k: int) -> float:
+    """Of a round with k guesses a row, as believed now."""
+    model._times.clear()
+    return model.times(rows, 100).ms[rows * k]
+
+
+def test_real_rounds_correct_the_level_and_what_guesses_add() -> None:
+    model = CostModel(linear_costs())
+    plain, three, five = (ms(model, 4, k) for k in (0, 3, 5))
     for _ in range(100):
-        model.observe(4, 3, 100, 2 * before[3])
-    after = model.times(4, 100) / before
-    assert after[3] == pytest.approx(2, rel=0.01)
-    assert after[5] == pytest.approx(2, rel=0.01)  # nothing else is known of it
+        model.observe(4, 12, 100, 2 * three)
+    assert ms(model, 4, 3) == pytest.approx(2 * three, rel=0.05)
+    assert ms(model, 4, 5) == pytest.approx(2 * five, rel=0.15)  # nothing else is known of it
     for _ in range(100):
-        model.observe(4, 0, 100, before[0])
-    after = model.times(4, 100) / before
-    assert after[0] == pytest.approx(1, rel=0.1)
-    assert after[3] == pytest.approx(2, rel=0.1)
-    assert 1 < after[5] < 2
+        model.observe(4, 0, 100, plain)
+        model.observe(4, 12, 100, 2 * three)
+    assert ms(model, 4, 0) == pytest.approx(plain, rel=0.05)
+    assert ms(model, 4, 3) == pytest.approx(2 * three, rel=0.05)
+
+
+def test_what_rounds_with_guesses_take_is_not_forgotten_over_plain_ones() -> None:
+    model = CostModel(linear_costs())
+    plain, three = ms(model, 4, 0), ms(model, 4, 3)
+    for _ in range(40):
+        model.observe(4, 12, 100, 2 * three)
+        model.observe(4, 0, 100, plain)
+    for _ in range(2000):
+        model.observe(4, 0, 100, plain)
+    assert ms(model, 4, 3) > 1.7 * three
 
 
 def test_correction_averages_noise_and_survives_a_pause_of_the_machine() -> None:
-    model, rng = CostModel(linear_costs(), 4), random.Random(0)
-    true = 1.3 * model.times(1, 100)[2]
+    model, rng = CostModel(linear_costs()), random.Random(0)
+    true = 1.3 * ms(model, 1, 2)
     for number in range(200):
         pause = 50 if number % 40 == 39 else 1
         model.observe(1, 2, 100, true * math.exp(rng.gauss(0, 0.1)) * pause)
-    assert model.times(1, 100)[2] == pytest.approx(true, rel=0.1)
+    assert ms(model, 1, 2) == pytest.approx(true, rel=0.1)
 
 
-def test_rows_share_what_they_learn_with_their_bucket_only() -> None:
-    model = CostModel(linear_costs(), 4)
+def test_rows_share_what_they_learn_with_batches_of_about_their_size_only() -> None:
+    model = CostModel(linear_costs())
     for _ in range(50):
-        model.observe(3, 1, 100, 3 * float(model.table.round_ms(3, 1)))
+        model.observe(3, 3, 100, 3 * float(model.table.round_ms(3, 1)))
         model.observe(1, 1, 100, float(model.table.round_ms(1, 1)))
-    assert model.times(4, 100)[1] / model.table.round_ms(4, 1) > 2.5
-    assert model.times(1, 100)[1] / model.table.round_ms(1, 1) < 1.2
+    assert ms(model, 4, 1) / model.table.round_ms(4, 1) > 2.5
+    assert ms(model, 1, 1) / model.table.round_ms(1, 1) < 1.2
+
+
+def test_more_guesses_never_take_less_and_each_as_much_as_the_one_before() -> None:
+    bumps = CostTable((1,), (0, 1, 3, 7), 100, ((10, 14, 15, 22),), (0,), (0,))
+    steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).ms)]
+    assert all(left <= right + 1e-9 for left, right in pairwise(steps))
+    assert CostModel(bumps, whole=True).times(1, 100).ms[1] == 14, "with drafts a first guess may be dear"
+
+
+def test_drafts_are_part_of_the_round_where_they_are_told_with_it() -> None:
+    costs = linear_costs(draft_once=2.0, draft_step=10.0)
+    whole, apart = (CostModel(costs, whole=it).times(2, 100) for it in (True, False))
+    assert whole.more(2 * 3) == pytest.approx(apart.more(2 * 3) + 32)
+
+
+DRAFTS = linear_costs(draft_once=2.0, draft_step=10.0)
+
+
+def test_passes_that_were_never_timed_take_what_the_table_says() -> None:
+    model = CostModel(DRAFTS)
+    assert (model.pass_ms(4, first=True), model.pass_ms(4, first=False)) == (12, 10)
+
+
+def test_the_first_pass_is_known_apart_from_the_others() -> None:
+    model = CostModel(DRAFTS)
+    for _ in range(100):
+        model.observe_passes(2, [18.0, 12.0, 12.0])
+    assert model.pass_ms(2, first=True) == pytest.approx(18, rel=0.01)
+    assert model.pass_ms(2, first=False) == pytest.approx(12, rel=0.01)
+    assert model.pass_ms(4, first=True) == 12, "other batch sizes are other drafts"
+
+
+def test_a_pause_of_the_machine_is_no_news_about_passes() -> None:
+    model = CostModel(DRAFTS)
+    for _ in range(50):
+        model.observe_passes(1, [12.0, 10.0])
+    model.observe_passes(1, [12.0, 5000.0])
+    assert model.pass_ms(1, first=False) < 10 * 1.12
 
 
 # --- the paper's model ----------------------------------------------------------

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline import __version__
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.bench.measure import run_batch, turns
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.sets import SETS, SetName
@@ -179,8 +179,8 @@ class WrongGuesses:
     def decoders(self) -> Sequence[Decoder]:
         return self.inner.decoders
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        draft = self.inner.propose(batch, k)
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        draft = self.inner.propose(batch, wish)
         return replace(draft, tokens=(draft.tokens + 1) % batch.vocab_size)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
 from paceline.bench.recording import Recorder, Round
@@ -68,8 +68,8 @@ class Script:
     def decoders(self) -> Sequence[Decoder]:
         return self.inner.decoders
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        self._proposed = self.inner.propose(batch, k).capped(batch.caps)
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        self._proposed = self.inner.propose(batch, wish).capped(wish.caps)
         return self._proposed
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -98,9 +98,9 @@ class FreeGuesses:
     name = "free"
     decoders: Sequence[Decoder] = ()
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        tokens = batch.tokens.new_zeros(batch.rows, k)
-        return Draft(tokens, tokens.new_full((batch.rows,), k))
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        tokens = batch.tokens.new_zeros(batch.rows, wish.k)
+        return Draft(tokens, tokens.new_full((batch.rows,), wish.k))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.lengths import LengthPolicy
 
 
@@ -52,16 +52,26 @@ class Recorder(LengthPolicy):
     def __post_init__(self) -> None:
         self.name, self.selects, self.times = self.inner.name, self.inner.selects, self.inner.times
 
-    def choose(self, batch: Batch) -> int:
+    def choose(self, batch: Batch) -> Wish:
         self._began = time.perf_counter()
-        self._k = min(self.inner.choose(batch), batch.room - 1)
-        return self._k
+        wish = self.inner.choose(batch).within(batch)
+        self._k = wish.k
+        return wish
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return self.inner.select(batch, draft)
 
     def hopeful(self, rows: int) -> bool:
         return self.inner.hopeful(rows)
+
+    def join(self, row: int) -> None:
+        self.inner.join(row)
+
+    def move(self, source: int, destination: int) -> None:
+        self.inner.move(source, destination)
+
+    def leave(self, row: int) -> None:
+        self.inner.leave(row)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.decoder import Decoder
 
 
@@ -20,8 +20,8 @@ class Drafter(Protocol):
     @property
     def decoders(self) -> Sequence[Decoder]: ...
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        """At most k guesses for every row; k >= 1."""
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        """At most wish.k guesses for every row; wish.k >= 1."""
         ...
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.decoder import Decoder
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
@@ -13,9 +14,9 @@ from paceline.drafters.ngram import STRONG, NgramDrafter
 class HybridDrafter:
     """Looks for copies first, which costs nothing; where they do not suffice, the draft model guesses for all rows.
 
-    Whether they suffice the round says (``Batch.instead``); where it does not, they must follow a match of the longest
-    kind in every row. (SuffixDecoding, 2411.04975, falls back on a draft model in the same way.) A round of copies
-    leaves the draft model's cache behind; it reads what it missed when it is asked next.
+    Whether they suffice the length policy says (``Wish.instead``); where it does not, they must follow a match of the
+    longest kind in every row. (SuffixDecoding, 2411.04975, falls back on a draft model in the same way.) A round of
+    copies leaves the draft model's cache behind; it reads what it missed when it is asked next.
     """
 
     name = "hybrid"
@@ -27,19 +28,19 @@ class HybridDrafter:
     def decoders(self) -> Sequence[Decoder]:
         return self._model.decoders
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        copied = self._copying.propose(batch, k)
-        asked = self._asked(batch, copied, k)
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        copied = self._copying.propose(batch, wish).capped(wish.caps)
+        asked = self._asked(batch, copied, wish)
         if asked > 0:
-            return self._model.propose(batch, asked)
+            return self._model.propose(batch, replace(wish, k=asked))
         self._model.sit_out()
         return copied
 
-    def _asked(self, batch: Batch, copied: Draft, k: int) -> int:
+    def _asked(self, batch: Batch, copied: Draft, wish: Wish) -> int:
         """Guesses to ask of the draft model; 0: the copies suffice."""
-        if batch.instead is not None:
-            return batch.instead(batch, copied)
-        return 0 if all(scores[0] >= STRONG for scores in copied.confidence or [[0.0]]) else k
+        if wish.instead is not None:
+            return wish.instead(batch, copied)
+        return 0 if all(scores[0] >= STRONG for scores in copied.confidence or [[0.0]]) else wish.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self._model.observe(batch, verdict)

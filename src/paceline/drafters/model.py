@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch, Draft, Enough, Verdict
+from paceline.batch import Batch, Draft, Enough, Verdict, Wish
 from paceline.decoder import Decoder
 from paceline.sampling import Choices, Purpose
 
@@ -18,7 +18,7 @@ class ModelDrafter:
     """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
 
     Under the rejection rule it draws with noise of its own and reports the law it drew from.
-    Where the round asks (``Batch.enough``), it scores every guess by its likelihood and stops when told.
+    Where the length policy asks (``Wish.enough``), it scores every guess by its likelihood and stops when told.
     Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
     guesses are no special cases.
     """
@@ -34,18 +34,18 @@ class ModelDrafter:
     def decoders(self) -> Sequence[Decoder]:
         return (self.decoder,)
 
-    def propose(self, batch: Batch, k: int) -> Draft:
-        first, stop = batch.guessing
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        first, stop = wish.stretch(batch.rows)
         if stop - first == batch.rows:
-            draft = self._propose(batch, k)
+            draft = self._propose(batch, wish)
             self._drafted = draft.k
             return draft
         self._drafted = 0
         if first == stop:
             return Draft.empty(batch)
-        return self._propose(batch.part(first, stop), k).spread(first, batch.rows)
+        return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
-    def _propose(self, batch: Batch, k: int) -> Draft:
+    def _propose(self, batch: Batch, wish: Wish) -> Draft:
         decoder = self.decoder
         if decoder.lag > USUAL_LAG:
             decoder.catch_up(batch)
@@ -53,14 +53,14 @@ class ModelDrafter:
         guesses = batch.tokens.new_empty((batch.rows, 0))
         laws: list[Tensor] = []
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
-        for step in range(k):
+        for step in range(wish.k):
             if step:
                 start, longest = batch.live_length + step - 1, batch.longest + step
                 hidden = decoder.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
             choices = Choices(decoder.logits(hidden)[:, None], batch, guesses, step)
             guess = self._draw(choices, batch, laws)
             guesses = torch.cat([guesses, guess], dim=1)
-            if batch.enough is not None and self._stops(batch.enough, batch, choices.likelihood(guess), scores):
+            if wish.enough is not None and self._stops(wish.enough, batch, choices.likelihood(guess), scores):
                 break
         drafted = guesses.shape[1]
         decoder.seen_by(batch).add_(drafted - 1)

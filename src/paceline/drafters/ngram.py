@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from paceline.batch import Batch, Draft, Family, Member, Verdict
+from paceline.batch import Batch, Draft, Family, Member, Verdict, Wish
 from paceline.decoder import Decoder
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
@@ -14,7 +14,7 @@ from paceline.params import MAX_SPECULATION_LENGTH
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 
 # Tokens of context that agree, n, growing by one with each right guess -> n^2 / (n^2 + 8): a score between 0 and 1.
-# What it is worth, the rounds tell (``reliability``).
+# What it is worth, the rounds tell (``lengths.belief``).
 _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
@@ -48,11 +48,11 @@ class NgramDrafter:
         self._siblings = siblings
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
-    def propose(self, batch: Batch, k: int) -> Draft:
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
         members = batch.members[: batch.rows]
         beside = None if not any(members) else [self._beside(member) for member in members]
         text, length = batch.tokens[: batch.rows, : batch.longest], batch.live_length
-        found = self._lookup.find(text.cpu(), length.cpu(), batch.longest, k, beside)
+        found = self._lookup.find(text.cpu(), length.cpu(), batch.longest, wish.k, beside)
         confidence = [_CONFIDENCE[size] for size in found.matched.tolist()]
         return Draft(found.guesses.to(batch.device), found.counts.to(batch.device), confidence=confidence)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.decoder import Decoder
 
 
@@ -14,7 +14,7 @@ class NoDrafter:
     name = "none"
     decoders: Sequence[Decoder] = ()
 
-    def propose(self, batch: Batch, k: int) -> Draft:
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
         return Draft.empty(batch)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

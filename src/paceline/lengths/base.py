@@ -5,40 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.decoder import Decoder
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
 
 
 class LengthPolicy:
-    """Chooses how far to speculate in the next round.
+    """Chooses how far to speculate, round by round: ``choose``, perhaps ``select``, ``observe``.
 
-    selects: whether it looks at the guesses before it says which of them are verified: then the host plays the rounds.
-    times: whether it learns from how long rounds take: then each is settled before the next is chosen.
+    A policy owns what it knows about rows, and is told when a row begins (``join``), gets another place (``move``) and
+    ends (``leave``). It may take over while rows run, of which it was not told.
+
+    times: whether it measures the time from ``choose`` to ``observe``, so that each round must end before the next.
+    selects: whether it looks at guesses before they are verified, which only rounds of the host can show it.
     """
 
     name: str
-    selects = False
     times = False
+    selects = False
 
-    def choose(self, batch: Batch) -> int:
-        """The speculation length k for the whole batch; 0 is plain decoding.
-
-        A policy that treats rows differently also sets ``batch.caps`` for this round: most guesses, row by row.
-        """
+    def choose(self, batch: Batch) -> Wish:
+        """What to ask of the drafter for the next round."""
         raise NotImplementedError
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        """The draft, of at least one guess, with only the first guesses of each row: as many as are worth it."""
+        """The draft with only the first guesses of each row: as many as are worth verifying, perhaps none."""
         return draft
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        """Learn from a round."""
 
     def hopeful(self, rows: int) -> bool:
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
 
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """Learn from a round."""
+    def join(self, row: int) -> None:
+        """A new text begins in this row."""
+
+    def move(self, source: int, destination: int) -> None:
+        """The text of the row ``source`` goes on in the place of ``destination``, whose own has ended."""
+
+    def leave(self, row: int) -> None:
+        """The text of this row has ended."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Means:
 
     costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
     decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
-    over the rows. copies: whether the drafter has guesses for nothing, besides its decoders'.
+    over the rows. copies: whether the drafter has guesses for nothing (beside its decoders', if it has any).
     """
 
     costs: Callable[[], CostTable]

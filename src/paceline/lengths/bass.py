@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch, Verdict, Wish
 from paceline.lengths.base import LengthPolicy
 from paceline.params import MAX_SPECULATION_LENGTH
 
@@ -22,8 +22,8 @@ class BassLength(LengthPolicy):
         self.k = FIRST
         self._shrank = 0
 
-    def choose(self, batch: Batch) -> int:
-        return self.k
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.k)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         if max(verdict.host.drafted) > 0:  # nothing guessed is no evidence

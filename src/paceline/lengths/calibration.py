@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, Draft, RowStart
+from paceline.batch import Batch, Draft, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.drafters.base import Drafter
 from paceline.lengths.cost import CostTable, interpolate
@@ -176,9 +176,10 @@ class Calibration:
         return Point(run, lambda: self._rows(rows, context))
 
     def _draft(self, rows: int, k: int) -> Point:
+        wish = Wish(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
+
         def run() -> object:
-            self.batch.instead = lambda _batch, _copied: k  # a draft model is what takes time
-            return self.drafter.propose(self.batch, k).counts.tolist()
+            return self.drafter.propose(self.batch, wish).counts.tolist()
 
         return Point(run, lambda: self._rows(rows, self.context))
 

@@ -10,14 +10,23 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Milliseconds = NDArray[np.float64]
-Logs = NDArray[np.float64]
+from paceline.lengths.lately import Mean
+
+Numbers = NDArray[np.float64]
+
+LONGEST_AUTO = 16  # most guesses of a row that auto considers
+NOISE = 0.04  # variance of log(a round's time)
+DRIFT = 2e-4  # by which the machine's pace may change from round to round, likewise
+UNKNOWN = 0.03  # of a table's error, likewise, before any round was played
+JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
+REFRESH = 16  # rounds after which times are worked out anew
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -91,11 +100,6 @@ class CostTable:
         """Catching up by so many tokens, all rows together."""
         return interpolate(self.feed_tokens, self.feed, tokens) if tokens > 0 else 0.0
 
-    def without_drafting(self) -> CostTable:
-        """The same for guesses that cost nothing."""
-        free = (0.0,) * len(self.batch_sizes)
-        return replace(self, draft_once=free, draft_step=free)
-
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -117,188 +121,161 @@ def _tupled(value: Any) -> Any:
 
 # --- correction by real rounds -------------------------------------------------
 
-CELL_MEMORY = 24.0  # rounds of one kind after which a measurement weighs 1 / e
-DRIFT = 1 / 16  # what of a surprise in rounds of a well-known kind is the machine's pace
-WELL_KNOWN = 16.0  # rounds of a kind after which half of that is
-CELL_PRIOR = 2.0  # rounds that a cell's own ratio weighs before there are any
-NEIGHBOUR = 0.03  # what a round says about the next kind; the one after it, a quarter of that, ...
-JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
-REFRESH = 16  # rounds after which the times of guesses are worked out anew
-LEVELS_AN_OCTAVE = 2  # kinds of rounds while the tokens of a row double
 
+class _Line:
+    """log(measured / table) = level + slope * log2(1 + guesses a row), for batches of a size; follows what drifts.
 
-class _Bucket:
-    """What rounds of about as many rows show: log(measured / predicted) by level, beyond the drift.
-
-    A level is LEVELS_AN_OCTAVE * log2(tokens in flight / rows): 0 is plain decoding. Known at whole levels, a
-    line between.
+    A Kalman filter whose two numbers walk at random: what rounds do not show (the slope, where none has guesses) stays
+    as it was, and is doubted more as time passes.
     """
 
-    def __init__(self, levels: int) -> None:
-        self.weight, self.mean = [0.0] * levels, [0.0] * levels
-        self._near = [[1.0 if i == j else NEIGHBOUR / (i - j) ** 2 for i in range(levels)] for j in range(levels)]
+    def __init__(self, level: float, slope: float) -> None:
+        self.level, self.slope = level, slope
+        self._level, self._both, self._slope = UNKNOWN, 0.0, UNKNOWN / 4  # how much either may be off: a covariance
 
-    def ratios(self, levels: Logs) -> Logs:
-        """At these levels: their own mean, and their neighbours' where those know more."""
-        places = range(len(self.mean))
-        return np.interp(levels, places, [self._smoothed(place) for place in places])
+    @property
+    def error(self) -> float:
+        """A standard error of the level, which is all that counts of a plain round."""
+        return math.sqrt(self._level)
 
-    def ratio(self, level: float) -> float:
-        """At one level."""
-        low, share = self._between(level)
-        return self._smoothed(low) * (1 - share) + self._smoothed(low + 1) * share
-
-    def known(self, level: float) -> float:
-        low, share = self._between(level)
-        return self.weight[low] * (1 - share) + self.weight[low + 1] * share
-
-    def learn(self, level: float, surprise: float) -> None:
-        """The whole levels on both sides, each by its share."""
-        low, above = self._between(level)
-        for place, share in ((low, 1 - above), (low + 1, above)):
-            if share > 0:
-                if not self.weight[place]:
-                    self.mean[place] = self._smoothed(place)
-                self.weight[place] = self.weight[place] * math.exp(-share / CELL_MEMORY) + share
-                self.mean[place] += share * surprise / (self.weight[place] + CELL_PRIOR)
-
-    def _between(self, level: float) -> tuple[int, float]:
-        """The whole level below, and the share of the one above."""
-        low = min(int(level), len(self.mean) - 2)
-        return low, level - low
-
-    def _smoothed(self, place: int) -> float:
-        weights = [near * weight for near, weight in zip(self._near[place], self.weight, strict=True)]
-        total = sum(weight * mean for weight, mean in zip(weights, self.mean, strict=True))
-        return total / max(sum(weights), 1e-9)
+    def learn(self, guesses: float, surprise: float) -> None:
+        """Of rounds with ``guesses`` = log2(1 + guesses a row), one was off from this line by so much, a log."""
+        self._level, self._slope = self._level + DRIFT, self._slope + DRIFT
+        level, slope = self._level + self._both * guesses, self._both + self._slope * guesses
+        certain = level + slope * guesses + NOISE
+        news = min(max(surprise, -JUMP), JUMP) / certain
+        self.level, self.slope = self.level + level * news, self.slope + slope * news
+        self._level -= level * level / certain
+        self._both -= level * slope / certain
+        self._slope -= slope * slope / certain
 
 
 @dataclass(frozen=True)
-class _Rounds:
-    """Rounds of one batch size with 0, 1, ... guesses in all, by the table; each [guesses + 1].
+class RoundTimes:
+    """ms: [rows * LONGEST_AUTO + 1], of rounds with 0, 1, ... guesses in all. error: a standard error of the first.
 
-    at_table: ms at the table's context; slope: what each position of context adds. level: as a bucket's.
-    """
-
-    at_table: Milliseconds
-    slope: Milliseconds
-    level: Logs
-
-    def ms(self, beyond: float) -> Milliseconds:
-        """With ``beyond`` positions of context more than the table's."""
-        return np.maximum(self.at_table + self.slope * beyond, 0.1 * self.at_table)
-
-    def ms_of(self, guesses: int, beyond: float) -> float:
-        """Of rounds with so many guesses alone."""
-        at_table: float = self.at_table.item(guesses)
-        return float(max(at_table + self.slope.item(guesses) * beyond, 0.1 * at_table))
-
-
-@dataclass(frozen=True)
-class GuessTimes:
-    """Of rounds with 0, 1, ... guesses in all.
-
-    ms: [guesses + 1]. cheapest: [guesses], the least that the next guess or one after it takes. as_of: rounds observed.
+    as_of: rounds that had been played.
     """
 
     ms: list[float]
-    cheapest: list[float]
+    error: float
     as_of: int
 
+    @property
+    def plain(self) -> float:
+        return self.ms[0]
 
-class _Observed(NamedTuple):
-    """A round, as ``CostModel.observe`` was told of it."""
+    def more(self, guesses: int) -> float:
+        """Milliseconds that so many guesses take beyond a plain round."""
+        return self.ms[min(guesses, len(self.ms) - 1)] - self.ms[0]
 
-    rows: int
-    k: float
-    context: float
-    ms: float
+    def best(self, lines: Sequence[Sequence[float]], rate: float, most: float) -> tuple[float, list[int]]:
+        """The value of the best guesses at this rate, and how many of each line those are; ``most``: ms of the round.
+
+        lines: what each guess brings. It falls along a line, and times are convex: so the best guess left is the next
+        one of some line, and the first that does not pay is the last.
+        """
+        value, taken, ms, counts = 0.0, 0, self.ms, [0] * len(lines)
+        nexts = [(-line[0], row) for row, line in enumerate(lines) if line]
+        heapify(nexts)
+        while nexts and taken < len(ms) - 1 and ms[taken + 1] <= most:
+            brings, row = nexts[0]
+            gain = -brings - rate * (ms[taken + 1] - ms[taken])
+            if gain <= 0:
+                break
+            value, taken = value + gain, taken + 1
+            counts[row] += 1
+            if counts[row] < len(lines[row]):
+                heapreplace(nexts, (-lines[row][counts[row]], row))
+            else:
+                heappop(nexts)
+        return value, counts
+
+
+@dataclass(frozen=True)
+class _Tabulated:
+    """Rounds of one batch size with 0, 1, ... guesses in all, by the table; each [guesses + 1].
+
+    ms: at the table's context; by_context: what each position of context adds. guesses: log2(1 + guesses a row).
+    """
+
+    ms: Numbers
+    by_context: Numbers
+    guesses: Numbers
 
 
 class CostModel:
-    """time(b, k, context): the table times what real rounds show.
+    """What verifying and drafting take: the table's times, corrected by real rounds.
 
-    log(measured / predicted) = drift (of all rounds: the machine's pace) + the ratio of this kind of round, by batch
-    bucket (1, 2, 3-4, 5-8, 9-16, ... rows) and tokens a row. A machine that slows down for everybody moves the drift
-    and so changes no decision. A kind that was never played has its neighbours' ratio.
+    whole: rounds are told with their drafts, and their times are given so; else drafts are told apart, by passes.
     """
 
-    def __init__(self, table: CostTable, longest: int) -> None:
-        self.table = table
-        self.longest = longest  # times are given for k = 0 .. longest
-        self.drift = 0.0
+    def __init__(self, table: CostTable, whole: bool = False) -> None:
+        self.table, self.whole = table, whole
         self._rounds = 0
-        self._news: list[_Observed] = []  # rounds to learn from, when times are asked for anew
-        self._levels = math.ceil(_level(longest)) + 1
-        self._buckets: dict[int, _Bucket] = {}
-        self._by_size: dict[int, _Rounds] = {}
-        self._guess_times: dict[int, GuessTimes] = {}
+        self._line = _Line(0.0, 0.0)  # of the last round's batch size
+        self._lines: dict[int, _Line] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
+        self._tables: dict[int, _Tabulated] = {}
+        self._times: dict[int, RoundTimes] = {}
+        self._passes: dict[tuple[int, bool], Mean] = {}
 
-    def times(self, rows: int, context: float) -> Milliseconds:
-        """[longest + 1]: milliseconds of a round with k = 0, 1, ... guesses a row."""
-        return self._times(rows, context)[::rows]
+    def times(self, rows: int, context: float) -> RoundTimes:
+        """A few rounds old at most."""
+        known = self._times.get(rows)
+        if known is None or self._rounds - known.as_of > min(self._rounds // 4, REFRESH):
+            known = self._times[rows] = self._now(rows, context)
+        return known
 
-    def times_of_guesses(self, rows: int, context: float) -> GuessTimes:
-        """Of rounds with 0, 1, ... guesses in all, up to ``longest`` a row; a few rounds old at most."""
-        times, now = self._guess_times.get(rows), self._rounds + len(self._news)
-        if times is None or now - times.as_of > min(now // 4, REFRESH):
-            ms = self._times(rows, context)
-            cheapest = np.minimum.accumulate((ms[1:] - ms[:-1])[::-1])[::-1]
-            times = self._guess_times[rows] = GuessTimes(ms.tolist(), cheapest.tolist(), self._rounds)
-        return times
+    def _now(self, rows: int, context: float) -> RoundTimes:
+        """Verification alone is convex in truth: what noise lifted is brought back to the line."""
+        table, line = self._tabulated(rows), self._of_size(rows)
+        ms = np.maximum(table.ms + table.by_context * (context - self.table.context), 0.1 * table.ms)
+        corrected: list[float] = (ms * np.exp(line.level + line.slope * table.guesses)).tolist()
+        times = corrected if self.whole else lower_hull(corrected)
+        return RoundTimes(times, times[0] * line.error, self._rounds)
 
-    def observe(self, rows: int, k: float, context: float, ms: float) -> None:
-        """A real round took so long; k guesses a row on average, at most ``longest``."""
-        self._news.append(_Observed(rows, k, context, ms))
-        if len(self._news) > REFRESH:
-            self._learn()
-
-    def _learn(self) -> None:
-        """Many rounds at once are learned from in a fraction of the time that each would take between two others."""
-        for news in self._news:
-            self._learn_round(*news)
-        self._news.clear()
-
-    def _learn_round(self, rows: int, k: float, context: float, ms: float) -> None:
-        kind, bucket, guesses = self._of_size(rows), self._bucket(rows), round(k * rows)
-        level = kind.level.item(guesses)
-        predicted = kind.ms_of(guesses, context - self.table.context)
-        surprise = math.log(ms / predicted) - self.drift - bucket.ratio(level)
-        surprise = min(max(surprise, -JUMP), JUMP) if self._rounds else surprise
+    def observe(self, rows: int, guesses: int, context: float, ms: float) -> None:
+        """A round with so many guesses in all took so long."""
+        table, line = self._tabulated(rows), self._of_size(rows)
+        base, among = table.ms.item(guesses), table.guesses.item(guesses)
+        believed = max(base + table.by_context.item(guesses) * (context - self.table.context), 0.1 * base)
+        surprise = math.log(max(ms, 1e-6) / believed) - line.level - line.slope * among
+        line.learn(among, surprise)
+        self._line = line
         self._rounds += 1
-        known = bucket.known(level)
-        step = surprise * max(1 / self._rounds, DRIFT * known / (known + WELL_KNOWN))
-        self.drift += step
-        bucket.learn(level, surprise - step)
+
+    def pass_ms(self, rows: int, first: bool) -> float:
+        """Of the draft model for so many rows: the first pass of a draft, or any other."""
+        known = self._passes.get((rows, first))
+        return self._believed_pass(rows, first) if known is None else known.value
+
+    def observe_passes(self, rows: int, passes: Sequence[float]) -> None:
+        """A draft's passes took so many ms."""
+        for place, ms in enumerate(passes):
+            kind = rows, place == 0
+            mean = self._passes.setdefault(kind, Mean(self._believed_pass(*kind)))
+            mean.learn(min(ms, 2 * mean.value))  # pauses of the machine are no news
+
+    def _believed_pass(self, rows: int, first: bool) -> float:
+        one = self.table.draft_ms(rows, 1)
+        return one if first else max(self.table.draft_ms(rows, 2) - one, 1e-6)
 
     def feed_ms(self, tokens: int) -> float:
-        self._learn()
-        return self.table.feed_ms(tokens) * math.exp(self.drift)
+        """Reading so many tokens that the draft model missed, all rows together."""
+        return self.table.feed_ms(tokens) * math.exp(self._line.level)
 
-    def _times(self, rows: int, context: float) -> Milliseconds:
-        """[rows * longest + 1]."""
-        self._learn()
-        kind = self._of_size(rows)
-        return kind.ms(context - self.table.context) * np.exp(self.drift + self._bucket(rows).ratios(kind.level))
+    def _of_size(self, rows: int) -> _Line:
+        size = (rows - 1).bit_length()
+        if size not in self._lines:
+            self._lines[size] = _Line(self._line.level, self._line.slope)
+        return self._lines[size]
 
-    def _bucket(self, rows: int) -> _Bucket:
-        number = (rows - 1).bit_length()
-        if number not in self._buckets:
-            self._buckets[number] = _Bucket(self._levels)
-        return self._buckets[number]
-
-    def _of_size(self, rows: int) -> _Rounds:
-        if rows not in self._by_size:
-            self._by_size[rows] = self._tabulated(rows)
-        return self._by_size[rows]
-
-    def _tabulated(self, rows: int) -> _Rounds:
-        table, lengths = self.table, np.arange(self.longest + 1)
-        spread = np.arange(rows * self.longest + 1) / rows
-        at_table = np.interp(spread, lengths, [table.round_ms(rows, k) for k in lengths.tolist()])
-        slope = rows * (table.context_once + (spread + 1) * table.context_token)
-        return _Rounds(np.maximum(at_table, 1e-6), slope, LEVELS_AN_OCTAVE * np.log2(1 + spread))
-
-
-def _level(k: float) -> float:
-    return LEVELS_AN_OCTAVE * math.log2(1 + k)
+    def _tabulated(self, rows: int) -> _Tabulated:
+        if rows not in self._tables:
+            table, lengths = self.table, np.arange(LONGEST_AUTO + 1)
+            spread = np.arange(rows * LONGEST_AUTO + 1) / rows
+            at = table.round_ms if self.whole else table.verify_ms
+            ms = np.interp(spread, lengths, [at(rows, k) for k in lengths.tolist()])
+            by_context = rows * (table.context_once + (spread + 1) * table.context_token)
+            self._tables[rows] = _Tabulated(np.maximum(ms, 1e-6), by_context, np.log2(1 + spread))
+        return self._tables[rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.batch import Batch
+from paceline.batch import Batch, Wish
 from paceline.lengths.base import LengthPolicy
 
 
@@ -13,5 +13,5 @@ class FixedLength(LengthPolicy):
         self.k = k
         self.name = f"fixed({k})"
 
-    def choose(self, batch: Batch) -> int:
-        return self.k
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.k)

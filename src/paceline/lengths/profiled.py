@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from paceline.batch import Batch
+from paceline.batch import Batch, Wish
 from paceline.lengths.base import LengthPolicy
 
 
@@ -24,5 +24,5 @@ class ProfiledLength(LengthPolicy):
     def length_for(self, rows: int) -> int:
         return self._lengths[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]
 
-    def choose(self, batch: Batch) -> int:
-        return self.length_for(batch.rows)
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.length_for(batch.rows))

@@ -1,0 +1,408 @@
+"""``auto``: play what brings the most tokens beyond a plain round, at the going rate.
+
+A guess that survives with chance s (it and all before it in its row are right) brings w s tokens, w being what a token
+of its row is worth. To verify a set of n guesses brings
+
+    value = sum of w s - rate (time(n) - time(0))
+
+where ``rate`` is what a millisecond gave lately in rounds of this kind, and never less than plain decoding gives. The
+best guesses are verified, as many as make this greatest: nothing here asks whether they form chains.
+
+* A draft goes on while one more guess a row is expected to raise the value by more than rate times a pass.
+* A source of guesses (a draft model; copies, which take a search) is asked while what it brought lately, with the
+  benefit of the doubt, is more than rate times what it has to read first, spread over the rounds that are left.
+* Copies are played in place of the draft model's guesses where their value is more than what those brought lately.
+* What looks worthless is tried when a small share of the time, saved for that, pays for it; its record counts little
+  then.
+
+Guesses are judged by what the rows gained, verified or not. Under the rejection rule nothing that was drafted is left
+out: to drop a guess for what it is would bend the law; to stop after it does not. Where nobody sees the guesses before
+they are verified (rounds of the device), or all rows pay for the longest draft, their places in the draft are their
+scores, and the length is chosen beforehand, by the same value.
+
+(TETRIS 2502.15197 and AdaServe 2501.12162 rank guesses under a given budget, SpecDec++ 2405.19715 and EAGLE-2
+2406.16858 stop by the drafter's confidence, SmartSpec 2406.14066 maximises the rate of a length for all.)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.decoder import Decoder
+from paceline.lengths.base import LengthPolicy
+from paceline.lengths.belief import CLUELESS, Belief, Scores
+from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes
+from paceline.lengths.judgement import judge
+from paceline.lengths.lately import Mean, Rate, Savings
+from paceline.lengths.lateness import Paces
+
+Clock: TypeAlias = Callable[[], float]  # seconds
+
+HOPE = 0.9  # chance of a guess that no draft model exceeds for long
+TRIALS = 3.0  # what a record weighs at most when what it says is tried
+FIRST_REACH = 4  # most guesses of a draft model before any was right
+CLUELESS_TRIALS = 4.0  # guesses that the chance of any guess weighs at first
+FADE = 0.98  # what the evidence about any guess is worth a round later
+SEARCH_HOPE = 0.2  # tokens a row that a search for copies is believed to bring, before any
+CAUTION = 0.2  # of a plain round: what guesses may take before any was judged, and for each that was
+CHEAPER = 0.5  # the true time of guesses may be so much of the one believed: worth finding out
+
+
+class Source:
+    """What is known of a kind of guesses.
+
+    belief: what their scores are worth. judged, right: guesses lately. By rows: rates, tokens a millisecond of rounds
+    that asked for them; brings, what a row of such a round gained beyond plain decoding, less what its time would have
+    given.
+    savings: for asking although that looks worthless.
+    """
+
+    def __init__(self) -> None:
+        self.belief = Belief()
+        self.judged = self.right = 0.0
+        self.rates: dict[int, Rate] = {}
+        self.brings: dict[int, Mean] = {}
+        self.savings = Savings()
+
+    @property
+    def chance(self) -> float:
+        """Of a guess of which nothing else is known."""
+        return (self.right + CLUELESS_TRIALS * CLUELESS) / (self.judged + CLUELESS_TRIALS)
+
+    def learn(self, scores: Scores, judged: Sequence[int], right: Sequence[int]) -> None:
+        """As ``Belief.learn``."""
+        self.belief.learn(scores, judged, right)
+        self.judged = self.judged * FADE + sum(judged)
+        self.right = self.right * FADE + sum(right)
+
+
+@dataclass
+class Round:
+    """The round being played. began, ready: seconds, when it and when its verification began; feed, passes: ms."""
+
+    batch: Batch
+    began: float
+    ready: float
+    times: RoundTimes
+    worth: list[float]  # of a token of each row
+    rows: int = 0
+    context: int = 0
+    source: Source | None = None  # whose guesses are verified
+    rate: float = 0.0
+    trial: bool = False
+    asked: range | None = None  # rows; None: all
+    k: int = 0  # guesses asked of each
+    guesses: int = 0  # verified, of all rows
+    feed: float = 0.0  # what the draft model reads first takes
+    passes: list[float] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)  # guesses of each row that should be kept; empty: unknown
+    drafts: list[tuple[Source, Draft]] = field(default_factory=list)  # all that was seen of them
+
+    def __post_init__(self) -> None:
+        self.rows, self.context = self.batch.rows, self.batch.longest
+
+    @property
+    def scale(self) -> float:
+        """What is asked of all rows, over what is asked of these."""
+        return 1.0 if self.asked is None else self.rows / len(self.asked)
+
+
+class AutoLength(LengthPolicy):
+    """Measures time from ``choose`` to ``observe`` (both on the host).
+
+    costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
+    fall behind in rounds without them. copies: whether there are guesses without them, too. clock: seconds.
+    """
+
+    name = "auto"
+    times = True
+
+    def __init__(
+        self,
+        costs: CostModel,
+        decoders: Sequence[Decoder] = (),
+        copies: bool = True,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.costs, self.decoders, self.clock = costs, decoders, clock
+        self.selects = not costs.whole
+        self.drafted, self.copied = Source(), Source()
+        self._searches = self.selects and (copies or not decoders)
+        self._sources = [self.drafted] if decoders or costs.whole else []
+        self._sources += [self.copied] if self._searches else []
+        self._paces = Paces()
+        self._savings = Savings()  # for rounds that show what others take
+        self._search_ms = 0.0  # what the last search for copies took
+        self._guessed = False  # whether guesses were verified in the last round
+        self._round: Round
+
+    # --- before the round ------------------------------------------------------------
+
+    def choose(self, batch: Batch) -> Wish:
+        began = self.clock()
+        times = self.costs.times(batch.rows, batch.longest)
+        self._round = Round(batch, began, began, times, self._paces.worth_of_tokens(batch))
+        for source in self._sources:
+            if self._pays(source):
+                return self._ask(source)
+        return Wish(0)
+
+    def _pays(self, source: Source) -> bool:
+        """Whether to ask for guesses: by what they brought lately, or because it is time to see."""
+        now, brings = self._round, self._brings(source)
+        now.source, now.rate = source, self._rate(source)
+        backlog = self._backlog() if source is self.drafted else [0]
+        now.feed = self.costs.feed_ms(sum(backlog))
+        left = max(now.batch.limits[row] - now.batch.lengths[row] for row in range(now.rows))
+        value = self._best_length()[0] if self.costs.whole else (brings.value + brings.error) * now.rows
+        if value > now.rate * now.feed / max(left, 1):
+            if not self._reviews_plain(value / now.rate):
+                return True
+        else:
+            now.trial = source.savings.pay(self._price(source, backlog))
+            if now.trial:
+                brings.doubt(TRIALS)
+                return True
+        now.source, now.asked, now.feed = None, None, 0.0
+        return False
+
+    def _reviews_plain(self, loss: float) -> bool:
+        """Whether to see what a plain round takes, which loses so many ms, unless that is far from what is believed."""
+        unsure = loss < 2 * self._round.times.error and self._guessed
+        return unsure and self._savings.pay(loss)
+
+    def _price(self, source: Source, backlog: list[int]) -> float:
+        """Milliseconds that a trial takes. A draft model reads for one row alone, the one of which it lacks least."""
+        now = self._round
+        if source is self.copied:
+            return self._search_ms
+        if self.decoders and now.rows > 1:
+            row = backlog.index(min(backlog))
+            now.asked = range(row, row + 1)
+        now.feed = self.costs.feed_ms(min(backlog))
+        rows = round(now.rows / now.scale)
+        return now.feed + self._passes_ms(rows, 1) + now.times.more(rows)
+
+    def _ask(self, source: Source) -> Wish:
+        now = self._round
+        if source is self.copied:
+            return Wish(LONGEST_AUTO, instead=lambda _batch, _copied: 0)
+        if now.trial:
+            source.belief.doubt()
+        now.k = self._reach()
+        caps = None if now.asked is None else [now.k if row in now.asked else 0 for row in range(now.rows)]
+        if self.costs.whole:
+            wish = Wish(now.k, caps).within(now.batch)
+            now.k, now.guesses = wish.k, round(wish.k * now.rows / now.scale)
+            return wish
+        either = self._searches and not now.trial
+        instead = self._instead if either else lambda _batch, _copied: now.k
+        return Wish(LONGEST_AUTO if either else now.k, caps, self._enough, instead)
+
+    def _reach(self) -> int:
+        """The longest draft to ask for."""
+        if not self.costs.whole:
+            return min(LONGEST_AUTO, FIRST_REACH + int(self.drafted.right))  # scores are trusted by their record
+        return 1 if self._round.trial else self._best_length()[1]
+
+    def _rate(self, source: Source) -> float:
+        """Tokens a millisecond: reached lately, or plain decoding's."""
+        now = self._round
+        return max(source.rates.setdefault(now.rows, Rate()).value, sum(now.worth) / now.times.plain)
+
+    def _brings(self, source: Source) -> Mean:
+        """By rows, of a draft model; of copies, which anything can show, for all alike."""
+        if source is self.copied:
+            return source.brings.setdefault(0, Mean(SEARCH_HOPE))
+        rows = self._round.rows
+        if rows not in source.brings:
+            source.brings[rows] = Mean(self._promise(rows, source.chance) / rows)
+        return source.brings[rows]
+
+    def _promise(self, rows: int, chance: float) -> float:
+        """What a round brings whose guesses have this chance."""
+        times = self.costs.times(rows, self.costs.table.context)
+        best, tokens = float("-inf"), 0.0
+        for k in range(1, LONGEST_AUTO + 1):
+            tokens += rows * chance**k
+            ms = times.more(rows * k) + self._passes_ms(rows, k)
+            best = max(best, tokens - rows / times.plain * ms)
+        return best
+
+    def hopeful(self, rows: int) -> bool:
+        return self._promise(rows, HOPE) > 0
+
+    def _best_length(self) -> tuple[float, int]:
+        """By the places of guesses alone: the value of the best number of them a row, at least 1, and that number.
+
+        The value has the benefit of the doubt.
+        """
+        now, best, tokens = self._round, (float("-inf"), 0.0, 1), 0.0
+        most = [min(LONGEST_AUTO, most) for most in now.batch.most_guesses[: now.rows]]
+        lines = self._lines(self.drafted, None, most)
+        for k in range(1, LONGEST_AUTO + 1):
+            tokens += sum(line[k - 1] for line in lines if len(line) >= k)
+            value = tokens - now.rate * now.times.more(now.rows * k)
+            best = (value, tokens, k) if value > best[0] else best
+        value, tokens, k = best
+        return value + min(1.0, self.drafted.belief.error()) * tokens, k
+
+    def _passes_ms(self, rows: int, passes: int) -> float:
+        """Of a draft, where it is told apart from the round."""
+        if self.costs.whole:
+            return 0.0
+        return self.costs.pass_ms(rows, first=True) + (passes - 1) * self.costs.pass_ms(rows, first=False)
+
+    def _backlog(self) -> list[int]:
+        """Tokens that each row's caches lack, beyond the one that a draft feeds anyway."""
+        lags = [decoder.lags(self._round.batch) for decoder in self.decoders]
+        return [sum(each) - len(lags) for each in zip(*lags, strict=True)] or [0]
+
+    # --- while it is played ----------------------------------------------------------
+
+    def _instead(self, _batch: Batch, copied: Draft) -> int:
+        """Copies, or a draft of so many guesses."""
+        now = self._round
+        now.drafts.append((self.copied, copied))
+        value, _ = self._best(self._lines(self.copied, copied.confidence, copied.counts.tolist()), self.copied)
+        if value <= max(0.0, self._brings(self.drafted).value) * now.rows:
+            return now.k
+        now.source, now.feed = self.copied, 0.0
+        return 0
+
+    def _lines(self, source: Source, scores: Scores, counts: Sequence[int], first: int = 0) -> list[list[float]]:
+        """What each guess is expected to bring, row by row, from row ``first`` on."""
+        worth, lines = self._round.worth, []
+        for line, count in enumerate(counts):
+            row = first + line
+            survivals = source.belief.survivals(row, None if scores is None else scores[line], count)
+            lines.append(survivals if worth[row] == 1 else [worth[row] * survival for survival in survivals])
+        return lines
+
+    def _best(self, lines: list[list[float]], source: Source, cheaper: float = 1.0) -> tuple[float, list[int]]:
+        """The value of the best guesses, and how many of each row those are. cheaper: of the times believed."""
+        now = self._round
+        plain, rate = now.times.plain, now.rate * cheaper
+        most = plain * (1 + CAUTION * (1 + source.judged / now.rows)) if source is self.copied else math.inf
+        value, counts = now.times.best(lines, rate, most)
+        if now.batch.draining and len(lines) == now.rows > 1:  # it ends with its last row, which must gain by them
+            row, ahead = self._paces.last(now.rows)
+            gain = max(0.0, ahead) + sum(lines[row][: counts[row]]) / now.worth[row]
+            value, counts = now.times.best(lines, rate, min(most, plain * (1 + gain)))
+        return value, counts
+
+    def _enough(self, batch: Batch, scores: Sequence[Sequence[float]]) -> bool:
+        """Whether one more guess a row is expected to bring less than its pass takes."""
+        now, clock = self._round, self.clock()
+        now.passes.append(1000 * (clock - now.ready))
+        now.ready = clock
+        lines = self._lines(self.drafted, scores, [len(line) for line in scores], batch.first)
+        more = [[*line, line[-1] * self.drafted.chance] for line in lines]
+        gain = self._best(more, self.drafted)[0] - self._best(lines, self.drafted)[0]
+        return gain <= now.rate * self.costs.pass_ms(len(lines), first=False)
+
+    def select(self, batch: Batch, draft: Draft) -> Draft:
+        now = self._round
+        if not self.selects or now.source is None:
+            return draft
+        counts = draft.counts.tolist()
+        if not now.drafts or now.source is self.drafted:
+            now.drafts.append((now.source, draft))
+        if draft.probabilities is None and not (now.trial and now.source is self.drafted):
+            lines = self._lines(now.source, draft.confidence, counts)
+            counts = self._worth_verifying(now.source, lines)
+            now.expected = [sum(line[:n]) / w for line, n, w in zip(lines, counts, now.worth, strict=True)]
+        now.guesses = sum(counts)
+        now.ready = self.clock()
+        return draft.first(counts)
+
+    def _worth_verifying(self, source: Source, lines: list[list[float]]) -> list[int]:
+        """By what is believed; where that is nothing, now and then by what would be worth it if it took less."""
+        now = self._round
+        value, counts = self._best(lines, source)
+        if not (self.decoders or source.rates[now.rows].value or now.batch.draining):  # this round says what it reaches
+            more = now.times.more(sum(counts))
+            now.rate = (sum(now.worth) + value + now.rate * more) / (now.times.plain + more)
+            value, counts = self._best(lines, source)
+        if any(counts):
+            return counts
+        value, hoped = self._best(lines, source, CHEAPER)
+        price = (1 - CHEAPER) * now.times.more(sum(hoped)) - value / now.rate
+        return hoped if any(hoped) and self._savings.pay(price) else counts
+
+    # --- after the round ---------------------------------------------------------------
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        now, ended = self._round, self.clock()
+        accepted, ms = verdict.host.accepted, 1000 * (ended - now.began)
+        drafting = 1000 * (now.ready - now.began)
+        self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
+        self._guessed = now.guesses > 0
+        self._paces.learn(accepted, now.expected or accepted, 1 + now.times.more(now.guesses) / now.times.plain)
+        if now.source is not None:
+            self._learn_worth(now.source, accepted, ms, drafting)
+            self._learn_chances(now.source, verdict)
+        for savings in (self._savings, *(source.savings for source in self._sources)):
+            savings.save(ms)
+        if now.source is self.copied:
+            self._search_ms = drafting + 1000 * (self.clock() - ended)
+
+    def _learn_costs(self, ms: float) -> None:
+        now = self._round
+        if now.passes:
+            now.passes[0] = max(0.0, now.passes[0] - now.feed)
+            self.costs.observe_passes(round(now.rows / now.scale), now.passes)
+        if now.feed < ms:  # else the time says little about such rounds
+            self.costs.observe(now.rows, now.guesses, now.context, ms)
+
+    def _learn_worth(self, source: Source, accepted: Sequence[int], ms: float, drafting: float) -> None:
+        """The rate that the round reached, and what it brought; of one row, as if all had been asked."""
+        now = self._round
+        kept = sum(worth * good for worth, good in zip(now.worth, accepted, strict=True))
+        if not now.trial:
+            source.rates.setdefault(now.rows, Rate()).learn(sum(now.worth) + kept, ms - now.feed)
+        spent = now.times.more(round(now.scale * now.guesses))
+        if now.passes:
+            spent += sum(now.passes) if now.asked is None else self._passes_ms(now.rows, len(now.passes))
+        elif source is self.copied and not self.decoders:
+            spent += drafting
+        self._brings(source).learn((now.scale * kept - now.rate * spent) / now.rows)
+
+    def _learn_chances(self, source: Source, verdict: Verdict) -> None:
+        """Of all guesses that were seen; else a guess that was asked for and never came is wrong: it was paid for."""
+        now, accepted = self._round, verdict.host.accepted
+        for seen, draft in now.drafts:
+            seen.learn(draft.confidence, *judge(draft, verdict))
+        if self.costs.whole:
+            asked = now.asked or range(now.rows)
+            most = [
+                min(now.k, most) if row in asked else 0 for row, most in enumerate(now.batch.most_guesses[: now.rows])
+            ]
+            judged = [min(kept + 1, count) for kept, count in zip(accepted, most, strict=True)]
+            source.learn(None, judged, [min(kept, count) for kept, count in zip(accepted, judged, strict=True)])
+
+    # --- rows ----------------------------------------------------------------------------
+
+    def join(self, row: int) -> None:
+        for known in self._of_rows():
+            known.pop(row, None)
+
+    def leave(self, row: int) -> None:
+        self.join(row)
+
+    def move(self, source: int, destination: int) -> None:
+        for known in self._of_rows():
+            known.pop(destination, None)
+            if source in known:
+                known[destination] = known.pop(source)
+
+    def _of_rows(self) -> Iterator[dict[int, Any]]:
+        """What is known of each."""
+        yield self._paces.rows
+        yield self.drafted.belief.rows
+        yield self.copied.belief.rows

@@ -1,0 +1,812 @@
+"""``auto``: given chances and costs, what is asked, verified and learned; with every kind of guesses."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean, median
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
+from paceline.decoder import Decoder
+from paceline.engine import Engine
+from paceline.lengths.auto import FIRST_REACH, AutoLength
+from paceline.lengths.base import LengthPolicy
+from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
+from paceline.lengths.fixed import FixedLength
+from paceline.params import EngineConfig, SamplingParams
+from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs
+from toy import FlatToy, ToyModel, answers, make_engine, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Guess = tuple[float, bool]
+Kind = Callable[[random.Random, int], list[Guess]]  # guesses at a place of the text
+WEAK, STRONG = 1 / 9, 25 / 33  # scores of copies after one token that matches, and after five
+
+
+# --- guesses that nobody sees before they are verified: by their places -------------------------------
+
+FREE = linear_costs()  # 10 ms and 0.25 ms a token
+DEAR = linear_costs(token=1.0, draft_step=1.0)
+DRAFT_MODEL = linear_costs(draft_step=3.5)
+COSTS = {"free": FREE, "dear": DEAR, "draft model": DRAFT_MODEL}
+
+
+def best_length(costs: CostTable, acceptance: float, rows: int) -> int:
+    def rate(k: int) -> float:
+        return rows * sum(acceptance**place for place in range(k + 1)) / costs.round_ms(rows, k)
+
+    return max(range(LONGEST_AUTO + 1), key=rate)
+
+
+def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
+    return AutoLength(CostModel(costs, whole=True), clock=simulation.clock)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("name", COSTS)
+def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: int) -> None:
+    costs, goodput = COSTS[name], {}
+    fixed = {0, best_length(costs, acceptance, rows)}
+    for policy in ("auto", *fixed):
+        simulation = Simulation(costs, lambda row, place: acceptance)
+        simulation.rows(rows)
+        simulation.play(FixedLength(policy) if isinstance(policy, int) else blind(simulation, costs), 500)
+        goodput[policy] = simulation.goodput
+    assert goodput["auto"] > 0.93 * max(goodput[k] for k in fixed)
+    assert goodput["auto"] > 0.98 * goodput[0]
+
+
+def test_costs_that_were_measured_wrongly_are_corrected_by_real_rounds() -> None:
+    simulation = Simulation(FREE, lambda row, place: 0.8)
+    simulation.rows(4)
+    simulation.play(blind(simulation, linear_costs(verify=3.0, token=1.0, draft_step=2.0)), 600)
+    assert mean(simulation.asked[300:]) == pytest.approx(best_length(FREE, 0.8, 4), abs=2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("name", ["dear", "draft model"])
+def test_where_no_guess_is_kept_trials_cost_less_than_one_percent(name: str, rows: int) -> None:
+    simulation = Simulation(COSTS[name], lambda row, place: 0.0)
+    simulation.rows(rows)
+    simulation.play(blind(simulation, COSTS[name]), 3000)
+    asked = np.array(simulation.asked[50:])
+    plain = COSTS[name].round_ms(rows, 0, 1600)
+    lost = sum(COSTS[name].round_ms(rows, int(k), 1600) - plain for k in asked)
+    assert 0 < lost / (plain * len(asked)) < 0.01
+    gaps = np.diff(np.flatnonzero(asked))
+    assert gaps.max() <= 150
+    assert gaps.min() >= 16
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_guesses_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
+    delays = []
+    for seed in range(9):
+        rate = [0.0]
+        simulation = Simulation(DRAFT_MODEL, lambda row, place, rate=rate: rate[0], seed=seed)  # type: ignore[misc]
+        simulation.rows(rows)
+        policy = blind(simulation, DRAFT_MODEL)
+        simulation.play(policy, 700 + 7 * seed)
+        assert sum(k > 0 for k in simulation.asked[-16:]) <= 1, "perhaps a trial"
+        rate[0] = 0.95
+        while not all(simulation.asked[-3:]):
+            simulation.play(policy)
+        delays.append(len(simulation.asked) - 700 - 7 * seed)
+    assert median(delays) <= 100
+    assert max(delays) <= 200  # the first trial may be unlucky
+
+
+@pytest.mark.parametrize(("rows", "rounds"), [(1, 10), (16, 2)])
+def test_guesses_that_become_bad_are_noticed_within_a_few_rounds(rows: int, rounds: int) -> None:
+    rate = [0.9]
+    simulation = Simulation(DRAFT_MODEL, lambda row, place: rate[0])
+    simulation.rows(rows)
+    policy = blind(simulation, DRAFT_MODEL)
+    simulation.play(policy, 300)
+    rate[0] = 0.0
+    simulation.play(policy, rounds + 1)
+    assert simulation.asked[-1] == 0
+
+
+def test_a_length_per_batch_size_that_falls_as_the_batch_grows() -> None:
+    simulation = Simulation(FREE, lambda row, place: 0.7)
+    policy, lengths = blind(simulation, FREE), []
+    for rows in (1, 4, 16, 1):
+        simulation.rows(rows)
+        simulation.play(policy, 300)
+        lengths.append(mean(simulation.asked[-100:]))
+    assert lengths[0] > lengths[1] > lengths[2]
+    assert lengths[3] > lengths[1]
+
+
+PHASES = ((1, 0.9), (16, 0.9), (16, 0.1), (1, 0.1), (1, 0.9))
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_through_changing_phases_it_stays_near_an_oracle_and_beats_every_fixed_length(name: str) -> None:
+    def seconds(policy_name: int | str) -> list[float]:
+        rate = [0.0]
+        simulation = Simulation(COSTS[name], lambda row, place: rate[0], seed=1)
+        policy = FixedLength(policy_name) if isinstance(policy_name, int) else blind(simulation, COSTS[name])
+        each = []
+        for rows, rate[0] in PHASES:
+            simulation.rows(rows)
+            began, had = simulation.now, simulation.tokens
+            while simulation.tokens - had < 700 * rows:
+                simulation.play(policy)
+            each.append((simulation.now - began) / (simulation.tokens - had) * 700 * rows)
+        return each
+
+    fixed = [seconds(k) for k in (0, 1, 2, 4, 8)]
+    oracle = sum(min(each[phase] for each in fixed) for phase in range(len(PHASES)))
+    mine = sum(seconds("auto"))
+    assert mine < 1.05 * oracle
+    assert mine < min(sum(each) for each in fixed)
+
+
+# --- a draft model that falls behind ------------------------------------------------------------------
+
+
+class Behind(Reader):
+    """A draft model's cache that lacks so many tokens of each row, whatever is read."""
+
+    def __init__(self, lacks: list[int]) -> None:
+        self.lacks = lacks
+
+    def lags(self, batch: Batch) -> list[int]:
+        return [1 + lack for lack in self.lacks[: batch.rows]]
+
+
+def decoders(reader: Reader) -> list[Decoder]:
+    return [cast(Decoder, reader)]
+
+
+def test_asking_is_charged_what_the_draft_model_must_read_first() -> None:
+    costs = linear_costs(draft_step=1.0, feed_tokens=(1, 1000), feed=(1.0, 1000.0))
+    chosen = {}
+    for lack in (0, 3_000_000):
+        simulation = Simulation(costs, lambda row, place: 0.7)
+        simulation.rows(4)
+        policy = AutoLength(CostModel(costs, whole=True), decoders(Behind([lack] * 4)), clock=simulation.clock)
+        chosen[lack] = policy.choose(simulation.batch).k
+    assert chosen[0] > 0
+    assert chosen[3_000_000] == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
+    costs = linear_costs(draft_step=4.0, feed_tokens=(1, 1000), feed=(0.1, 100.0))
+    simulation = Simulation(costs, lambda row, place: 0.0)
+    simulation.rows(4)
+    behind = Behind([0, 0, 0, 0])
+    policy = AutoLength(CostModel(costs, whole=whole), decoders(behind), False, simulation.clock)
+    wish = Wish(0)
+    for number in range(800):
+        wish = policy.choose(simulation.batch)
+        behind.lacks = [300, 200, 2, 200]
+        if number > 60 and wish.k:
+            break
+        simulation.now += costs.verify_ms(4, 0) / 1000
+        drafted = [0] * 4
+        if wish.k:
+            simulation.now += costs.draft_ms(4, 1) / 1000
+            assert wish.enough is None or wish.enough(simulation.batch, [[0.9]] * 4) in (True, False)
+            wrong = Draft(torch.full((4, 1), RIGHT), torch.ones(4, dtype=torch.int64), confidence=[[0.9]] * 4)
+            drafted = policy.select(simulation.batch, wrong).counts.tolist()
+        policy.observe(simulation.batch, verdict_of([[WRONG]] * 4, drafted))
+    assert wish.caps == [0, 0, wish.k, 0]
+    assert wish.k == 1 or not whole
+
+
+def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
+    width = max(len(line) for line in gained)
+    table = torch.tensor([line + [0] * (width - len(line)) for line in gained])
+    return Verdict(table, torch.tensor([len(line) - 1 for line in gained]), torch.tensor(drafted))
+
+
+class Script(LengthPolicy):
+    """Asks for k in each round as written, then for the last one again; of one row alone, if that is given."""
+
+    name = "script"
+
+    def __init__(self, lengths: list[int], only: int | None = None) -> None:
+        self.lengths, self.only = lengths, only
+        self.kept = self.drafted = 0
+
+    def choose(self, batch: Batch) -> Wish:
+        k = self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
+        if k == 0 or self.only is None:
+            return Wish(k)
+        return Wish(k, [k if row == self.only else 0 for row in range(batch.rows)])
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.kept += sum(verdict.host.accepted)
+        self.drafted += sum(verdict.host.drafted)
+
+
+@pytest.mark.parametrize("only", [None, 0, 1, 2])
+def test_after_500_plain_rounds_the_draft_models_cache_is_right(only: int | None) -> None:
+    model = ToyModel(max_positions=700)
+    engine = make_engine(
+        model, ToyModel(max_positions=700), drafter="model", num_speculative_tokens=3, max_model_len=700
+    )
+    script = engine.parts.policy = Script([0] * 500 + [2, 0, 0, 0, 3, 1, 4], only)
+    params = [SamplingParams(temperature=0, max_tokens=560, ignore_eos=True)] * 3
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    plain = make_engine(model, max_model_len=700)
+    assert answers(run(engine, prompts, params)) == answers(run(plain, prompts, params))
+    assert script.kept == script.drafted > 30  # the draft model is the target: every guess is right
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 2, 0, 1], [1, 1, 0, 2]])
+def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) -> None:
+    """Else a first round without guesses, or with one row's, passes for the verdict on the last of them."""
+    engine = make_engine(ToyModel(), ToyModel(), drafter="model", num_speculative_tokens=1)
+    parts = engine.parts
+    Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 2), (0, 2), seconds=0.0)).run()
+    parts.policy = Script(lengths, only=1)
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    plain = run(make_engine(ToyModel()), [[1, 2, 3], [4]], params)
+    assert answers(run(engine, [[1, 2, 3], [4]], params)) == answers(plain)
+
+
+@pytest.mark.parametrize("rounds", ["host", "device"])
+def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when_it_can(rounds: str) -> None:
+    """Beyond two tokens a round every token costs as much as a plain one: two rows gain nothing, one does."""
+    times = tuple(tuple(max(10.0, 5.0 * b * (k + 1)) for k in LENGTHS) for b in SIZES)
+    engine = make_engine(
+        ToyModel(), ToyModel(), drafter="model", num_speculative_tokens="auto", rounds=rounds, attention="padded"
+    )
+    policy = engine.parts.policy
+    assert isinstance(policy, AutoLength)
+    policy.costs = CostModel(replace(linear_costs(), verify=times), whole=True)
+    assert policy.hopeful(1)
+    assert not policy.hopeful(2)
+    (draft,), read = engine.parts.drafter.decoders, []
+    prefill = draft.prefill
+    draft.prefill = lambda *args: (read.append(engine.batch.rows), prefill(*args))[1]  # type: ignore[method-assign]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 3, 2)]
+    prompts = [[1, 2, 3, 4] * 8, [5, 6, 7], [8, 9, 10]]
+    outputs = run(engine, prompts, params)
+    assert answers(outputs) == answers(run(make_engine(ToyModel()), prompts, params))
+    assert read == ([1] if rounds == "host" else [])  # the last row left: caught up in a round, not while admitted
+    metrics = outputs[0].outputs[0].metrics
+    assert metrics.accepted == metrics.drafted > 5  # the draft model is the target: it has read all there is
+    assert not any(output.outputs[0].metrics.accepted for output in outputs[1:])
+
+
+# --- engines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", "hybrid"])
+@pytest.mark.parametrize("toy", [ToyModel, FlatToy])
+def test_the_default_is_auto_and_lossless(toy: Callable[..., ToyModel], drafter: str) -> None:
+    draft = None if drafter == "ngram" else toy(blur=0.3)
+    assert EngineConfig().num_speculative_tokens == "auto"
+    engine = make_engine(toy(), draft, drafter=drafter, num_speculative_tokens="auto", attention="auto")
+    assert isinstance(engine.parts.policy, AutoLength)
+    assert engine.parts.policy.selects == (toy is FlatToy)
+    assert "length auto, " in engine.describe()
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=40) for i, t in enumerate((0, 1.0, 0.5, 0, 2.0, 1.0))]
+    prompts = [[1], [2, 3], [4, 5, 6], [7, 8], [9], [10, 11]]
+    assert answers(run(engine, prompts, params)) == answers(run(make_engine(ToyModel()), prompts, params))
+
+
+def test_engines_on_the_same_models_measure_only_once() -> None:
+    engine = make_engine(ToyModel(), drafter="ngram", num_speculative_tokens="auto")
+    again = Engine(engine.models, engine.config)
+    assert len(again.models.costs) == 1
+    table = next(iter(engine.models.costs.values()))
+    assert all(ms > 0 for line in table.verify for ms in line)
+    assert table.batch_sizes == (1, 2, 4)
+
+
+def test_the_policy_is_told_when_rows_begin_move_and_end() -> None:
+    """Six answers through three rows: what a policy is told is enough to know which answer stands in which row."""
+    engine = make_engine(ToyModel(), max_batch_size=3)
+
+    class Told(FixedLength):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.rows: dict[int, int] = {}
+            self.begun = 0
+
+        def join(self, row: int) -> None:
+            assert row not in self.rows
+            self.rows[row] = self.begun = self.begun + 1
+
+        def move(self, source: int, destination: int) -> None:
+            assert destination not in self.rows
+            self.rows[destination] = self.rows.pop(source)
+
+        def leave(self, row: int) -> None:
+            del self.rows[row]
+
+        def choose(self, batch: Batch) -> Wish:
+            assert [self.rows[row] for row in range(batch.rows)] == [
+                int(sequence.request_id) for sequence in engine.scheduler.running
+            ]
+            return Wish(0)
+
+    engine.parts.policy = told = Told()
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 9, 2, 7, 5, 4)]
+    from paceline.engine import Request
+
+    for number, each in enumerate(params, 1):
+        engine.add(Request([number], each, request_id=str(number)))
+    while engine.busy:
+        engine.step()
+    assert told.begun == 6
+    assert not told.rows
+
+
+# --- copies: free, and each paid for by its own verification -------------------------------------------
+
+# Like a CPU: while reading the weights takes longest, tokens are nearly free; beyond, each costs 2/3 of a plain one.
+CPU = CostTable(
+    (1, 2, 4, 8, 16),
+    (0, 1, 3, 7),
+    100,
+    ((7.8, 7.9, 8.2, 9.5), (7.9, 8.2, 9.5, 15.2), (8.2, 9.5, 15.2, 25), (9.5, 15.2, 25, 45), (15.2, 25, 45, 85)),
+    (0,) * 5,
+    (0,) * 5,
+)
+SEARCH = 0.25  # ms that looking for guesses takes
+
+
+def copying(simulation: GuessSimulation, costs: CostTable = CPU) -> AutoLength:
+    return AutoLength(CostModel(costs), clock=simulation.clock)
+
+
+def batch_of(rows: int, tokens: int = 100) -> Batch:
+    batch = Batch(rows, 400, 4)
+    for row in range(rows):
+        batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=tokens), row))
+    batch.set_rows(rows)
+    return batch
+
+
+def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -> tuple[AutoLength, list[int]]:
+    policy, batch = AutoLength(CostModel(costs)), batch_of(len(counts))
+    policy.copied.judged = 1000  # says nothing about any guess, but makes bold
+    policy.choose(batch)
+    tokens = torch.zeros(len(counts), len(confidence[0]), dtype=torch.int64)
+    draft = policy.select(batch, Draft(tokens, torch.tensor(counts), confidence=confidence))
+    assert draft.k == max(draft.counts.tolist())
+    return policy, draft.counts.tolist()
+
+
+def best_by_trying(
+    policy: AutoLength, confidence: list[list[float]], counts: list[int], costs: CostTable
+) -> tuple[int, ...]:
+    rows, belief = len(counts), policy.copied.belief
+    survival = [belief.survivals(row, line, len(line)) for row, line in enumerate(confidence)]
+
+    def rate(choice: tuple[int, ...]) -> float:
+        tokens = rows + sum(sum(survival[row][:n]) for row, n in enumerate(choice))
+        return tokens / costs.verify_ms(rows, sum(choice) / rows)
+
+    return max(itertools.product(*(range(count + 1) for count in counts)), key=rate)
+
+
+@pytest.mark.parametrize("token", [0.5, 2.0, 5.0, 20.0])
+def test_the_choice_is_the_best_of_all_choices(token: float) -> None:
+    rng, costs = random.Random(int(token)), linear_costs(verify=30.0, token=token)
+    for _ in range(20):
+        confidence = [[rng.random() for _ in range(3)] for _ in range(3)]
+        counts = [rng.randint(0, 3) for _ in range(3)]
+        policy, chosen = select(confidence, counts, costs)
+        assert chosen == list(best_by_trying(policy, confidence, counts, costs))
+
+
+def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
+    sure, fair, hopeless = [0.99] * 4, [0.66] * 4, [0.01] * 4
+    _, chosen = select([sure, fair, hopeless], [4, 4, 4], linear_costs(verify=30.0, token=8.0))
+    assert chosen[0] == 4
+    assert chosen[0] > chosen[1]
+    assert chosen[2] == 0
+
+
+def test_where_tokens_are_dear_nothing_is_verified_and_the_round_is_a_plain_one() -> None:
+    _, chosen = select([[0.9] * 3] * 2, [3, 3], linear_costs(verify=0.0, token=10.0))
+    assert chosen == [0, 0]
+
+
+def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callable[[int], list[Guess]]:
+    """Guesses with the same score everywhere; chance[row] that one is right if those before it are."""
+    rng = random.Random(seed)
+    return lambda row: [(score, rng.random() < chance[row]) for _ in range(8)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("draining", [False, True], ids=["open", "draining"])
+def test_copies_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: float, draining: bool) -> None:
+    def tokens_a_second(policy: str, seed: int) -> float:
+        simulation = GuessSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed, look=SEARCH)
+        return rows * 64 / simulation.play(copying(simulation) if policy == "auto" else FixedLength(0), draining)
+
+    seeds = range(9 if noise else 1)
+    assert mean(tokens_a_second("auto", s) for s in seeds) > 0.975 * mean(tokens_a_second("0", s) for s in seeds)
+
+
+@pytest.mark.parametrize(
+    ("rows", "right", "least", "most"), [(16, False, 0.1, 0.4), (16, True, 1, 1), (2, False, 0.1, 0.5), (2, True, 1, 1)]
+)
+def test_where_guesses_are_wrong_most_rounds_do_not_even_search(
+    rows: int, right: bool, least: float, most: float
+) -> None:
+    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows, tokens=256, look=SEARCH), []
+    policy = copying(simulation)
+    choose = policy.choose
+    policy.choose = lambda batch: (asked.append(choose(batch)), asked[-1])[1]  # type: ignore[method-assign]
+    simulation.play(policy)
+    assert least <= mean(wish.k > 0 for wish in asked) <= most
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noise: float) -> None:
+    """Rows that differ, 64 tokens, costs as believed (times are noisy): mean seconds until a row ends."""
+    chance = {row: (0.95, 0.6, 0.2, 0.85)[row % 4] for row in range(rows)}
+
+    def latency(length: str, seed: int) -> float:
+        simulation = GuessSimulation(CPU, coins(chance, seed), rows, noise=noise, seed=seed)
+        simulation.play(copying(simulation) if length == "auto" else FixedLength(int(length)))
+        return mean(simulation.ends.values())
+
+    seeds = range(12)
+    fixed = min(mean(latency(k, seed) for seed in seeds) for k in ("0", "1", "2", "4", "8"))
+    assert mean(latency("auto", seed) for seed in seeds) < fixed / 0.97
+
+
+@pytest.mark.parametrize("rows", [2, 8, 16])
+def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int) -> None:
+    chance = dict.fromkeys(range(rows), 0.9) | {0: 0.0}
+
+    def play(length: str, draining: bool) -> GuessSimulation:
+        simulation = GuessSimulation(CPU, coins(chance), rows)
+        simulation.play(copying(simulation) if length == "auto" else FixedLength(0), draining)
+        return simulation
+
+    plain, drained, hurried = play("0", True), play("auto", True), play("auto", False)
+    assert drained.now <= plain.now + 2.5 * CPU.verify_ms(rows, 0) / 1000
+    assert mean(hurried.ends.values()) < 0.9 * mean(plain.ends.values())
+
+
+def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No guess pays, so none is verified; but what rows gain shows that the guesses were right."""
+    monkeypatch.setattr("paceline.lengths.lately.SHARE", 0.0)
+    dear = linear_costs(verify=0.0, token=10.0)
+    simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
+    policy = copying(simulation, dear)
+    found: list[float] = []
+    observe = policy.observe
+    policy.observe = lambda batch, verdict: (observe(batch, verdict), found.append(chance()))[0]  # type: ignore[func-returns-value, method-assign]
+
+    def chance() -> float:
+        return min(policy.copied.belief.chance(row, [0.5], 0) for row in range(4))
+
+    simulation.play(policy)
+    assert not np.any([sum(counts) for counts in simulation.verified])
+    assert found[-2] > 0.85
+
+
+def test_time_that_was_believed_too_long_is_found_out() -> None:
+    """By the table no guess pays; in truth they are nearly free."""
+    simulation = GuessSimulation(CPU, lambda row: [(0.9, True)] * 4, rows=1, tokens=600)
+    simulation.play(copying(simulation, linear_costs(verify=0.0, token=10.0)))
+    assert mean(sum(counts) for counts in simulation.verified[-40:]) > 2
+
+
+def test_plain_rounds_that_were_believed_too_long_are_found_out() -> None:
+    """By the table a round without guesses takes as long as one with a guess a row, and no row is ever without any."""
+    believed = replace(CPU, verify=(*CPU.verify[:-1], (24.9, *CPU.verify[-1][1:])))
+    simulation = GuessSimulation(CPU, coins(dict.fromkeys(range(16), 0.2)), rows=16, tokens=300)
+    simulation.play(copying(simulation, believed))
+    assert mean(any(counts) for counts in simulation.verified[:3]) == 1
+    assert mean(any(counts) for counts in simulation.verified[-80:]) < 0.2
+
+
+# --- a draft model that says how sure it is ------------------------------------------------------------
+
+# A target of 40 ms and 3 a token in flight, a draft model of 10, which reads a missed token in a tenth of that.
+PAIR = linear_costs(verify=37.0, token=3.0, draft_step=10.0, feed_tokens=(1, 101), feed=(1.0, 101.0))
+ROWS = [1, 2, 4]
+
+
+def telling(chance: float = 0.75) -> Kind:
+    """A draft model whose likelihoods say where it is nearly sure, which it is that often."""
+
+    def guess(rng: random.Random, _place: int) -> list[Guess]:
+        chances = [0.97 if rng.random() < chance else 0.3 for _ in range(LONGEST_AUTO)]
+        return [(each, rng.random() < each) for each in chances]
+
+    return guess
+
+
+def steady(chance: float, score: float) -> Kind:
+    """Scores that tell nothing: every guess has the same, and the same chance."""
+    return lambda rng, _place: [(score, rng.random() < chance) for _ in range(LONGEST_AUTO)]
+
+
+def stray(rng: random.Random, _place: int) -> list[Guess]:
+    """Copies after short matches, of which one in ten is right."""
+    return [(WEAK, rng.random() < 0.1) for _ in range(LONGEST_AUTO)]
+
+
+def by_turns(rng: random.Random, place: int) -> list[Guess]:
+    """Copies of a text of which every other stretch of 50 tokens stands elsewhere; a match is soon as long as any."""
+    left = 50 - place % 50
+    if place // 50 % 2:
+        return stray(rng, place)
+    inside = [(STRONG if place % 50 > 4 or j else WEAK, rng.random() < 0.97) for j in range(left)]
+    return [*inside, *[(STRONG, False)] * LONGEST_AUTO][:LONGEST_AUTO]
+
+
+Maker = Callable[[GuessSimulation], LengthPolicy]
+
+
+def drafting(simulation: GuessSimulation) -> AutoLength:
+    return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), False, simulation.clock)
+
+
+def hybrid(simulation: GuessSimulation) -> AutoLength:
+    return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), True, simulation.clock)
+
+
+def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> GuessSimulation:
+    """Of a draft model, of copies, or of both; either is as lucky with the other as alone."""
+
+    def guesses(kind: Kind | None, luck: random.Random) -> Callable[[int], list[Guess]]:
+        return lambda row: [] if kind is None else kind(luck, simulation.place(row))
+
+    drafted, copied = guesses(model, random.Random(seed)), guesses(copies, random.Random(-1 - seed))
+    costs, free = PAIR, (0.0,) * len(SIZES)
+    if model is None:
+        costs, drafted = replace(costs, draft_once=free, draft_step=free), copied
+    simulation = GuessSimulation(costs, drafted, rows, tokens, noise=0.05, seed=seed)
+    simulation.copies = copied if model and copies else None
+    return simulation
+
+
+def tokens_a_second(make: Maker, model: Kind | None, copies: Kind | None, rows: int) -> float:
+    """Mean of a few seeds, 300 tokens a row."""
+    speeds = []
+    for seed in range(4):
+        simulation = simulated(model, copies, rows, seed, 300)
+        speeds.append(rows * 300 / simulation.play(make(simulation)))
+    return mean(speeds)
+
+
+def fixed(k: int) -> Maker:
+    return lambda _: FixedLength(k)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("chance", "score"), [(0.9, 0.9), (0.8, 0.5), (0.6, 0.95), (0.3, 0.6)])
+def test_scores_that_tell_nothing_leave_the_best_fixed_length(chance: float, score: float, rows: int) -> None:
+    best = max(tokens_a_second(fixed(k), steady(chance, score), None, rows) for k in (0, 1, 2, 3, 5, 8))
+    assert tokens_a_second(drafting, steady(chance, score), None, rows) > 0.94 * best
+
+
+def test_scores_that_tell_beat_every_fixed_length() -> None:
+    best = max(tokens_a_second(fixed(k), telling(), None, 1) for k in range(LONGEST_AUTO))
+    assert tokens_a_second(drafting, telling(), None, 1) > 1.05 * best
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_draft_model_that_is_sure_and_wrong_costs_next_to_nothing(rows: int) -> None:
+    wrong = steady(0.0, 0.99)
+    assert tokens_a_second(drafting, wrong, None, rows) > 0.97 * tokens_a_second(fixed(0), wrong, None, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
+    """The draft model reads nothing anew here: what it takes to catch up is another test's."""
+    costs = replace(PAIR, feed_tokens=(1,), feed=(0.0,))
+    drafted = lambda row: [(0.9, not 200 <= simulation.place(row) < 400)] * LONGEST_AUTO  # noqa: E731
+    simulation = GuessSimulation(costs, drafted, rows, tokens=2000, noise=0.05)
+    simulation.play(drafting(simulation))
+    assert mean(sum(counts) for counts in simulation.verified[-30:]) > 4
+
+
+def test_only_guesses_that_may_well_be_right_are_verified() -> None:
+    policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
+    assert policy.choose(batch).k == FIRST_REACH
+    draft = Draft(
+        torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 3]), confidence=[[0.99, 0.05, 0.99], [0.99] * 3]
+    )
+    assert policy.select(batch, draft).counts.tolist() == [1, 3]
+
+
+def test_drawn_guesses_with_a_law_are_all_verified() -> None:
+    """Under the rejection rule, to leave a guess out because of what it is would bend the law."""
+    policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0])), False), batch_of(1)
+    policy.choose(batch)
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    draft = Draft(tokens, torch.tensor([3]), torch.full((1, 3, 4), 0.25), [[0.01] * 3])
+    assert policy.select(batch, draft).counts.tolist() == [3]
+
+
+def test_a_draft_goes_on_while_any_row_makes_it_worth_it() -> None:
+    policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
+    enough = policy.choose(batch).enough
+    assert enough is not None
+    assert not enough(batch, [[0.99], [0.99]])
+    assert enough(batch, [[0.1], [0.1]])
+
+
+def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
+    policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
+    for _ in range(30):  # the last row never has luck
+        policy.drafted.belief.learn([[0.95]] * 3, [1] * 3, [1, 1, 0])
+
+    def asks_again(first: int, stop: int) -> bool:
+        enough = policy.choose(batch).enough
+        assert enough is not None
+        return not enough(batch.part(first, stop), [[0.95]] * (stop - first))
+
+    assert asks_again(0, 2)
+    assert not asks_again(2, 3)
+    chances = [policy.drafted.belief.chance(row, [0.95], 0) for row in range(3)]
+    policy.leave(0)
+    policy.move(2, 0)
+    assert policy.drafted.belief.chance(0, [0.95], 0) == chances[2]
+    assert not asks_again(0, 1)
+    policy.join(0)
+    assert chances[2] < policy.drafted.belief.chance(0, [0.95], 0) < chances[1]
+
+
+# --- copies beside a draft model -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_copies_that_are_good_are_played_and_the_draft_model_is_not_asked(rows: int) -> None:
+    copies = steady(1.0, STRONG)
+    simulation = simulated(telling(), copies, rows)
+    simulation.play(hybrid(simulation))
+    assert sum(asked > 0 for asked in simulation.asked) <= 2
+    assert mean(map(sum, simulation.verified[2:])) > 4 * rows / 2
+    alone = tokens_a_second(lambda s: copying(s, s.costs), None, copies, rows)
+    assert tokens_a_second(hybrid, telling(), copies, rows) > 0.95 * alone
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bad", [stray, steady(0.0, STRONG)], ids=["stray", "sure and wrong"])
+def test_copies_that_are_bad_cost_next_to_nothing(bad: Kind, rows: int) -> None:
+    simulation = simulated(telling(), bad, rows, tokens=300)
+    simulation.play(hybrid(simulation))
+    assert mean(asked == 0 for asked in simulation.asked) < 0.1
+    alone = tokens_a_second(drafting, telling(), None, rows)
+    assert tokens_a_second(hybrid, telling(), bad, rows) > 0.95 * alone
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_text_of_which_a_part_can_be_copied_is_faster_with_both_than_with_either(rows: int) -> None:
+    copies_alone = tokens_a_second(lambda s: copying(s, s.costs), None, by_turns, rows)
+    alone = max(tokens_a_second(drafting, telling(), None, rows), copies_alone)
+    assert tokens_a_second(hybrid, telling(), by_turns, rows) > 1.05 * alone
+
+
+FIRST_DRAFTS = 4  # of a draft model that is always wrong, made and verified for nothing
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("copies", [by_turns, stray])
+def test_beside_a_draft_model_that_is_always_wrong_copies_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
+    """But for the few drafts that show it to be wrong."""
+    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, FIRST_REACH) - PAIR.round_ms(rows, 0)) / 1000
+    alone = rows * 300 / tokens_a_second(lambda s: copying(s, s.costs), None, copies, rows)
+    assert rows * 300 / tokens_a_second(hybrid, steady(0.0, 0.99), copies, rows) < alone / 0.97 + tried
+
+
+def test_trials_of_the_draft_model_go_on_while_copies_alone_are_played_and_keep_to_their_share() -> None:
+    simulation = simulated(steady(0.0, 0.99), by_turns, 1, tokens=2000)
+    simulation.play(hybrid(simulation))
+    later = simulation.asked[50:]
+    tried = sum(asked > 0 for asked in later)
+    assert tried > 0
+    reading = 1.0 * len(later)  # ms: each token that it has missed, once
+    assert tried * PAIR.round_ms(1, FIRST_REACH) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_draft_model_of_which_little_is_known_is_not_given_up_for_copies_that_never_come(rows: int) -> None:
+    """Its first guesses are wrong by bad luck: it is asked again all the same."""
+    simulation = simulated(telling(), stray, rows)
+    lucky = simulation.guess
+    simulation.guess = lambda row: [(0.97, False)] if simulation.place(row) < 2 else lucky(row)
+    simulation.play(hybrid(simulation))
+    assert mean(asked > 0 for asked in simulation.asked) > 0.8
+
+
+def copied(score: float, rows: int = 1, k: int = 8) -> Draft:
+    return Draft(torch.full((rows, k), RIGHT), torch.tensor([k] * rows), confidence=[[score] * k] * rows)
+
+
+def started(lack: int = 0, left: int = 150) -> tuple[AutoLength, Batch]:
+    clock = itertools.count(step=0.005).__next__
+    return AutoLength(CostModel(PAIR), decoders(Behind([lack])), True, clock), batch_of(1, left)
+
+
+def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -> int:
+    """A round of one row; returns what was asked of the draft model."""
+    wish = policy.choose(batch).within(batch)
+    assert wish.instead is not None
+    asked = wish.instead(batch, copies.capped(wish.caps or [wish.k]))
+    draft = copies if asked == 0 else Draft(torch.full((1, 1), RIGHT), torch.tensor([1]), confidence=[[0.9]])
+    draft = policy.select(batch, draft.capped(wish.caps or [wish.k])) if draft.k else draft
+    kept = 0
+    while kept < draft.counts.tolist()[0] and draft.tokens[0, kept] == gained[kept]:
+        kept += 1
+    verdict = Verdict(torch.tensor([gained[: kept + 1]]), torch.tensor([kept]), draft.counts)
+    batch.commit(verdict)
+    policy.observe(batch, verdict)
+    return asked
+
+
+@pytest.mark.parametrize(("left", "read"), [(100, True), (4, False)])
+def test_a_backlog_that_cannot_be_earned_back_before_the_rows_end_is_not_read(left: int, read: bool) -> None:
+    policy, batch = started(100, left)
+    wish = policy.choose(batch)
+    assert wish.instead is not None
+    assert (wish.instead(batch, copied(WEAK)) > 0) == read
+
+
+@pytest.mark.parametrize("copies", [copied(0.9), copied(0.9, k=0)], ids=["some", "none"])
+def test_a_round_of_copies_says_nothing_about_the_draft_model(copies: Draft) -> None:
+    policy, batch = started(1_000_000)  # so it is not asked, whatever the copies are worth
+    before = policy.drafted.chance
+    assert played(policy, batch, copies, [RIGHT] * 3 + [WRONG] + [RIGHT] * 20) == 0
+    assert not any(policy.drafted.belief.tried)
+    assert policy.drafted.rates[1].value == 0, "the rate is that of the draft model's rounds"
+    assert policy.drafted.chance == before
+    assert any(policy.copied.belief.tried) == (copies.k > 0)
+
+
+def test_what_the_draft_model_takes_to_catch_up_does_not_lower_the_rate_of_its_rounds() -> None:
+    rates = []
+    for missed in (0, 2):
+        policy, batch = started(missed)
+        assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
+        rates.append(policy.drafted.rates[1].value)
+    assert rates[1] > rates[0] > 0
+
+
+def test_a_round_of_the_draft_model_says_what_the_copies_would_have_been_worth() -> None:
+    policy, batch = started()
+    assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
+    assert sum(policy.copied.belief.tried) == pytest.approx(2, abs=0.02)
+    assert sum(policy.copied.belief.kept) == pytest.approx(2, abs=0.02)
+    assert sum(policy.drafted.belief.tried) == 1
+
+
+def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
+    policy, batch = started()
+    policy.drafted.belief.learn([[0.9] * 8], [8], [0])  # the draft model never has luck
+    for _ in range(20):
+        policy.copied.learn([[0.9] * 8], [8], [8])
+    wish = policy.choose(batch)
+    assert wish.instead is not None
+    assert wish.instead(batch, copied(0.9)) == 0
+    assert policy.select(batch, copied(0.9)).counts.tolist() == [8]
+
+
+def test_guesses_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
+    policy, batch = started(1_000_000)
+    batch.most_guesses[0] = 1
+    policy.copied.judged = 1000
+    assert played(policy, batch, copied(0.99), [RIGHT] * 9) == 0
+    assert batch.lengths[0] == 12
+    assert sum(policy.copied.belief.tried) == 1

@@ -1,0 +1,131 @@
+"""From a drafter's score to a chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.lengths.belief import Belief
+
+SCORES = [0.05, 0.3, 0.5, 0.7, 0.85, 0.93, 0.99]
+
+
+def chance(belief: Belief, score: float, row: int = 0) -> float:
+    return belief.chance(row, [score], 0)
+
+
+def learn(belief: Belief, scores: list[float], right: list[bool], times: int = 1) -> None:
+    """A guess a row."""
+    for _ in range(times):
+        belief.learn([[score] for score in scores], [1] * len(right), [int(it) for it in right])
+
+
+def test_before_anything_is_known_a_chance_is_about_the_score() -> None:
+    assert [chance(Belief(), score) for score in SCORES] == pytest.approx(SCORES, abs=0.1)
+
+
+@pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("score", [0.3, 0.9, None])
+def test_chances_come_to_the_truth(score: float | None, truth: float) -> None:
+    belief, rng, found = Belief(), np.random.default_rng(0), []
+    for _ in range(300):
+        right = (rng.random(8) < truth).astype(int).tolist()
+        belief.learn(None if score is None else [[score]] * 8, [1] * 8, right)
+        found.append(belief.chance(0, None if score is None else [score], 0))
+    assert np.mean(found[50:]) == pytest.approx(truth, abs=0.07)
+
+
+def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its_scores() -> None:
+    belief = Belief()
+    learn(belief, [0.9] * 8, [False] * 8)
+    assert chance(belief, 0.9, row=7) < 0.1
+    assert chance(belief, 0.99) < 0.95  # nobody tried it
+    learn(belief, [0.9] * 8, [False] * 8, times=3)
+    assert chance(belief, 0.7) < 0.1
+
+
+def test_a_change_is_told_from_bad_luck() -> None:
+    """What was learned from hundreds of guesses is doubted in one round that it cannot explain, and in no other."""
+    belief = Belief()
+    learn(belief, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
+    learn(belief, [0.6] * 16, [True] * 9 + [False] * 7)
+    assert chance(belief, 0.6, row=16) > 0.7
+    learn(belief, [0.6] * 16, [True] * 2 + [False] * 14)
+    assert chance(belief, 0.6, row=16) < 0.4
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
+@pytest.mark.parametrize(("rows", "rounds"), [(16, 2), (1, 14)])
+def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, after: float) -> None:
+    belief, rng = Belief(), np.random.default_rng(0)
+
+    def play(rate: float) -> None:
+        right = (rng.random((rows, 2)) < rate).cumprod(1).sum(1).tolist()
+        belief.learn(None, [min(good + 1, 2) for good in right], right)
+
+    for _ in range(100):
+        play(before)
+    for _ in range(rounds):
+        play(after)
+    assert abs(np.mean([belief.chance(row, None, 0) for row in range(rows)]) - after) < 0.3
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
+    belief, rng, doubted = Belief(), np.random.default_rng(0), 0
+    for _ in range(500):
+        had = sum(belief.tried)
+        right = (rng.random(8) < rate).astype(int).tolist()
+        belief.learn(None, [1] * 8, right)
+        doubted += sum(belief.tried) < had / 2
+    assert doubted <= 3
+
+
+def test_a_later_guess_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
+    belief = Belief()
+    for _ in range(20):
+        belief.learn([[0.5, 0.5]], [1], [0])
+        belief.learn([[0.5, 0.5]], [2], [2])
+    assert belief.chance(0, [0.5, 0.5], 0) < 0.6
+    assert belief.chance(0, [0.5, 0.5], 1) > 0.9
+
+
+def test_without_scores_every_place_has_a_chance_of_its_own_and_untried_ones_that_of_all() -> None:
+    belief = Belief()
+    for _ in range(60):
+        belief.learn(None, [2], [1])
+    assert belief.chance(0, None, 0) > 0.85
+    assert belief.chance(0, None, 1) < 0.15
+    assert 0.2 < belief.chance(0, None, 2) < 0.8
+
+
+def test_rows_differ_with_the_same_score() -> None:
+    belief = Belief()
+    learn(belief, [0.7, 0.7], [True, False], times=30)
+    assert chance(belief, 0.7, row=0) > 0.85
+    assert chance(belief, 0.7, row=1) < 0.3
+    assert 0.3 < chance(belief, 0.7, row=2) < 0.7
+
+
+def test_the_chance_of_a_guess_and_all_before_it_falls_along_a_row() -> None:
+    belief = Belief()
+    survivals = belief.survivals(0, [0.9, 0.5, 0.9], 3)
+    chances = [belief.chance(0, [0.9, 0.5, 0.9], place) for place in range(3)]
+    assert survivals == pytest.approx(np.cumprod(chances).tolist())
+
+
+def test_what_was_not_judged_teaches_nothing() -> None:
+    belief = Belief()
+    before = chance(belief, 0.5)
+    belief.learn([[0.5] * 3] * 2, [0, 0], [0, 0])
+    assert chance(belief, 0.5) == before
+
+
+def test_after_a_doubt_a_few_guesses_decide() -> None:
+    belief = Belief()
+    for _ in range(100):
+        belief.learn(None, [1] * 4, [0] * 4)
+    belief.doubt()
+    assert belief.chance(0, None, 0) < 0.2
+    belief.learn(None, [1] * 16, [1] * 16)
+    assert belief.chance(0, None, 0) > 0.7

@@ -1,0 +1,59 @@
+"""What rounds brought lately."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from paceline.lengths.lately import SHARE, Mean, Rate, Savings
+
+
+def test_a_rate_forgets() -> None:
+    rate = Rate()
+    assert rate.value == 0
+    for _ in range(60):
+        rate.learn(2.0, 40.0)
+    assert rate.value == pytest.approx(0.05)
+    for _ in range(60):
+        rate.learn(4.0, 40.0)
+    assert rate.value == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None:
+    mean = Mean(3.0)
+    assert (mean.value, mean.error) == (3.0, 0.0)
+    mean.learn(0.0)
+    assert 1 < mean.value < 2
+    surprised = mean.error
+    for _ in range(100):
+        mean.learn(0.0)
+    assert mean.value == pytest.approx(0.0, abs=0.01)
+    assert mean.error < 0.1 * surprised
+
+
+def test_what_is_doubted_is_soon_replaced() -> None:
+    sure, doubted = Mean(0.0), Mean(0.0)
+    for mean in (sure, doubted):
+        for _ in range(50):
+            mean.learn(-1.0)
+    doubted.doubt(3.0)
+    assert doubted.value == sure.value
+    for mean in (sure, doubted):
+        mean.learn(1.0)
+    assert doubted.value > sure.value
+    assert doubted.error > sure.error
+
+
+def test_savings_pay_once_a_share_of_the_time_has_come_to_the_price_and_hoard_nothing() -> None:
+    savings, paid = Savings(), []
+    for number in range(2000):
+        if savings.pay(4.0):
+            paid.append(number)
+        savings.save(10.0)
+    gaps = {after - before for before, after in pairwise(paid)}
+    assert all(abs(gap - 4.0 / (SHARE * 10.0)) <= 1 for gap in gaps)
+    for _ in range(10_000):
+        savings.save(10.0)
+    assert savings.pay(4.0)
+    assert not savings.pay(4.0)
