@@ -629,6 +629,19 @@ def test_logprobs_along_a_path_are_the_models_own(model: str, kernels: str, monk
             assert [token for token, _ in entry.top] == law.topk(3).indices.tolist()
 
 
+@pytest.mark.parametrize("shape", ["star", "binary"])
+@pytest.mark.parametrize("model", ["toy", "flat"])
+def test_trees_at_the_end_of_the_cache_equal_plain_decoding(model: str, shape: str) -> None:
+    """A short row wants many guesses; a long one has fewer slots left than that, though they stand at few positions."""
+    prompts = [PROMPTS[i] for i in (3, 5, 7, 8)]
+    params = [SamplingParams(temperature=0, max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
+    alone = answers(run(make_engine(TARGETS[model](), max_model_len=24), prompts, params))
+    engine = make_engine(TARGETS[model](), drafter="ngram", num_speculative_tokens=16, max_model_len=24)
+    truth = truth_of(prompts, params, alone)
+    engine.parts.drafter = ScriptedTrees(truth, always, shape=SHAPES[shape])
+    assert answers(run(engine, prompts, params)) == alone
+
+
 @pytest.mark.parametrize("rule", ["rejection", "synthetic:0.5"])
 def test_other_rules_refuse_trees_by_name(rule: str) -> None:
     benchmark = {"benchmark": True} if rule.startswith("synthetic") else {}
