@@ -224,10 +224,17 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
 }
 
-// The slot of a key; of keys that lie beyond what a token sees any one will do.
-inline int64_t slot_of(const Attention& a, const Path* path, int64_t key) {
-  if (path && key >= path->from) return path->slots[(key < path->last ? key : path->last) - path->from];
-  return key < a.capacity ? key : a.capacity;  // never read beyond the cache
+// The slot of a key of a tree; of keys that lie beyond what a token sees any one will do.
+inline int64_t slot_of(const Path& path, int64_t key) {
+  return key < path.from ? key : path.slots[(key < path.last ? key : path.last) - path.from];
+}
+
+// What is rare stands apart, so that the common loops stay as fast as they can be.
+template <class T>
+__attribute__((noinline)) void transpose_along(const Attention& a, const T* keys, const Path& path, int first, float* out) {
+  const T* rows[16];
+  for (int i = 0; i < 16; ++i) rows[i] = keys + static_cast<size_t>(slot_of(path, first + i)) * a.position_stride;
+  transpose_keys(rows, a.dim, out);
 }
 
 // Scores of all queries against the keys [begin, end) of one block, begin and the block's start multiples of 16. path: that of
@@ -239,9 +246,14 @@ inline void score_block(const Attention& a, const T* keys, const Query* queries,
     const int vectors = end - key > 16 ? 2 : 1;
     prefetch(values + static_cast<size_t>(key) * a.position_stride, static_cast<size_t>(16 * vectors) * a.position_stride * sizeof(T));
     for (int v = 0; v < vectors; ++v) {
+      if (path) {
+        transpose_along(a, keys, *path, key + 16 * v, tile + 16 * v);
+        continue;
+      }
       const T* rows[16];
       for (int i = 0; i < 16; ++i) {
-        rows[i] = keys + static_cast<size_t>(slot_of(a, path, key + 16 * v + i)) * a.position_stride;
+        const int64_t at = key + 16 * v + i < a.capacity ? key + 16 * v + i : a.capacity;  // never read beyond the cache
+        rows[i] = keys + static_cast<size_t>(at) * a.position_stride;
       }
       transpose_keys(rows, a.dim, tile + 16 * v);
     }
@@ -284,26 +296,34 @@ struct Lying {
   const int64_t* slots;
 };
 
+// The loop of weigh_values over what does not lie side by side.
+template <class T, int Q, int V>
+__attribute__((noinline)) void weigh_tail(const float* weights, const T* values, size_t stride, const Lying& lying, F16 (&s)[Q][V]) {
+  for (int key = 0; key < lying.count; ++key) {
+    const T* value = values + (lying.slots[key] - lying.begin) * static_cast<int64_t>(stride);
+    for (int v = 0; v < V; ++v) {
+      const F16 x = load_cached<T>(value + 16 * v);
+      for (int i = 0; i < Q; ++i) s[i][v] = fma(set1(weights[i * kKeyBlock + key]), x, s[i][v]);
+    }
+  }
+}
+
 template <class T, int Q, int V>
 inline void weigh_values(const float* weights, const T* values, size_t stride, const Lying& lying, const Merge* merge,
                          float* running, int dim, const T* upcoming) {
   F16 s[Q][V];
   for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
-  const auto add = [&](const T* value, int key) __attribute__((always_inline)) {
+  const int straight = lying.straight;
+  for (int key = 0; key < straight; ++key) {
+    if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
     F16 x[V];
-    for (int v = 0; v < V; ++v) x[v] = load_cached<T>(value + 16 * v);
+    for (int v = 0; v < V; ++v) x[v] = load_cached<T>(values + static_cast<size_t>(key) * stride + 16 * v);
     for (int i = 0; i < Q; ++i) {
       const F16 w = set1(weights[i * kKeyBlock + key]);
       for (int v = 0; v < V; ++v) s[i][v] = fma(w, x[v], s[i][v]);
     }
-  };
-  for (int key = 0; key < lying.straight; ++key) {
-    if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
-    add(values + static_cast<size_t>(key) * stride, key);
   }
-  for (int i = 0; i < lying.count; ++i) {
-    add(values + (lying.slots[i] - lying.begin) * static_cast<int64_t>(stride), lying.straight + i);
-  }
+  if (lying.count) weigh_tail<T, Q, V>(weights + straight, values, stride, lying, s);
   for (int i = 0; i < Q; ++i) {
     for (int v = 0; v < V; ++v) {
       float* to = running + i * dim + 16 * v;
