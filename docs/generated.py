@@ -1,0 +1,136 @@
+"""The pages of the reference that the code writes: every command's --help, and the server's OpenAPI as tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from paceline.cli.main import app as cli
+from paceline.params import ServerConfig
+
+WIDTH = 100  # characters of a terminal
+
+
+def written_by_code(_app: object, page: str, source: list[str]) -> None:
+    """For Sphinx's source-read: what the code says of itself follows what is written on the page."""
+    if page in PAGES:
+        source[0] += "\n" + "\n".join(PAGES[page]())
+
+
+# The command line
+
+
+def command_line() -> Iterator[str]:
+    """A section for every command, with what --help says."""
+    for words in _commands(get_command(cli), ()):
+        shown = CliRunner().invoke(
+            cli, [*words, "--help"], prog_name="paceline", env={"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+        )
+        if shown.exit_code != 0:
+            raise RuntimeError(f"paceline {' '.join(words)} --help failed: {shown.output}")
+        lines = [line.rstrip() for line in shown.output.strip("\n").splitlines()]
+        yield from (f"## {' '.join(['paceline', *words])}", "", "```text", *lines, "```", "")
+
+
+def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, (*words, name))
+
+
+# The server
+
+
+def http() -> Iterator[str]:
+    """A section for every path, then one for every kind of document that is sent or comes back."""
+    from paceline.server.app import make_app
+
+    def nothing() -> Any:
+        raise AssertionError("no model is loaded to describe the server")
+
+    document = make_app(ServerConfig(), nothing).openapi()
+    for path, methods in document["paths"].items():
+        for method, said in methods.items():
+            yield from (f"## {method.upper()} {path}", "", said.get("description", ""), "")
+            yield from _bodies(said)
+    yield from ("## Documents", "")
+    for name, schema in document["components"]["schemas"].items():
+        yield from (f"### {name}", "", " ".join(schema.get("description", "").split()), "")
+        yield from _fields(schema)
+    yield from ("## Refusals", "", "| status | meaning |", "| --- | --- |")
+    refusals = next(iter(document["paths"].values()))["post"]["responses"]
+    yield from (f"| {status} | {said['description']} |" for status, said in refusals.items() if status != "200")
+
+
+def _bodies(said: dict[str, Any]) -> Iterator[str]:
+    for what, place in (("Takes", said.get("requestBody", {})), ("Gives", said["responses"]["200"])):
+        for media, body in place.get("content", {}).items():
+            kind = _kind(body["schema"]) if body.get("schema") else "text"
+            yield from (f"{what} {kind} ({media.partition(';')[0]}).", "")
+
+
+def _fields(schema: dict[str, Any]) -> Iterator[str]:
+    if "properties" not in schema:
+        return
+    yield from ("| field | type | if left out |", "| --- | --- | --- |")
+    needed = schema.get("required", ())
+    for name, field in schema["properties"].items():
+        left_out = "refused" if name in needed else f"`{field['default']!r}`" if "default" in field else ""
+        yield f"| `{name}` | {_kind(field)} | {left_out} |"
+    yield ""
+
+
+_LIMITS = {
+    "minimum": "at least {:g}",
+    "exclusiveMinimum": "more than {:g}",
+    "maximum": "at most {:g}",
+    "exclusiveMaximum": "less than {:g}",
+    "maxLength": "at most {:g} characters",
+    "maxItems": "at most {:g}",
+}
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A type in words, with its limits: "integer, at least 1"."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if several := schema.get("anyOf", schema.get("oneOf")):
+        return " or ".join(_kind(one) for one in several)
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value!r}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        kind = f"list of ({_kind(schema.get('items', {}))})"
+    return ", ".join([kind, *(text.format(schema[name]) for name, text in _LIMITS.items() if name in schema)])
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {"reference-cli": command_line, "reference-http": http}
+
+
+# Docstrings
+
+_FIELD = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): ")
+_BETWEEN = re.compile(rf"(?<=\.) (?={_FIELD.pattern})")
+
+
+def readable(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """For Sphinx's autodoc-process-docstring: lines like "name: what it is" become a list."""
+    made: list[str] = []
+    for line in _BETWEEN.sub("\n", "\n".join(lines)).split("\n"):
+        found = _FIELD.match(line)
+        if found:
+            made += ["", f"* **{found[1]}**: {line[found.end() :]}"]
+        elif line.strip() and made and _in_list(made):
+            made.append(f"  {line.strip()}")
+        else:
+            made.append(line)
+    lines[:] = [*made, ""]
+
+
+def _in_list(made: list[str]) -> bool:
+    return made[-1].startswith(("* **", "  "))
