@@ -11,6 +11,8 @@ INSTALLED := $(VENV)/.installed
 PULLED := $(VENV)/.pulled
 SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard csrc/*)
 
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -26,7 +28,7 @@ demo: setup ## eight prompts in one batch, with speculation and without
 	$(BIN)/paceline demo
 
 test: setup ## the tests, real-model tests included, slow ones not
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: setup ## style, types and tests: what the continuous integration runs
 	$(BIN)/ruff check .
