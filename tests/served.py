@@ -80,21 +80,30 @@ while not select.select([sys.stdin], [], [], 0.01)[0]:
     connection.close()
 print(json.dumps(delays))
 """
-IDLE_SECONDS = 2.0
+IDLE_SECONDS = 1.5
 MOST_MS = 100.0
+
+
+def slowness(seconds: float = 0.5) -> float:
+    """How many times as long as alone work takes on this machine now: 1 where nothing else runs."""
+    began, worked = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - began < seconds:
+        pass
+    return (time.perf_counter() - began) / max(time.thread_time() - worked, 1e-3)
 
 
 class HealthProbe:
     """How long /health takes while something goes on, and how long it takes on this machine when nothing does.
 
-    A machine that does other things besides makes both longer: the promise is about what is in between.
+    A machine that does other things besides makes both longer, and all work in between.
     """
 
     def __init__(self, served: Served) -> None:
         self._address = served.url.removeprefix("http://")
-        self._idle = self._start()
+        self._slowness = slowness()
+        idle = self._start()
         time.sleep(IDLE_SECONDS)
-        self._idle_delays = self._end(self._idle)
+        self._idle_delays = self._end(idle)
         self._busy = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -114,6 +123,7 @@ class HealthProbe:
             "health_ms_p99": round(_p99(delays), 1),
             "health_ms_max": round(delays[-1], 1),
             "idle_health_ms_p99": round(_p99(idle), 1),
+            "slowness": round(self._slowness, 2),
         }
 
 
@@ -122,9 +132,9 @@ def _p99(ordered: list[float]) -> float:
 
 
 def check_health(figures: dict[str, float]) -> None:
-    """The slowest of a hundred answers comes within 100 ms of what the machine takes without the attack."""
+    """The slowest of a hundred answers comes within 100 ms, on a machine that does nothing else."""
     assert figures["health_checks"] > 20
-    assert figures["health_ms_p99"] < MOST_MS + figures["idle_health_ms_p99"], figures
+    assert figures["health_ms_p99"] < MOST_MS * figures["slowness"] + figures["idle_health_ms_p99"], figures
 
 
 def resident(served: Served) -> int:

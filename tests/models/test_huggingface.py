@@ -165,7 +165,7 @@ def test_what_a_library_says_is_passed_on_in_brief(monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a line\n" * 1000)
 
-    monkeypatch.setattr(HuggingFaceModel, "hidden", fail)
+    monkeypatch.setattr(HuggingFaceModel, "streams", fail)
     with pytest.raises(ModelFormatError, match="cannot be run with paceline's cache") as caught:
         load_model(theirs, dtype=torch.float32)
     assert len(str(caught.value)) < 600
