@@ -102,7 +102,7 @@ NO_PROMPTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=repr)
+@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=lambda value: repr(value).split(" at 0x")[0])
 def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
     with pytest.raises(ParameterError, match=r"^prompts=.* is not allowed: .*token ids|half a character"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
