@@ -61,10 +61,24 @@ def count_rounds(llm: LLM) -> list[int]:
     return rows
 
 
+def begin_together(llm: LLM, threads: int) -> None:
+    """Nobody plays a round before so many threads have handed in their requests, however late one of them comes."""
+    shared, all_begun = llm._share(), threading.Barrier(threads)
+    original = shared.begin
+
+    def begin(*requests: Any, **options: Any) -> Any:
+        call = original(*requests, **options)
+        all_begun.wait(60)
+        return call
+
+    shared.begin = begin  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("threads", [2, 6])
 def test_threads_share_rounds_and_each_gets_its_own_answers(threads: int) -> None:
     llm = toy_llm(max_batch_size=32)
     rounds = count_rounds(llm)
+    begin_together(llm, threads)
     for found in together(*[lambda: generate(llm)] * threads):
         assert tokens(found) == TRUTH
         assert [output.prompt_token_ids for output in found] == PROMPTS
