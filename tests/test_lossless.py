@@ -19,7 +19,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from paceline import acceptance
+from paceline import acceptance, rules
 from paceline.batch import Batch, Draft, Verdict, Wish
 from paceline.cache import KVCache
 from paceline.drafters import NgramDrafter
@@ -34,6 +34,7 @@ from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
 from paceline.outputs import RequestOutput
 from paceline.params import SamplingParams, StructuredOutputs
+from paceline.rows import RowState
 from paceline.sampling import Purpose, noise_key, noisy_argmax
 from simulation import linear_costs
 from toy import (
@@ -911,7 +912,7 @@ def test_rounds_that_the_device_plays_alone_keep_the_law(rule: str) -> None:
 
 
 def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
-    def last(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, batch: Batch) -> Tensor:
+    def last(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, rows: RowState) -> Tensor:
         place = accepted[:, None, None].expand(-1, 1, p.shape[-1])
         p_here, q_here = p.gather(1, place).squeeze(1), q.gather(1, place.clamp(max=q.shape[1] - 1)).squeeze(1)
         residual = (p_here - q_here).clamp(min=0)
@@ -920,7 +921,7 @@ def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
             "bonus from the draft": torch.where(kept_all, q_here, residual),
             "recovered from the target": p_here,
         }
-        key = noise_key(batch.sampling.seed[: batch.rows], batch.live_length + accepted, Purpose.RECOVER)
+        key = noise_key(rows.seed, rows.length + accepted, Purpose.RECOVER)
         return noisy_argmax(laws[wrong].log(), key)
 
     return last
@@ -928,13 +929,13 @@ def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("wrong", ["bonus from the draft", "recovered from the target"])
 def test_a_wrong_rule_fails_the_test_of_the_law(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "_last_draw", _wrong_last_draw(wrong))
+    monkeypatch.setattr(rules, "_last_draw", _wrong_last_draw(wrong))
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
     assert p_value(law_engine("model", "rejection", 2), params) < 1e-6
 
 
 def test_a_rule_that_shares_its_noise_with_the_guess_fails_the_test_of_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = functools.partial(noise_key, purpose=Purpose.GUESS)
-    monkeypatch.setattr(acceptance, "noise_key", lambda seed, position, purpose: shared(seed, position))
+    monkeypatch.setattr(rules, "noise_key", lambda seed, position, purpose: shared(seed, position))
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
     assert p_value(law_engine("model", "rejection", 2), params) < 1e-6
