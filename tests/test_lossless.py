@@ -253,7 +253,8 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: st
     engine = speculative_engine("native", drafter, length, family, prefill_chunk=7)
     played = count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-    assert played.total() > 0
+    assert played["natively"] > 0 or family == "everything"  # whose rows want log-probabilities
+    assert "rounds by the kernels" in engine.describe()
     assert family != "greedy" or not played["by the host"]
 
 
