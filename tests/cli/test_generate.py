@@ -282,7 +282,7 @@ def test_lines_bring_references_along(paceline: Any, tiny: str, lines: Path) -> 
     without, with_them = documents(paceline(*run, "--drafter", "ngram", "-k", "4"))
     assert with_them["outputs"][0]["text"] == without["outputs"][0]["text"] == answer
     assert with_them["outputs"][0]["metrics"]["rounds"] < without["outputs"][0]["metrics"]["rounds"]
-    refused = paceline(*run)
+    refused = paceline(*run, "--drafter", "none")
     assert refused.exit_code == 2
     assert "line 2: references=" in refused.stderr
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
+from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.params import ServerConfig
 from paceline.server import errors, replies
 from paceline.server.admission import Admission, Place, Room, Work
@@ -244,7 +244,7 @@ def test_long_replies_are_written_in_pieces_as_they_would_be_at_once() -> None:
     choice = replies.CompletionChoice(index=0, text="a\n\x00", logprobs=logprobs, finish_reason=None)
     choice.stop_reason = None
     choice.paceline = replies.Extras(
-        token_ids=[1], kinds=["plain"], pieces=["a"], metrics=replies.AnswerMetrics.of(Metrics())
+        token_ids=[1], kinds=["plain"], pieces=["a"], metrics=replies.AnswerMetrics.of(CompletionOutput(0))
     )
     whole = replies.Completion(id="1", object="text_completion", created=1, model="m", choices=[choice, choice])
     message = replies.ChatMessage(role="assistant", content="a", refusal=None)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from paceline.errors import PacelineError, RequestError
-from paceline.inputs import as_references
 from paceline.outputs import CompletionOutput, RequestOutput
 from paceline.params import SamplingParams
 
@@ -57,6 +56,8 @@ def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | 
 
 
 def _parse(where: str, line: str, params: SamplingParams) -> Job:
+    from paceline.inputs import as_references  # which imports torch: --help does not wait for it
+
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
