@@ -20,11 +20,12 @@ from typing import Any
 
 from benchmarks.peers.config import OFFLINE, PEERS, RESULTS, ROOT, Peer
 from benchmarks.peers.environments import SetupError, ensure_environment, ensure_model
-from benchmarks.peers.prompts import STUBS, messages
 from benchmarks.peers.report import machine
 from benchmarks.serve.load import GUIDELLM, Load, LoadError, Target, play
 from benchmarks.serve.plot import draw
 from benchmarks.serve.servers import ServerError, free_port, running
+
+from paceline.bench.sets import SETS
 
 MODEL = "smollm2-135m"
 DTYPE = "bfloat16"
@@ -118,7 +119,7 @@ def measure(plan: argparse.Namespace, scratch: Path) -> list[Course]:
 
 
 def _prompts() -> list[str]:
-    return [messages(stub)[0]["content"] for stub in STUBS]
+    return [asked.text for asked in SETS["stubs"]]
 
 
 def _order(courses: Sequence[Course], repeat: int) -> Iterator[Course]:
