@@ -269,7 +269,7 @@ def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> Non
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
     text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
     with torch.inference_mode():
-        _, gains = read_record(rounds.play(2, 3, 60).read())
+        gains = read_record(rounds.play(2, 3, 60).read()).gained
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]

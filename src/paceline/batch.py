@@ -157,11 +157,15 @@ class Logprobs:
 
 @dataclass
 class HostVerdict:
-    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row."""
+    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
+
+    gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
+    """
 
     tokens: list[list[int]]
     accepted: list[int]
     drafted: list[int]
+    gained: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -469,7 +473,8 @@ class Batch:
 
     def commit(self, verdict: Verdict) -> None:
         """Append each row's accepted + 1 tokens, cut where the row ends."""
-        self.note_gains(self._gain(verdict))
+        verdict.host.gained = self._gain(verdict)
+        self.note_gains(verdict.host.gained)
         for row, tokens in enumerate(verdict.host.tokens):
             if (constraint := self.sampling.constraints[row]) is not None:
                 constraint.advance(tokens)

@@ -62,11 +62,12 @@ class NativeRound:
         call.places = places.buffer_info()[0]
         call.guesses, call.guess_stride, call.counts = guesses.data_ptr(), guesses.stride(0), draft.counts.data_ptr()
         self._model.play(call, self._target.cache)
-        batch.note_gains(self._numbers[self._gained : self._gained + rows].tolist())
-        return ReadVerdict(self._read(rows, draft.counts.tolist()))
+        verdict = self._read(rows, draft.counts.tolist())
+        batch.note_gains(verdict.gained)
+        return ReadVerdict(verdict)
 
     def _read(self, rows: int, drafted: list[int]) -> HostVerdict:
         numbers, block = self._numbers, self._block
         accepted = numbers[self._accepted : self._accepted + rows].tolist()
         lines = [numbers[row * block : row * block + kept + 1].tolist() for row, kept in enumerate(accepted)]
-        return HostVerdict(lines, accepted, drafted)
+        return HostVerdict(lines, accepted, drafted, numbers[self._gained : self._gained + rows].tolist())

@@ -46,13 +46,13 @@ class _Flight:
     k: int
     scored: bool
 
-    def read(self) -> tuple[HostVerdict, list[int], list[list[float]] | None]:
-        """The verdict, how many tokens each row gained, and their log-probabilities; waits for the round."""
+    def read(self) -> tuple[HostVerdict, list[list[float]] | None]:
+        """The verdict, and its tokens' log-probabilities; waits for the round."""
         record = self.ticket.read()
         if not self.scored:
-            return *read_record(record), None
+            return read_record(record), None
         record, logprobs = read_logprobs(record, self.k)
-        return *read_record(record), logprobs
+        return read_record(record), logprobs
 
 
 class Pipeline:
@@ -136,12 +136,12 @@ class Pipeline:
 
     def _settle(self, flight: _Flight) -> list[Sequence]:
         """Rows may have left, moved or joined since the round was launched: its lines are found by sequence."""
-        verdict, gains, logprobs = flight.read()
+        verdict, logprobs = flight.read()
         lines = {id(sequence): line for line, sequence in enumerate(flight.sequences) if not sequence.output.finished}
         running = self.scheduler.running
         known = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
         for row, line in known:
-            self.batch.lengths[row] += gains[line]
+            self.batch.lengths[row] += verdict.gained[line]
         self._count_in_flight()
         if not known:
             return []
@@ -159,7 +159,8 @@ def _verdict(read: HostVerdict, lines: list[int | None], logprobs: list[list[flo
     tokens = [[] if line is None else read.tokens[line] for line in lines]
     accepted = [0 if line is None else read.accepted[line] for line in lines]
     drafted = [0 if line is None else read.drafted[line] for line in lines]
-    verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted))
+    gained = [0 if line is None else read.gained[line] for line in lines]
+    verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted, gained))
     if logprobs is not None:
         own = [[] if line is None else logprobs[line] for line in lines]
         nothing = [0.0] * max(map(len, own))

@@ -162,7 +162,8 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
     nodes = Nodes(tokens, *ragged({0: 300}))
     whole = model.forward(nodes, cache_for(spec, 1), taps=(2, 0, 1)).features
     cache = cache_for(spec, 1)
-    parts = [model.forward(Nodes(*(t[i : i + 90] for t in nodes)), cache, taps=(2, 0, 1)) for i in range(0, 300, 90)]
+    chunks = [Nodes(*(t[i : i + 90] for t in nodes[:3])) for i in range(0, 300, 90)]
+    parts = [model.forward(chunk, cache, taps=(2, 0, 1)) for chunk in chunks]
     assert torch.equal(whole, torch.cat([part.features for part in parts]))
 
 

@@ -76,8 +76,7 @@ class Recorder(LengthPolicy):
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
         accepted, drafted = tuple(verdict.host.accepted), tuple(verdict.host.drafted)
-        beyond = zip(batch.lengths[: batch.rows], batch.limits[: batch.rows], strict=True)
-        surplus = sum(max(0, length - limit) for length, limit in beyond)
+        surplus = sum(accepted) + len(accepted) - sum(verdict.host.gained)
         self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted, drafted, surplus))
 
 

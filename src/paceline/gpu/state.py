@@ -43,11 +43,11 @@ def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], lis
     return [line[:width] for line in record], bits.view(torch.float32).tolist()
 
 
-def read_record(record: list[list[int]]) -> tuple[HostVerdict, list[int]]:
-    """A round's record [B, k + 1 + 3] on the host -> the verdict, and how many tokens each row gained (0: it rests)."""
-    verdict = HostVerdict(
+def read_record(record: list[list[int]]) -> HostVerdict:
+    """A round's record [B, k + 1 + 3] on the host. A row that has gained nothing rests."""
+    return HostVerdict(
         tokens=[line[: line[-3] + 1] for line in record],
         accepted=[line[-3] for line in record],
         drafted=[line[-2] for line in record],
+        gained=[line[-1] for line in record],
     )
-    return verdict, [line[-1] for line in record]
