@@ -165,9 +165,10 @@ def give_up_rights() -> None:
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
     """What the kernel enforces from now on; no process and no thread can be begun any more."""
-    limits = {"CPU": cpu_seconds, "AS": memory_bytes, "FSIZE": FILE_BYTES, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": 0}
+    limits = {"AS": memory_bytes, "FSIZE": FILE_BYTES, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": 0}
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # a signal that says why; then the end
 
 
 def serve_sentence(job: dict[str, Any], nothing: int, secret: int, verdict: int) -> NoReturn:

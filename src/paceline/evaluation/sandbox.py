@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -143,7 +144,8 @@ class Sandbox:
     def _judge(self, report: dict[str, Any], said: bytes, secret: bytes) -> Outcome:
         if secrets.compare_digest(said, secret):
             return Outcome(True, "passed")
-        if not report["in_time"] or report["cpu_seconds"] > self.limits.cpu_seconds - 0.1:
+        told = report["signal"] == signal.SIGXCPU  # the kernel's own count, which on a busy machine runs ahead of ours
+        if not report["in_time"] or told or report["cpu_seconds"] > self.limits.cpu_seconds - 0.1:
             return Outcome(False, "time limit")
         if report["signal"] is not None:
             return Outcome(False, f"signal {report['signal']}")
