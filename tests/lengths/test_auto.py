@@ -192,8 +192,8 @@ def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
     policy = AutoLength(CostModel(costs, whole=whole), decoders(behind), False, simulation.clock)
     wish = Wish(0)
     for number in range(800):
+        behind.lacks = [300, 200, 2, 200] if number > 60 else [0] * 4
         wish = policy.choose(simulation.batch)
-        behind.lacks = [300, 200, 2, 200]
         if number > 60 and wish.k:
             break
         simulation.now += costs.verify_ms(4, 0) / 1000
@@ -603,6 +603,13 @@ def test_scores_that_tell_nothing_leave_the_best_fixed_length(chance: float, sco
 def test_scores_that_tell_beat_every_fixed_length() -> None:
     best = max(tokens_a_second(fixed(k), telling(), None, 1) for k in range(LONGEST_AUTO))
     assert tokens_a_second(drafting, telling(), None, 1) > 1.05 * best
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_bad_luck_at_first_does_not_end_a_good_draft_model(seed: int) -> None:
+    simulation = simulated(telling(), None, 1, seed, 300)
+    simulation.play(drafting(simulation))
+    assert mean(asked > 0 for asked in simulation.asked) > 0.8
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

@@ -43,6 +43,7 @@ from paceline.lengths.lateness import Paces
 
 Clock: TypeAlias = Callable[[], float]  # seconds
 
+DOUBT = 1.5  # standard errors by which a draft model gets the benefit of the doubt: trials come seldom; copies get 1
 HOPE = 0.9  # chance of a guess that no draft model exceeds for long
 TRIALS = 3.0  # what a record weighs at most when what it says is tried
 FIRST_REACH = 4  # most guesses of a draft model before any was right
@@ -156,10 +157,10 @@ class AutoLength(LengthPolicy):
         """Whether to ask for guesses: by what they brought lately, or because it is time to see."""
         now, brings = self._round, self._brings(source)
         now.source, now.rate = source, self._rate(source)
-        backlog = self._backlog() if source is self.drafted else [0]
+        backlog, doubt = (self._backlog(), DOUBT) if source is self.drafted else ([0], 1.0)
         now.feed = self.costs.feed_ms(sum(backlog))
         left = max(now.batch.limits[row] - now.batch.lengths[row] for row in range(now.rows))
-        value = self._best_length()[0] if self.costs.whole else (brings.value + brings.error) * now.rows
+        value = self._best_length()[0] if self.costs.whole else (brings.value + doubt * brings.error) * now.rows
         if value > now.rate * now.feed / max(left, 1):
             if not self._reviews_plain(value / now.rate):
                 return True
