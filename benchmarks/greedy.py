@@ -1,0 +1,100 @@
+"""Greedy answers to HumanEval's problems beside the same checkpoint's in transformers, in float32, token by token.
+
+    PYTHONPATH=src:. python -m benchmarks.greedy MODEL.gguf --limit 40
+
+Two programs add in different orders, so where two tokens are nearly as likely their answers may part: how near they are
+is shown. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.evaluation.problems import STOP, human_eval, style_of, tokens_of
+from paceline.llm import LLM
+from paceline.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One problem. parted: the first token that differs; None where none does. gap: between transformers' two, in nats.
+
+    text_equal: what the answers say, up to where they end.
+    """
+
+    task_id: str
+    tokens: int
+    parted: int | None
+    gap: float | None
+    text_equal: bool
+
+
+def compare(path: Path, limit: int, max_tokens: int) -> list[Pair]:
+    """The first problems."""
+    llm = LLM(path, dtype="float32", max_batch_size=1, drafter=None)
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=STOP)
+    problems = human_eval()[:limit]
+    prompts = [tokens_of(problem, tokenizer, style_of(tokenizer)) for problem in problems]
+    ours = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    llm.close()
+    del llm
+    other = _in_transformers(path)
+    pairs = []
+    for problem, prompt, answer in zip(problems, prompts, ours, strict=True):
+        parted, gap, theirs = _follow(other, prompt, answer.token_ids)
+        text = _cut(tokenizer.decode(theirs))
+        pairs.append(Pair(problem.task_id, len(answer.token_ids), parted, gap, text == answer.text))
+    return pairs
+
+
+def _in_transformers(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    dequantised = GgufConfig(dequantize=True)
+    where = {"gguf_file": path.name, "quantization_config": dequantised}
+    return AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where).eval()
+
+
+@torch.inference_mode()
+def _follow(model: Any, prompt: list[int], ours: Sequence[int]) -> tuple[int | None, float | None, list[int]]:
+    """Its own greedy answer, as long as ours; where it parts from ours, and how near the two tokens are there."""
+    answer = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=len(ours), pad_token_id=0, repetition_penalty=1.0
+    )
+    theirs = answer[0, len(prompt) :].tolist()
+    parted = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+    if parted is None:
+        return None, None, theirs
+    logits = model(torch.tensor([prompt + theirs[:parted]])).logits[0, -1].log_softmax(dim=0)
+    return parted, float(logits[theirs[parted]] - logits[ours[parted]]), theirs
+
+
+def _cut(text: str) -> str:
+    return text[: min(text.find(stop) if stop in text else len(text) for stop in STOP)]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    options = parser.parse_args()
+    pairs = compare(options.model, options.limit, options.max_tokens)
+    for pair in pairs:
+        print(pair)
+    equal = sum(pair.text_equal for pair in pairs)
+    print(json.dumps({"model": options.model.name, "equal": equal, "pairs": [asdict(pair) for pair in pairs]}))
+
+
+if __name__ == "__main__":
+    main()
