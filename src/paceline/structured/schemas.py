@@ -8,17 +8,25 @@ names without escapes and none of those named, strings of whole characters that 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from paceline.errors import StructureError
+from paceline.structured.keywords import (
+    OF_TYPE,
+    SAID,
+    are_names,
+    bounds_of,
+    check_names,
+    counts_of,
+    expect,
+    is_of,
+    whole_bounds,
+)
 from paceline.structured.patterns import (
-    MOST_COUNT,
     Ranges,
     alphabet,
     any_but,
@@ -29,32 +37,7 @@ from paceline.structured.patterns import (
     rewritten,
 )
 
-_SAID = {
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$schema", "$id", "$comment", "$defs", "definitions",
-}  # fmt: skip
-_ALONE: dict[str, set[str]] = {  # beside these nothing else is looked at
-    "$ref": set(),
-    "anyOf": set(),
-    "allOf": set(),
-    "enum": {"type"},
-    "const": {"type"},
-    "pattern": {"type"},
-    "format": {"type"},
-}
-_OF_TYPE: dict[str, set[str]] = {
-    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "boolean": set(),
-    "null": set(),
-}
-_TYPED = set().union(*_OF_TYPE.values())
 _FORMATS = {"date", "time", "date-time", "duration", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
-_LARGEST_BOUND = 2**53  # of a number: beyond it not every whole number has a double of its own
-_DECIMALS = 6  # that a bound may have, and a number between bounds
 _MOST_RULES = 20_000
 
 _RAW = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF))  # characters of a JSON string that stand for themselves
@@ -183,16 +166,16 @@ class _Schemas:
         """The name of the rule for a value of a schema."""
         if schema is True:
             schema = {}
-        _expect(isinstance(schema, dict), "a schema", schema, "an object or true")
-        said = schema.keys() - _SAID
-        _check_names(said, schema.get("type"))
+        expect(isinstance(schema, dict), "a schema", schema, "an object or true")
+        said = schema.keys() - SAID
+        check_names(said, schema.get("type"))
         if "$id" in schema and not at_root:
             raise StructureError("the schema says '$id' inside, which changes what '$ref' means; leave it out")
         self._check_definitions(schema)
         for name, method in self._alone.items():
             if name in said:
                 return method(self, schema)
-        types = schema.get("type", list(_OF_TYPE) if not said else None)
+        types = schema.get("type", list(OF_TYPE) if not said else None)
         names = types if isinstance(types, list) else [types]
         if "type" not in schema:
             return self._anything()
@@ -202,7 +185,7 @@ class _Schemas:
         """Also of what nothing refers to."""
         for name in ("$defs", "definitions"):
             defined = schema.get(name, {})
-            _expect(isinstance(defined, dict), repr(name), defined, "an object of schemas")
+            expect(isinstance(defined, dict), repr(name), defined, "an object of schemas")
             if schema is self._root:
                 for key in defined:
                     self._reference(f"#/{name}/" + key.replace("~", "~0").replace("/", "~1").replace("%", "%25"))
@@ -243,25 +226,25 @@ class _Schemas:
 
     def _ref(self, schema: Mapping[str, Any]) -> str:
         target = schema["$ref"]
-        _expect(isinstance(target, str), "'$ref'", target, "a text")
+        expect(isinstance(target, str), "'$ref'", target, "a text")
         return self._reference(target)
 
     def _any_of(self, schema: Mapping[str, Any]) -> str:
         given = schema["anyOf"]
-        _expect(isinstance(given, list) and len(given) > 0, "'anyOf'", given, "schemas")
+        expect(isinstance(given, list) and len(given) > 0, "'anyOf'", given, "schemas")
         return self._choice([self._value(each) for each in given])
 
     def _all_of(self, schema: Mapping[str, Any]) -> str:
         given = schema["allOf"]
-        _expect(isinstance(given, list) and len(given) > 0, "'allOf'", given, "schemas")
+        expect(isinstance(given, list) and len(given) > 0, "'allOf'", given, "schemas")
         if len(given) != 1:
             raise StructureError("the schema says 'allOf' with several schemas; put them into one")
         return self._value(given[0])
 
     def _enum(self, schema: Mapping[str, Any]) -> str:
         values = schema["enum"]
-        _expect(isinstance(values, list) and len(values) > 0, "'enum'", values, "values")
-        if "type" in schema and (wrong := [value for value in values if not _is_of(value, schema["type"])]):
+        expect(isinstance(values, list) and len(values) > 0, "'enum'", values, "values")
+        if "type" in schema and (wrong := [value for value in values if not is_of(value, schema["type"])]):
             raise StructureError(f"the schema allows {wrong[0]!r}, which is not of its 'type'")
         return self._rule(_regex("|".join(dict.fromkeys(self._spelling(value) for value in values))))
 
@@ -281,12 +264,12 @@ class _Schemas:
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        _expect(isinstance(properties, dict), "'properties'", properties, "an object of schemas")
-        _expect(_are_names(required), "'required'", required, "names")
+        expect(isinstance(properties, dict), "'properties'", properties, "an object of schemas")
+        expect(are_names(required), "'required'", required, "names")
         if missing := set(required) - properties.keys():
             raise StructureError(f"the schema requires {min(missing)!r}, which is none of its 'properties'")
         more = schema.get("additionalProperties", "properties" not in schema and not required)
-        low, high = _counts(schema, "minProperties", "maxProperties")
+        low, high = counts_of(schema, "minProperties", "maxProperties")
         entries = [self._entry(name, each) for name, each in properties.items()]
         other = None if more is False else self._other_entry(list(properties), more)
         if other is not None and low > len(required) + 1:
@@ -308,9 +291,9 @@ class _Schemas:
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         first = schema.get("prefixItems", [])
-        _expect(isinstance(first, list), "'prefixItems'", first, "schemas")
+        expect(isinstance(first, list), "'prefixItems'", first, "schemas")
         items = schema.get("items", not first)
-        low, high = _counts(schema, "minItems", "maxItems")
+        low, high = counts_of(schema, "minItems", "maxItems")
         places = [(self._value(each), False) for each in first]
         other = None if items is False else self._value(items)
         return self._rule(*_Members(self._rule, places, other, low, high, in_order=True).all("[", "]"))
@@ -320,14 +303,14 @@ class _Schemas:
             return self._rule(_regex(f'"({rewritten(schema["pattern"], self._in_json)})"'))
         if "format" in schema:
             return self._format(schema["format"])
-        low, high = _counts(schema, "minLength", "maxLength")
+        low, high = counts_of(schema, "minLength", "maxLength")
         raw = class_of(self._raw)
         if (low, high) == (0, None):
             return self._rule(_regex(f'"({raw}|{_ESCAPED}|{_BY_NUMBER})*"'))
         return self._rule(_regex(f'"({raw}|{_ESCAPED}){{{low},{"" if high is None else high}}}"'))
 
     def _format(self, name: object) -> str:
-        _expect(isinstance(name, str), "'format'", name, "a name")
+        expect(isinstance(name, str), "'format'", name, "a name")
         if name not in _FORMATS:
             raise StructureError(f"the format {name!r} cannot be enforced; known: {', '.join(sorted(_FORMATS))}")
         return self._borrow({"type": "string", "format": name})
@@ -346,11 +329,11 @@ class _Schemas:
         return ways[0] if len(ways) == 1 else f"({'|'.join(ways)})"
 
     def _number(self, schema: Mapping[str, Any]) -> str:
-        bounds = _bounds(schema)
+        bounds = bounds_of(schema)
         return self._borrow({"type": "number", **bounds}) if bounds else self._rule(_regex(_NUMBER))
 
     def _integer(self, schema: Mapping[str, Any]) -> str:
-        bounds = _whole(_bounds(schema))
+        bounds = whole_bounds(bounds_of(schema))
         return self._borrow({"type": "integer", **bounds}) if bounds else self._rule(_regex(_INTEGER))
 
     def _boolean(self, _: Mapping[str, Any]) -> str:
@@ -459,99 +442,5 @@ def _repeated(name: str, low: int, high: int | None) -> str:
     return f"{name}*" if (low, high) == (0, None) else f"{name}{{{low},{'' if high is None else high}}}"
 
 
-# --- what is said in the right form ------------------------------------------------
-
-
-def _expect(ok: bool, name: str, value: object, form: str) -> None:
-    if not ok:
-        shown = repr(value)
-        raise StructureError(f"{name} in the schema has the wrong form, {shown[:100]}: it has to be {form}")
-
-
-def _check_names(said: set[str], types: object) -> None:
-    if unknown := said - _TYPED - _ALONE.keys() - {"type"}:
-        raise StructureError(f"the schema says {min(unknown)!r}, which cannot be enforced; leave it out")
-    for name in said & _ALONE.keys():
-        if others := said - _ALONE[name] - {name}:
-            raise StructureError(f"the schema says {min(others)!r} beside {name!r}; only one of them can be enforced")
-    known = _types_of(types) if "type" in said else []
-    if untyped := (said & _TYPED).difference(*(_OF_TYPE[each] for each in known)):
-        raise StructureError(f"the schema says {min(untyped)!r} and not the 'type' that it belongs to; say both")
-
-
-def _types_of(given: object) -> list[str]:
-    types = [given] if isinstance(given, str) else given
-    if not _are_names(types) or not types or not all(each in _OF_TYPE for each in types):
-        known = ", ".join(sorted(_OF_TYPE))
-        raise StructureError(
-            f"'type' in the schema has the wrong form, {repr(given)[:100]}: one of {known}, or several"
-        )
-    return types
-
-
-def _are_names(value: object) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _counts(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
-    low = _count(least, schema[least]) if least in schema else 0
-    high = _count(most, schema[most]) if most in schema else None
-    if high is not None and high < low:
-        raise StructureError(f"the schema says {least!r} {low} and {most!r} {high}, between which there is nothing")
-    return low, high
-
-
-def _count(name: str, count: object) -> int:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise StructureError(
-            f"{name!r} in the schema has the wrong form, {repr(count)[:100]}: a whole number of at least 0"
-        )
-    if count > MOST_COUNT:
-        raise StructureError(f"{name} counts to {count}; up to {MOST_COUNT} can be enforced")
-    return count
-
-
-def _bounds(schema: Mapping[str, Any]) -> dict[str, int | float]:
-    bounds = {name: schema[name] for name in _OF_TYPE["number"] if name in schema}
-    for name, bound in bounds.items():
-        ok = isinstance(bound, (int, float)) and not isinstance(bound, bool) and math.isfinite(bound)
-        _expect(ok, repr(name), bound, "a number")
-        _expect(abs(bound) <= _LARGEST_BOUND, repr(name), bound, "no further from 0 than 2^53")
-        exponent = Decimal(repr(bound)).as_tuple().exponent
-        ok = isinstance(exponent, int) and exponent >= -_DECIMALS
-        _expect(ok, repr(name), bound, f"a number of at most {_DECIMALS} decimals")
-    for one, other in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if one in bounds and other in bounds:
-            raise StructureError(f"the schema says {one!r} beside {other!r}; say one of them")
-    return bounds
-
-
-def _whole(bounds: Mapping[str, int | float]) -> dict[str, int]:
-    """The bounds of a whole number, as such."""
-    whole: dict[str, int] = {}
-    if "minimum" in bounds:
-        whole["minimum"] = math.ceil(bounds["minimum"])
-    if "exclusiveMinimum" in bounds:
-        whole["minimum"] = math.floor(bounds["exclusiveMinimum"]) + 1
-    if "maximum" in bounds:
-        whole["maximum"] = math.floor(bounds["maximum"])
-    if "exclusiveMaximum" in bounds:
-        whole["maximum"] = math.ceil(bounds["exclusiveMaximum"]) - 1
-    if whole.get("minimum", -math.inf) > whole.get("maximum", math.inf):
-        raise StructureError("the schema's bounds have no whole number between them")
-    return whole
-
-
 def _has(ranges: Ranges, code: int) -> bool:
     return any(first <= code <= last for first, last in ranges)
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),),
-    "number": (int, float), "integer": (int,),
-}  # fmt: skip
-
-
-def _is_of(value: object, types: str | list[str]) -> bool:
-    names = [types] if isinstance(types, str) else types
-    return any(isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)) for name in names)

@@ -1,0 +1,132 @@
+"""What a JSON schema may say: its keywords by type, and their values in the right form, or StructureError by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+from paceline.errors import StructureError
+from paceline.structured.patterns import MOST_COUNT
+
+SAID = {  # about a schema, and nothing of its values
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "$schema", "$id", "$comment", "$defs", "definitions",
+}  # fmt: skip
+_ALONE: dict[str, set[str]] = {  # beside these nothing else is looked at
+    "$ref": set(),
+    "anyOf": set(),
+    "allOf": set(),
+    "enum": {"type"},
+    "const": {"type"},
+    "pattern": {"type"},
+    "format": {"type"},
+}
+OF_TYPE: dict[str, set[str]] = {
+    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "boolean": set(),
+    "null": set(),
+}
+_TYPED = set().union(*OF_TYPE.values())
+_LARGEST_BOUND = 2**53  # of a number: beyond it not every whole number has a double of its own
+_DECIMALS = 6  # that a bound may have, and a number between bounds
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),),
+    "number": (int, float), "integer": (int,),
+}  # fmt: skip
+
+
+def expect(ok: bool, name: str, value: object, form: str) -> None:
+    """Raise StructureError unless a keyword's value has the right form."""
+    if not ok:
+        shown = repr(value)
+        raise StructureError(f"{name} in the schema has the wrong form, {shown[:100]}: it has to be {form}")
+
+
+def check_names(said: set[str], types: object) -> None:
+    """Raise StructureError for keywords that cannot be enforced, at all, beside others or without their type."""
+    if unknown := said - _TYPED - _ALONE.keys() - {"type"}:
+        raise StructureError(f"the schema says {min(unknown)!r}, which cannot be enforced; leave it out")
+    for name in said & _ALONE.keys():
+        if others := said - _ALONE[name] - {name}:
+            raise StructureError(f"the schema says {min(others)!r} beside {name!r}; only one of them can be enforced")
+    known = _types_of(types) if "type" in said else []
+    if untyped := (said & _TYPED).difference(*(OF_TYPE[each] for each in known)):
+        raise StructureError(f"the schema says {min(untyped)!r} and not the 'type' that it belongs to; say both")
+
+
+def _types_of(given: object) -> list[str]:
+    types = [given] if isinstance(given, str) else given
+    if not are_names(types) or not types or not all(each in OF_TYPE for each in types):
+        known = ", ".join(sorted(OF_TYPE))
+        raise StructureError(
+            f"'type' in the schema has the wrong form, {repr(given)[:100]}: one of {known}, or several"
+        )
+    return types
+
+
+def are_names(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def counts_of(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
+    """The least and the most of something, as two keywords say; None: any number."""
+    low = _count_of(least, schema[least]) if least in schema else 0
+    high = _count_of(most, schema[most]) if most in schema else None
+    if high is not None and high < low:
+        raise StructureError(f"the schema says {least!r} {low} and {most!r} {high}, between which there is nothing")
+    return low, high
+
+
+def _count_of(name: str, count: object) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise StructureError(
+            f"{name!r} in the schema has the wrong form, {repr(count)[:100]}: a whole number of at least 0"
+        )
+    if count > MOST_COUNT:
+        raise StructureError(f"{name} counts to {count}; up to {MOST_COUNT} can be enforced")
+    return count
+
+
+def bounds_of(schema: Mapping[str, Any]) -> dict[str, int | float]:
+    """The bounds of a number, by keyword."""
+    bounds = {name: schema[name] for name in OF_TYPE["number"] if name in schema}
+    for name, bound in bounds.items():
+        ok = isinstance(bound, (int, float)) and not isinstance(bound, bool) and math.isfinite(bound)
+        expect(ok, repr(name), bound, "a number")
+        expect(abs(bound) <= _LARGEST_BOUND, repr(name), bound, "no further from 0 than 2^53")
+        exponent = Decimal(repr(bound)).as_tuple().exponent
+        ok = isinstance(exponent, int) and exponent >= -_DECIMALS
+        expect(ok, repr(name), bound, f"a number of at most {_DECIMALS} decimals")
+    for one, other in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if one in bounds and other in bounds:
+            raise StructureError(f"the schema says {one!r} beside {other!r}; say one of them")
+    return bounds
+
+
+def whole_bounds(bounds: Mapping[str, int | float]) -> dict[str, int]:
+    """The bounds of a whole number, as such."""
+    whole: dict[str, int] = {}
+    if "minimum" in bounds:
+        whole["minimum"] = math.ceil(bounds["minimum"])
+    if "exclusiveMinimum" in bounds:
+        whole["minimum"] = math.floor(bounds["exclusiveMinimum"]) + 1
+    if "maximum" in bounds:
+        whole["maximum"] = math.floor(bounds["maximum"])
+    if "exclusiveMaximum" in bounds:
+        whole["maximum"] = math.ceil(bounds["exclusiveMaximum"]) - 1
+    if whole.get("minimum", -math.inf) > whole.get("maximum", math.inf):
+        raise StructureError("the schema's bounds have no whole number between them")
+    return whole
+
+
+def is_of(value: object, types: str | list[str]) -> bool:
+    """Whether a value is of one of these types, as JSON has them: true is no number."""
+    names = [types] if isinstance(types, str) else types
+    return any(isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)) for name in names)
