@@ -27,9 +27,10 @@ from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch
 from paceline.bench.measure import turns
 from paceline.bench.prompts import COPYING, OPEN
+from paceline.draft import Draft, Verdict
 from paceline.hardware import cpu_name
 
 TEXTS = [*OPEN, *COPYING]

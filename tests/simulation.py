@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
+from paceline.batch import Batch, RowStart, Wish
+from paceline.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostTable
 from paceline.params import SamplingParams

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paceline import acceptance
 from paceline.acceptance import RULES, coupled, rejection
-from paceline.batch import Batch, Draft, RowStart
+from paceline.batch import Batch, RowStart
+from paceline.draft import Draft
 from paceline.kernels import drawing, native
 from paceline.params import SamplingParams
 from paceline.sampling import draw, sequence_seed
@@ -189,11 +190,11 @@ def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
 
 def test_more_logprobs_than_the_vocabulary_has_tokens_are_all_of_them() -> None:
     batch = make_batch(2, logprobs=20)
-    verdict = RULES["coupled"](Draft.empty(batch), torch.randn(2, 1, V), batch)
+    verdict = RULES["coupled"](batch.no_guesses, torch.randn(2, 1, V), batch)
     assert verdict.logprobs is not None
     assert verdict.logprobs.top_ids.shape == (2, 1, V)
 
 
 def test_no_logprobs_are_computed_unless_a_live_row_asks() -> None:
     batch = make_batch(2)
-    assert RULES["coupled"](Draft.empty(batch), torch.randn(2, 1, V), batch).logprobs is None
+    assert RULES["coupled"](batch.no_guesses, torch.randn(2, 1, V), batch).logprobs is None

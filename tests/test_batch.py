@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.batch import Batch, Draft, RowStart, Verdict
+from paceline.batch import Batch, RowStart
+from paceline.draft import Verdict
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 
 
@@ -149,7 +150,7 @@ def test_features_that_no_live_row_uses_are_off() -> None:
 
 
 def test_an_empty_draft_has_no_guesses() -> None:
-    draft = Draft.empty(make_batch())
+    draft = make_batch().no_guesses
     assert draft.k == 0
     assert draft.tokens.shape == (3, 0)
     assert draft.counts.tolist() == [0, 0, 0]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from paceline.attention import BACKENDS
-from paceline.batch import Batch, Draft, RowStart
+from paceline.batch import Batch, RowStart
 from paceline.decoder import Decoder
+from paceline.draft import Draft
 from paceline.models.base import Model
 from paceline.params import SamplingParams
 from toy import VOCAB, ToyModel, logits_after, tiny_llama
@@ -56,7 +57,7 @@ def test_prefill_in_chunks_is_prefill_at_once(name: str, chunks: list[tuple[int,
     decoder.cache.values.fill_(7)
     for start, stop in chunks:  # the other rows are padding from their end on
         decoder.prefill(batch, 0, [0, start, min(start, 2)], [0, stop, min(stop, 2)])
-    logits = decoder.verify(batch, Draft.empty(batch))
+    logits = decoder.verify(batch, batch.no_guesses)
     for row, prompt in enumerate(PROMPTS):
         assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
     assert decoder.seen[:3].tolist() == [0, 5, 2]
@@ -68,7 +69,7 @@ def test_prefill_of_later_rows_leaves_the_decoding_ones_alone() -> None:
     batch.set_row(3, RowStart([5] * 9, SamplingParams(), 3))
     decoder.prefill(batch, 3, [0], [8])
     batch.set_rows(4)
-    logits = decoder.verify(batch, Draft.empty(batch))
+    logits = decoder.verify(batch, batch.no_guesses)
     for row, prompt in enumerate([*PROMPTS, [5] * 9]):
         assert logits[row, 0].tolist() == logits_after(model, prompt)
 
@@ -112,7 +113,7 @@ def test_a_copied_row_can_go_on_as_the_row_it_was_copied_from() -> None:
     batch.copy_row(1, 0)
     decoder.copy_row(1, 0, 5)
     assert decoder.seen[0] == 5
-    logits = decoder.verify(batch, Draft.empty(batch))
+    logits = decoder.verify(batch, batch.no_guesses)
     assert logits[0, 0].tolist() == logits[1, 0].tolist() == logits_after(model, PROMPTS[1])
 
 

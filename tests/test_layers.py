@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 LAYERS: list[set[str]] = [
     {"errors", "ranges", "params", "inputs", "outputs", "files"},
     {
+        "draft",
         "batch",
         "nodes",
         "rows",

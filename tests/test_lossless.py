@@ -20,8 +20,9 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from paceline import acceptance, rules
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
+from paceline.draft import Draft, Verdict
 from paceline.drafters import NgramDrafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError

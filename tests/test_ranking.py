@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -130,19 +129,6 @@ def test_who_is_outranked_makes_room_at_once() -> None:
         seen |= {each.index for each in output.candidates if each.finish_reason == "outranked"}
     assert seen
     assert output.outputs[0].finish_reason == "stop"
-
-
-def test_the_rows_whose_time_ends_soonest_come_first() -> None:
-    """What length policies ask where not all rows can have guesses; rows take their deadlines along."""
-    engine = make_engine(ToyModel())
-    for budget, tokens in ((None, 30), (50.0, 1), (90.0, 30), (60.0, 30)):
-        params = SamplingParams(temperature=0, max_tokens=tokens, time_budget=budget)
-        engine.add(Request([1, 2, 3], params))
-    engine.step()
-    batch, running = engine.batch, engine.scheduler.running
-    order = [running[row].params.time_budget for row in batch.soonest]
-    assert order == [60.0, 90.0, None]
-    assert batch.deadlines[: batch.rows] == [math.inf if row.deadline is None else row.deadline for row in running]
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

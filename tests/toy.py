@@ -15,9 +15,10 @@ from torch import Tensor
 from kernels.tools import random_spec
 from paceline.attention.base import Attend
 from paceline.attention.reference import ReferenceAttention
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.engine import Engine, Models, Request
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import Model, Streams

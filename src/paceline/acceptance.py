@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from paceline.batch import Batch, Draft, Logprobs, Verdict
+from paceline.batch import Batch
+from paceline.draft import Draft, Logprobs, Verdict
 from paceline.errors import ParameterError
 from paceline.kernels.drawing import Gained, accept_guesses, kernels_for, logprobs_of
 from paceline.params import SYNTHETIC

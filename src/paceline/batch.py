@@ -1,218 +1,22 @@
-"""The live rows, what is guessed for them and what was decided. B live rows, k guesses, P positions, V vocabulary."""
+"""The live rows, and what a length policy wishes for them. B live rows, k guesses, P positions, V vocabulary."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.draft import Draft, Verdict
 from paceline.kernels.abi import CTextRows
 from paceline.kernels.drawing import kernels_for
 from paceline.kernels.gaining import gain
 from paceline.nodes import Tree
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.rows import MOST_STOPS, After, Constraint, RowState, SamplingRows
-
-
-def real_places(counts: Tensor, width: int) -> Tensor:
-    """[B, width] bool: the first counts[i] places of row i."""
-    return torch.arange(width, device=counts.device) < counts[:, None]
-
-
-@dataclass
-class Draft:
-    """What a drafter guesses.
-
-    tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
-    probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
-        drawn with the target's own noise (coupled).
-    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
-        it are right; None if it has none.
-    logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
-    parents: [B, k] int64, the guess that each guess follows, one before it, or -1: the row's unseen token. None: each
-        follows the one before, a chain. Trees have no probabilities.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    probabilities: Tensor | None = None
-    confidence: Sequence[Sequence[float]] | None = None
-    logits: Tensor | None = None
-    parents: Tensor | None = None
-
-    @property
-    def k(self) -> int:
-        return self.tokens.shape[1]
-
-    @cached_property
-    def guesses(self) -> list[list[int]]:
-        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision."""
-        return [line[:count] for line, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
-
-    @cached_property
-    def real(self) -> Tensor:
-        """[B, k + 1] bool: each row's unseen token and its real guesses."""
-        return real_places(self.counts + 1, self.k + 1)
-
-    @cached_property
-    def ways(self) -> list[list[list[int]]]:
-        """Of each row and place the guesses on the way there: none for place 0, the unseen token's."""
-        tokens = self.tokens.tolist()
-        chain = list(range(-1, self.k - 1))
-        parents = [chain] * len(tokens) if self.parents is None else self.parents.tolist()
-        ways: list[list[list[int]]] = []
-        for line, follows in zip(tokens, parents, strict=True):
-            ways.append([[]])
-            for token, parent in zip(line, follows, strict=True):
-                ways[-1].append([*ways[-1][parent + 1], token])
-        return ways
-
-    @cached_property
-    def tree(self) -> Tree | None:
-        """None for a chain."""
-        return None if self.parents is None else Tree.of(self.parents, self.counts)
-
-    def fitting(self, batch: Batch) -> Draft:
-        """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
-        if self.parents is None:
-            return self
-        return self.capped([max(0, batch.positions - length) for length in batch.lengths[: batch.rows]])
-
-    @cached_property
-    def ragged(self) -> bool:
-        """Whether some row has fewer than k guesses; reads the device."""
-        return not bool(self.real.all())
-
-    @staticmethod
-    def empty(batch: Batch) -> Draft:
-        """No guess for any row: the round is plain decoding."""
-        return _no_guesses(batch.rows, batch.device)
-
-    def capped(self, caps: Sequence[int] | None) -> Draft:
-        """At most caps[i] guesses for row i; None caps nothing."""
-        if caps is None:
-            return self
-        most = self.counts.new_tensor(caps)
-        return replace(self, counts=torch.minimum(self.counts, most))
-
-    def first(self, counts: Sequence[int]) -> Draft:
-        """The first counts[i] guesses of each row alone, as narrow as they allow."""
-        k = max(counts)
-        if k == 0:
-            return _no_guesses(len(counts), self.tokens.device)
-        laws = None if self.probabilities is None else self.probabilities[:, :k]
-        parents = None if self.parents is None else self.parents[:, :k]
-        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws, parents=parents)
-        chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
-        return chosen
-
-    def spread(self, first: int, rows: int) -> Draft:
-        """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
-
-        def widen(table: Tensor) -> Tensor:
-            wide = table.new_zeros(rows, *table.shape[1:])
-            wide[first : first + table.shape[0]] = table
-            return wide
-
-        laws = None if self.probabilities is None else widen(self.probabilities)
-        parents = None if self.parents is None else widen(self.parents)
-        spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
-        if self.confidence is not None:
-            spread.confidence = [[] for _ in range(rows)]
-            spread.confidence[first : first + len(self.confidence)] = self.confidence
-        return spread
-
-
-@cache
-def _no_guesses(rows: int, device: torch.device) -> Draft:
-    counts = torch.zeros(rows, dtype=torch.int64, device=device)
-    return Draft(counts.new_empty((rows, 0)), counts)
-
-
-@dataclass
-class Logprobs:
-    """Under the target's own law: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
-
-    own: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-
-    @staticmethod
-    def alone(own: Tensor) -> Logprobs:
-        """Of the tokens drawn, and of no others."""
-        nothing = own.new_empty(*own.shape, 0)
-        return Logprobs(own, nothing.long(), nothing)
-
-    @cached_property
-    def host(self) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[float]]]]:
-        """own, top_ids and top_values, read once."""
-        return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
-
-
-@dataclass
-class HostVerdict:
-    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
-
-    gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
-    """
-
-    tokens: list[list[int]]
-    accepted: list[int]
-    drafted: list[int]
-    gained: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Verdict:
-    """What a round decided: row i gains tokens[i, : accepted[i] + 1].
-
-    tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
-    path: [B, k], of trees: the guesses kept, in their order; behind them each place's own number. None: the first.
-    """
-
-    tokens: Tensor
-    accepted: Tensor
-    drafted: Tensor
-    logprobs: Logprobs | None = None
-    path: Tensor | None = None
-
-    @cached_property
-    def host(self) -> HostVerdict:
-        """The one read of a round, on a device; on the CPU a cat would take longer than three reads."""
-        if self.tokens.device.type == "cpu":
-            accepted = self.accepted.tolist()
-            lines = zip(self.tokens.tolist(), accepted, strict=True)
-            return HostVerdict([line[: kept + 1] for line, kept in lines], accepted, self.drafted.tolist())
-        table = torch.cat([self.tokens, self.accepted[:, None], self.drafted[:, None]], dim=1).tolist()
-        return HostVerdict(
-            tokens=[line[: line[-2] + 1] for line in table],
-            accepted=[line[-2] for line in table],
-            drafted=[line[-1] for line in table],
-        )
-
-
-class ReadVerdict(Verdict):
-    """A verdict that the host has from the start; its tensors are made if anybody asks for them."""
-
-    def __init__(self, host: HostVerdict) -> None:
-        self.host, self.logprobs, self.path = host, None, None
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name in ("accepted", "drafted"):
-            made = torch.tensor(getattr(self.host, name))
-        elif name == "tokens":
-            width = max(len(line) for line in self.host.tokens)
-            made = torch.tensor([line + [0] * (width - len(line)) for line in self.host.tokens])
-        else:
-            raise AttributeError(name)
-        setattr(self, name, made)
-        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +43,7 @@ class RowStart:
     """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what ends its answer.
 
     constraint: what its answer may be; a sequence's own. None: anything. member: what its guesses may be copied from,
-    beside its own text. deadline: on the clock of time.monotonic.
+    beside its own text.
     """
 
     tokens: list[int]
@@ -248,7 +52,6 @@ class RowStart:
     stop_tokens: tuple[int, ...] = field(default=())
     constraint: Constraint | None = None
     member: Member | None = None
-    deadline: float = math.inf
 
 
 # Whether a draft should end, given the rows it is for and the confidence in each of their guesses so far.
@@ -318,7 +121,6 @@ class Batch:
     lengths: the same, known to the host; as limits are to limit [R], the length at which a row must end.
     stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
     members: what guesses for each row may be copied from, beside its own text.
-    deadlines: when each row's time ends, on the clock of time.monotonic; infinity: never.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
     """
 
@@ -335,7 +137,6 @@ class Batch:
         self.live = torch.zeros(1, dtype=torch.int64, device=device)
         self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
         self.members: list[Member | None] = [None] * capacity
-        self.deadlines = [math.inf] * capacity
         self.rows = 0
         self.first = 0
         self._view = _HostView(self.tokens, self.length) if self.tokens.device.type == "cpu" else None
@@ -360,15 +161,21 @@ class Batch:
         return max(self.lengths[: self.rows])
 
     @property
+    def no_guesses(self) -> Draft:
+        """For any decoding row: the round is plain decoding."""
+        return Draft.empty(self.rows, self.device)
+
+    def fitting(self, draft: Draft) -> Draft:
+        """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
+        if draft.parents is None:
+            return draft
+        return draft.capped([max(0, self.positions - length) for length in self.lengths[: self.rows]])
+
+    @property
     def room(self) -> int:
         """Most tokens that any decoding row may gain in a round."""
         rows = range(self.rows)
         return max(min(self.limits[row] - self.lengths[row], self.most_guesses[row] + 1) for row in rows)
-
-    @property
-    def soonest(self) -> list[int]:
-        """The decoding rows, those first whose time ends soonest: guesses are theirs where not all can have any."""
-        return sorted(range(self.rows), key=self.deadlines.__getitem__)
 
     def set_row(self, row: int, start: RowStart) -> None:
         size = len(start.tokens)
@@ -381,7 +188,6 @@ class Batch:
         allowed = start.params.num_speculative_tokens
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.members[row] = start.member
-        self.deadlines[row] = start.deadline
 
     def copy_row(self, source: int, destination: int) -> None:
         """Put the row ``source`` in the place of ``destination``."""
@@ -393,7 +199,6 @@ class Batch:
         self.stops[destination] = self.stops[source]
         self.most_guesses[destination] = self.most_guesses[source]
         self.members[destination] = self.members[source]
-        self.deadlines[destination] = self.deadlines[source]
         self.sampling.copy_row(source, destination)
 
     def set_rows(self, rows: int) -> None:
@@ -410,7 +215,6 @@ class Batch:
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
         part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
-        part.deadlines = self.deadlines[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from paceline.attention import AttentionBackend
 from paceline.attention.base import Plan
 from paceline.attention.cached import CachedAttend, PackedCachedAttend
-from paceline.batch import Batch, Draft, Verdict, real_places
+from paceline.batch import Batch
 from paceline.cache import KVCache
+from paceline.draft import Draft, Verdict, real_places
 from paceline.models.base import AnyModel, FlatModel, Model
 from paceline.nodes import Nodes, Tree
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch, Draft
+from paceline.batch import Batch
 from paceline.decoder import Decoder
+from paceline.draft import Draft
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, ops_for
 from paceline.gpu.state import RECORD_TAIL, with_logprobs

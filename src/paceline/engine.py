@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import time
 from collections import Counter
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from paceline.acceptance import make_rule
 from paceline.attention import AttentionBackend, make_backend
-from paceline.batch import Batch, Family, Member, Verdict
+from paceline.batch import Batch, Family, Member
 from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
+from paceline.draft import Verdict
 from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
@@ -30,7 +30,7 @@ from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
-from paceline.lengths.kept_costs import KeptCosts
+from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile, is_from_files, machine_name, model_hash
 from paceline.memory import check_memory
 from paceline.models.base import AnyModel, FlatModel
@@ -45,8 +45,6 @@ from paceline.sampling import sequence_seed
 from paceline.scheduler import Scheduler, TextStream
 from paceline.scheduler import Sequence as Row
 from paceline.scoring import PromptScorer
-
-log = logging.getLogger("paceline")
 
 
 @dataclass
@@ -186,48 +184,23 @@ class Engine:
         return Calibration(self.parts.target, self.parts.drafter, self.parts.accept, grid)
 
     def _costs(self) -> CostTable:
-        """From the profile, from an engine before this one on the same models, or measured now."""
+        """From the profile, from an engine before this one on the same models, from disk, or measured now."""
         if self._profile is not None:
             return self._profile.costs
         config, known = self.config, self.models.costs
         sizes = config.max_batch_size, self.max_model_len, self.threads
         key = (config.drafter, config.attention, config.acceptance, *sizes)
         if key not in known:
-            known[key] = self._kept_costs() or self._measured_costs()
+            with self._own_threads():
+                known[key] = kept_or_measured(self._calibration(Grid.coarse(config.max_batch_size)), self._keep())
         return known[key]
 
-    def _kept_costs(self) -> CostTable | None:
-        """What an earlier process measured, unless the machine was busy then."""
-        costs = self._keep.load() if self._keeps else None
-        if costs is None:
-            return None
-        with self._own_threads():
-            now = self._calibration(Grid.coarse(self.config.max_batch_size)).plain_ms()
-        return costs if self._keep.agrees(costs, now) else None
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether files say which weights these are: another time they will be the same."""
+    def _keep(self) -> KeptCosts | None:
+        """Where costs are kept from one process to the next; None unless files say which weights these are."""
         draft = self.models.draft if self.config.asks_draft_model else None
-        return is_from_files(self.models.target) and (draft is None or is_from_files(draft))
-
-    @property
-    def _keep(self) -> KeptCosts:
+        if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
+            return None
         return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
-
-    def _measured_costs(self) -> CostTable:
-        started = time.perf_counter()
-        costs = self.measure_costs(Grid.coarse(self.config.max_batch_size))
-        log.info(
-            "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
-            time.perf_counter() - started,
-            costs.round_ms(1, 0),
-            costs.round_ms(self.config.max_batch_size, 0),
-            self.config.max_batch_size,
-        )
-        if self._keeps:
-            self._keep.save(costs)
-        return costs
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""

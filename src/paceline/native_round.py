@@ -11,8 +11,9 @@ from array import array
 import torch
 
 from paceline.acceptance import RULES, AcceptanceRule
-from paceline.batch import Batch, Draft, HostVerdict, ReadVerdict, Verdict
+from paceline.batch import Batch
 from paceline.decoder import Decoder
+from paceline.draft import Draft, HostVerdict, ReadVerdict, Verdict
 from paceline.kernels.abi import CRound
 from paceline.models.native import NativeModel
 from paceline.params import MAX_SPECULATION_LENGTH

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.batch import HostVerdict, Logprobs, ReadVerdict, Verdict
 from paceline.decoder import Decoder
 from paceline.device_round import USUAL_LAG, DeviceRound
+from paceline.draft import HostVerdict, Logprobs, ReadVerdict, Verdict
 from paceline.drafters import ModelDrafter, NoDrafter
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, Draft, Verdict
+from paceline.batch import Batch
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter
 from paceline.lengths.base import LengthPolicy
 from paceline.native_round import NativeRound
@@ -36,9 +37,9 @@ class Speculation:
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     """Draft, verify, accept, commit. Before and after, each row has exactly one token that the target has not seen."""
     wish = parts.policy.choose(batch).within(batch)  # the last token of a row needs no guess
-    draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else Draft.empty(batch)
+    draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else batch.no_guesses
     draft = parts.policy.select(batch, draft) if draft.k > 0 else draft  # perhaps the best guesses only
-    draft = draft.fitting(batch)  # siblings take a place each in the cache
+    draft = batch.fitting(draft)  # siblings take a place each in the cache
     verdict = parts.play(batch, draft)  # every row gains accepted + 1 tokens
     parts.drafter.observe(batch, verdict)
     parts.policy.observe(batch, verdict)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.batch import Draft, Verdict
+from paceline.draft import Draft, Verdict
 from paceline.nodes import Tree
 from paceline.rows import RowState
 from paceline.sampling import Purpose, noise_key, noisy_argmax, uniform

@@ -20,7 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch, Draft
+from paceline.batch import Batch
+from paceline.draft import Draft
 from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
 from paceline.rows import Asked, Constraint, RowState
 

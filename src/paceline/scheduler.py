@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.batch import Batch, Member, RowStart, Verdict
+from paceline.batch import Batch, Member, RowStart
 from paceline.chunks import Chunks
 from paceline.decoder import Decoder
+from paceline.draft import Verdict
 from paceline.guard import Guarded
 from paceline.hardware import Stopwatch
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
@@ -142,8 +142,7 @@ class Scheduler:
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
         begin = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
-        deadline = math.inf if sequence.deadline is None else sequence.deadline
-        self.batch.set_row(row, RowStart(*begin, deadline))
+        self.batch.set_row(row, RowStart(*begin))
 
     @property
     def _rows_soon(self) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
+from paceline.batch import Batch, RowStart, Wish
 from paceline.bench.phases import Phase, Script, Stage, compare, draw
+from paceline.draft import Draft, Verdict
 from paceline.errors import ParameterError
 from paceline.params import SamplingParams
 from toy_llm import toy_llm
@@ -71,7 +72,7 @@ def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
     script = Script(Fives([3]), all_wrong)
     script.propose(batch, Wish(3))
     script.judge(script.propose(batch, Wish(3)), torch.zeros(1, 4, 8), batch)
-    assert script.judge(Draft.empty(batch), torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
+    assert script.judge(batch.no_guesses, torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from paceline.attention import BACKENDS
-from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
+from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
 from paceline.lengths.base import LengthPolicy
@@ -91,7 +92,7 @@ def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text
     for _ in range(14):
         kind = rng.choice(["copies", "copies", "model", "plain", "timed"])
         k = 0 if kind == "plain" else rng.choice([1, 2, 4])
-        draft = Draft.empty(batch)
+        draft = batch.no_guesses
         if kind == "timed":
             drafter.propose(batch, Wish(2, instead=lambda _batch, _copies: 2))
             drafter.decoders[0].rewind(batch)  # as the calibration leaves it: its rows begin anew

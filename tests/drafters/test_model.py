@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from paceline.attention import BACKENDS
-from paceline.batch import Batch, RowStart, Verdict, Wish
+from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Verdict
 from paceline.drafters.model import ModelDrafter
 from paceline.params import AcceptanceName, SamplingParams
 from paceline.sampling import Purpose

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gpu.rows import DEVICE, copied, kept, make_batch, same, state_of
 from paceline import acceptance
-from paceline.batch import Batch, Draft
+from paceline.batch import Batch
+from paceline.draft import Draft
 from paceline.gpu import accept
 from paceline.gpu.ops import TwinOps
 from paceline.gpu.state import read_logprobs, read_record, with_logprobs

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.batch import Batch, Draft, RowStart, Verdict, Wish
+from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.engine import Engine
 from paceline.lengths.auto import FIRST_REACH, AutoLength
 from paceline.lengths.base import LengthPolicy

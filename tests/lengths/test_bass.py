@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.batch import Batch, Verdict
+from paceline.batch import Batch
+from paceline.draft import Verdict
 from paceline.lengths.bass import BassLength
 from paceline.lengths.fixed import FixedLength
 from paceline.params import MAX_SPECULATION_LENGTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.batch import Draft, Verdict
+from paceline.draft import Draft, Verdict
 from paceline.lengths.judgement import judge
 
 

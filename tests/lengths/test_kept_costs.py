@@ -44,7 +44,7 @@ def engine_on(model: ToyModel, **options: int) -> Engine:
 def test_the_second_process_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = engine_on(from_a_file(tmp_path / "model.gguf")).models.costs
     monkeypatch.setattr(Calibration, "plain_ms", lambda _: 1000)
-    monkeypatch.setattr(Engine, "measure_costs", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(Calibration, "run", lambda *_: pytest.fail("measured again"))
     assert engine_on(from_a_file(tmp_path / "model.gguf")).models.costs == measured
 
 

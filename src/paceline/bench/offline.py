@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline import __version__
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.bench.measure import run_batch, turns
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.sets import SETS, SetName
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.drafters import Drafter
 from paceline.outputs import Latency
 from paceline.params import LengthName, SamplingParams

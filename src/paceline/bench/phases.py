@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
 from paceline.bench.recording import Recorder, Round
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError

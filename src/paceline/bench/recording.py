@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
+from paceline.draft import Draft, Verdict
 from paceline.lengths import LengthPolicy
 
 

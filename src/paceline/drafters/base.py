@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 
 
 class Drafter(Protocol):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch, Draft, Enough, Verdict, Wish
+from paceline.batch import Batch, Enough, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.sampling import Choices, Purpose
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
@@ -42,7 +43,7 @@ class ModelDrafter:
             return draft
         self._drafted = 0
         if first == stop:
-            return Draft.empty(batch)
+            return batch.no_guesses
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from paceline.batch import Batch, Draft, Family, Member, Verdict, Wish
+from paceline.batch import Batch, Family, Member, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 
 
 class NoDrafter:
@@ -15,7 +16,7 @@ class NoDrafter:
     decoders: Sequence[Decoder] = ()
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
-        return Draft.empty(batch)
+        return batch.no_guesses
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         pass

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.batch import Draft
+from paceline.draft import Draft
 from paceline.gpu.draw import (
     BLOCK,
     Blocks,

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.batch import Draft, Verdict
+from paceline.draft import Draft, Verdict
 from paceline.gpu.launch import why_not
 from paceline.rows import RowState
 from paceline.rules import keep_by_chance, keep_equal, keep_likely

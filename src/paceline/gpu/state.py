@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.batch import HostVerdict
+from paceline.draft import HostVerdict
 
 RECORD_TAIL = 3  # accepted, drafted, gained
 

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy
 from paceline.lengths.belief import CLUELESS, Belief, Scores
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.batch import Batch, Draft, Verdict, Wish
+from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft, Verdict
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from paceline.batch import Batch, Verdict, Wish
+from paceline.batch import Batch, Wish
+from paceline.draft import Verdict
 from paceline.lengths.base import LengthPolicy
 from paceline.params import MAX_SPECULATION_LENGTH
 

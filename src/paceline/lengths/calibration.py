@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, Draft, RowStart, Wish
+from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
+from paceline.draft import Draft
 from paceline.drafters.base import Drafter
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.params import SamplingParams

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.batch import Draft, Verdict
+from paceline.draft import Draft, Verdict
 
 
 def judge(draft: Draft, verdict: Verdict) -> tuple[list[int], list[int]]:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline import __version__
 from paceline.errors import ParameterError
 from paceline.files import write_text
 from paceline.hardware import cpu_signature
+from paceline.lengths.calibration import Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
 from paceline.models.hub import cache_directory
@@ -84,6 +86,28 @@ class KeptCosts:
             write_text(self.path, json.dumps(table.as_json()) + "\n")
         except OSError as error:
             log.warning("the costs of rounds are not kept in %s: %s", self.path, error)
+
+
+def kept_or_measured(calibration: Calibration, keep: KeptCosts | None) -> CostTable:
+    """What an earlier process kept, unless the machine was busy then; else measured now, and kept.
+
+    keep: where; None: nowhere.
+    """
+    kept = None if keep is None else keep.load()
+    if keep is not None and kept is not None and keep.agrees(kept, calibration.plain_ms()):
+        return kept
+    started = time.perf_counter()
+    costs = calibration.run()
+    log.info(
+        "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
+        time.perf_counter() - started,
+        costs.round_ms(1, 0),
+        costs.round_ms(costs.batch_sizes[-1], 0),
+        costs.batch_sizes[-1],
+    )
+    if keep is not None:
+        keep.save(costs)
+    return costs
 
 
 def _is_off() -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
 
-from paceline.batch import HostVerdict
+from paceline.draft import HostVerdict
 from paceline.engine import Engine
 from paceline.outputs import CompletionOutput, Latency, RequestOutput
 from paceline.server.errors import ApiError

@@ -1,0 +1,201 @@
+"""What is guessed for the rows of a batch, and what a round decided. B rows, k guesses, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.nodes import Tree
+
+
+def real_places(counts: Tensor, width: int) -> Tensor:
+    """[B, width] bool: the first counts[i] places of row i."""
+    return torch.arange(width, device=counts.device) < counts[:, None]
+
+
+@dataclass
+class Draft:
+    """What a drafter guesses.
+
+    tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
+    probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
+        drawn with the target's own noise (coupled).
+    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
+        it are right; None if it has none.
+    logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
+    parents: [B, k] int64, the guess that each guess follows, one before it, or -1: the row's unseen token. None: each
+        follows the one before, a chain. Trees have no probabilities.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    probabilities: Tensor | None = None
+    confidence: Sequence[Sequence[float]] | None = None
+    logits: Tensor | None = None
+    parents: Tensor | None = None
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+    @cached_property
+    def guesses(self) -> list[list[int]]:
+        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision."""
+        return [line[:count] for line, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, k + 1] bool: each row's unseen token and its real guesses."""
+        return real_places(self.counts + 1, self.k + 1)
+
+    @cached_property
+    def ways(self) -> list[list[list[int]]]:
+        """Of each row and place the guesses on the way there: none for place 0, the unseen token's."""
+        tokens = self.tokens.tolist()
+        chain = list(range(-1, self.k - 1))
+        parents = [chain] * len(tokens) if self.parents is None else self.parents.tolist()
+        ways: list[list[list[int]]] = []
+        for line, follows in zip(tokens, parents, strict=True):
+            ways.append([[]])
+            for token, parent in zip(line, follows, strict=True):
+                ways[-1].append([*ways[-1][parent + 1], token])
+        return ways
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """None for a chain."""
+        return None if self.parents is None else Tree.of(self.parents, self.counts)
+
+    @cached_property
+    def ragged(self) -> bool:
+        """Whether some row has fewer than k guesses; reads the device."""
+        return not bool(self.real.all())
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Draft:
+        """No guess for any row: the round is plain decoding."""
+        return _no_guesses(rows, device)
+
+    def capped(self, caps: Sequence[int] | None) -> Draft:
+        """At most caps[i] guesses for row i; None caps nothing."""
+        if caps is None:
+            return self
+        most = self.counts.new_tensor(caps)
+        return replace(self, counts=torch.minimum(self.counts, most))
+
+    def first(self, counts: Sequence[int]) -> Draft:
+        """The first counts[i] guesses of each row alone, as narrow as they allow."""
+        k = max(counts)
+        if k == 0:
+            return _no_guesses(len(counts), self.tokens.device)
+        laws = None if self.probabilities is None else self.probabilities[:, :k]
+        parents = None if self.parents is None else self.parents[:, :k]
+        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws, parents=parents)
+        chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+        return chosen
+
+    def spread(self, first: int, rows: int) -> Draft:
+        """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
+
+        def widen(table: Tensor) -> Tensor:
+            wide = table.new_zeros(rows, *table.shape[1:])
+            wide[first : first + table.shape[0]] = table
+            return wide
+
+        laws = None if self.probabilities is None else widen(self.probabilities)
+        parents = None if self.parents is None else widen(self.parents)
+        spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
+        if self.confidence is not None:
+            spread.confidence = [[] for _ in range(rows)]
+            spread.confidence[first : first + len(self.confidence)] = self.confidence
+        return spread
+
+
+@cache
+def _no_guesses(rows: int, device: torch.device) -> Draft:
+    counts = torch.zeros(rows, dtype=torch.int64, device=device)
+    return Draft(counts.new_empty((rows, 0)), counts)
+
+
+@dataclass
+class Logprobs:
+    """Under the target's own law: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
+
+    own: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    @staticmethod
+    def alone(own: Tensor) -> Logprobs:
+        """Of the tokens drawn, and of no others."""
+        nothing = own.new_empty(*own.shape, 0)
+        return Logprobs(own, nothing.long(), nothing)
+
+    @cached_property
+    def host(self) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[float]]]]:
+        """own, top_ids and top_values, read once."""
+        return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
+
+
+@dataclass
+class HostVerdict:
+    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
+
+    gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    drafted: list[int]
+    gained: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Verdict:
+    """What a round decided: row i gains tokens[i, : accepted[i] + 1].
+
+    tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
+    path: [B, k], of trees: the guesses kept, in their order; behind them each place's own number. None: the first.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    drafted: Tensor
+    logprobs: Logprobs | None = None
+    path: Tensor | None = None
+
+    @cached_property
+    def host(self) -> HostVerdict:
+        """The one read of a round, on a device; on the CPU a cat would take longer than three reads."""
+        if self.tokens.device.type == "cpu":
+            accepted = self.accepted.tolist()
+            lines = zip(self.tokens.tolist(), accepted, strict=True)
+            return HostVerdict([line[: kept + 1] for line, kept in lines], accepted, self.drafted.tolist())
+        table = torch.cat([self.tokens, self.accepted[:, None], self.drafted[:, None]], dim=1).tolist()
+        return HostVerdict(
+            tokens=[line[: line[-2] + 1] for line in table],
+            accepted=[line[-2] for line in table],
+            drafted=[line[-1] for line in table],
+        )
+
+
+class ReadVerdict(Verdict):
+    """A verdict that the host has from the start; its tensors are made if anybody asks for them."""
+
+    def __init__(self, host: HostVerdict) -> None:
+        self.host, self.logprobs, self.path = host, None, None
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in ("accepted", "drafted"):
+            made = torch.tensor(getattr(self.host, name))
+        elif name == "tokens":
+            width = max(len(line) for line in self.host.tokens)
+            made = torch.tensor([line + [0] * (width - len(line)) for line in self.host.tokens])
+        else:
+            raise AttributeError(name)
+        setattr(self, name, made)
+        return made
