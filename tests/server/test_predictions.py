@@ -69,9 +69,9 @@ def test_a_prediction_in_parts_is_their_text(live: Live, right: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 4, "temperature": 1.0}, {"logprobs": True, "presence_penalty": 1.0}])
-@pytest.mark.parametrize("kind", ["right", "wrong", "empty"])
+@pytest.mark.parametrize("kind", ["right", "wrong", "short"])
 def test_a_prediction_changes_no_answer(live: Live, right: str, kind: str, options: dict[str, Any]) -> None:
-    prediction = {"right": right, "wrong": "\x00" * 50, "empty": ""}[kind]
+    prediction = {"right": right, "wrong": "\x00" * 50, "short": "a"}[kind]
     plain, predicted = ask(live, **options), ask(live, content(prediction), **options)
     assert texts(predicted) == texts(plain)
     kept, missed = counts(predicted)
@@ -96,6 +96,8 @@ def test_a_streams_last_chunk_counts_it_too(live: Live, right: str) -> None:
         ("chat/completions", {"prediction": "text"}, "prediction"),
         ("chat/completions", {"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
         ("chat/completions", {"prediction": content(7)}, "prediction.content"),
+        ("chat/completions", {"prediction": content("")}, "prediction"),
+        ("chat/completions", {"prediction": content([{"type": "text", "text": ""}])}, "prediction"),
         ("chat/completions", {"prediction": content([{"type": "image_url"}])}, "prediction.content"),
         ("chat/completions", {"prediction": content("a" * (MAX_REFERENCE_CHARACTERS + 1))}, "prediction"),
         ("chat/completions", {"prediction": content("a"), "num_speculative_tokens": 0}, "prediction"),
