@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ class NativeTime:
     """Seconds inside the library, by function."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, timed."""
@@ -101,21 +101,23 @@ def share_of(llm: LLM, rows: int, params: SamplingParams, clock: NativeTime) -> 
     for _ in range(WARM_UP_ROUNDS):
         engine.step()
     before = sum(len(output.outputs[0].token_ids) for output in outputs)
-    played: list[Counter[str]] = []
+    played: list[dict[str, float]] = []
     while len(engine.scheduler.running) == rows:
         clock.seconds.clear()
         began = time.perf_counter()
         engine.step()
-        played.append(Counter(clock.seconds) + Counter(step=time.perf_counter() - began))
+        played.append(clock.seconds | {"step": time.perf_counter() - began})
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs) - before
     engine.clear()
     return _mean(rows, played, tokens)
 
 
-def _mean(rows: int, played: list[Counter[str]], tokens: int) -> Share:
+def _mean(rows: int, played: list[dict[str, float]], tokens: int) -> Share:
     """Of the half with the least time outside of the library."""
-    quiet = sorted(played, key=lambda parts: 2 * parts["step"] - parts.total())[: (len(played) + 1) // 2]
-    mean = {name: round(1e3 * statistics.fmean(parts[name] for parts in quiet), 4) for name in set().union(*quiet)}
+    quiet = sorted(played, key=lambda parts: 2 * parts["step"] - sum(parts.values()))[: (len(played) + 1) // 2]
+    mean = {
+        name: round(1e3 * statistics.fmean(parts.get(name, 0.0) for parts in quiet), 4) for name in set().union(*quiet)
+    }
     step = mean.pop("step")
     outside = round(step - sum(mean.values()), 4)
     return Share(rows, len(played), round(tokens / len(played), 2), step, outside, mean)

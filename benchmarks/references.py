@@ -1,11 +1,12 @@
 """What references of one's own and siblings' answers bring n-gram lookup: tokens a round, and time.
 
     python benchmarks/references.py edits qwen-coder-1.5b.gguf --rows 4 --prompts 20 --quantization int8
-    python benchmarks/references.py siblings qwen-coder-0.5b.gguf --prompts 4 --n 8 --quantization int8
+    python benchmarks/references.py siblings qwen-coder-0.5b.gguf --rows 8 --prompts 4 --n 8 --quantization int8
 
 edits: programs with a small change to be made (`paceline bench offline --prompts edits` has them), greedy: plain
 decoding, lookup in the prompt (where the original stands, too), lookup with the original as reference.
 siblings: n sampled answers of one prompt: as one request, the same with nobody copying from siblings, as n requests.
+They copy from each other while they live side by side, so there have to be n rows.
 Sides take turns, the median of the repeats counts. Prompts are read once per answer or request, as the engine does it.
 The last line of the standard output is the result as one JSON document.
 """
@@ -31,7 +32,7 @@ from paceline.outputs import RequestOutput
 Side = tuple[str, Callable[[], BatchRun]]
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("edits", "siblings"))
@@ -47,7 +48,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-k", default="auto", help="speculation length")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args(given)
+    if options.what == "siblings" and options.rows < options.n:
+        parser.error(f"--rows {options.rows}: siblings need a row each, {options.n} of them (--n)")
+    return options
 
 
 def timed(run: Callable[[], list[RequestOutput]]) -> BatchRun:

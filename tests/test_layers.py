@@ -32,8 +32,8 @@ LAYERS: list[set[str]] = [
     {"models", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
     {"round", "device_round", "native_round"},
-    {"waiting", "guard", "chunks", "sharing", "scheduler", "engine", "pipeline", "metrics", "memory", "scoring"},
-    {"llm", "server", "cli", "bench", "training", "evaluation"},
+    {"waiting", "guard", "chunks", "sharing", "scheduler", "engine", "pipeline", "memory", "scoring"},
+    {"llm", "server", "cli", "bench", "evaluation"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 FREE = {"__init__", "__main__"}  # the front door: it may name everything, lazily
@@ -102,6 +102,11 @@ def reaches(needs: dict[tuple[str, str], Path], start: str, goal: str) -> bool:
 
 def test_a_module_imports_from_its_own_package_and_from_lower_layers_only() -> None:
     assert violations(SOURCE) == []
+
+
+def test_every_unit_that_the_rule_names_exists() -> None:
+    assert LAYER_OF.keys() - {unit_of(path, SOURCE) for path in SOURCE.rglob("*.py")} == set()
+    assert sum(map(len, LAYERS)) == len(LAYER_OF), "a unit has one layer"
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
