@@ -307,6 +307,8 @@ UNUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_model": "a", "drafter": "ngram"}, "draft_model"),
     ({"draft_model": "a", "drafter": None}, "draft_model"),
     ({"reference_documents": ["a"], "drafter": None}, "reference_documents"),
+    ({"reference_documents": ["a"], "num_speculative_tokens": 0}, "reference_documents"),
+    ({"reference_documents": ["a"], "drafter": "ngram", "num_speculative_tokens": 0}, "reference_documents"),
     ({"reference_documents": ["a"], "draft_model": "a", "drafter": "model"}, "reference_documents"),
 ]
 

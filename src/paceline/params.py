@@ -338,9 +338,14 @@ class EngineConfig:
         return self.drafter in ("model", "hybrid")
 
     @property
+    def guesses(self) -> bool:
+        """Whether any round may have guesses; else it is plain decoding."""
+        return self.drafter is not None and self.num_speculative_tokens != 0
+
+    @property
     def looks_up(self) -> bool:
         """Whether its drafter copies from text."""
-        return self.drafter in ("ngram", "hybrid") and self.num_speculative_tokens != 0
+        return self.guesses and self.drafter in ("ngram", "hybrid")
 
     @property
     def synthetic_acceptance(self) -> float | None:
@@ -456,7 +461,7 @@ class EngineOptions(TypedDict, total=False):
 
 _GUESSES = "a drafter, who guesses; drafter=None is nobody"
 _DRAFTS = "a draft model that drafts: drafter='model' or 'hybrid'"
-LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid'"
+LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid', and num_speculative_tokens other than 0"
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
@@ -465,7 +470,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_model": (lambda config: config.asks_draft_model, _DRAFTS),
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFTS),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFTS),
-    "reference_documents": (lambda config: config.drafter in ("ngram", "hybrid"), LOOKS_UP),
+    "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
 }
 """What an engine must do for an option to have any effect, and how to say so."""
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import offline
+from paceline.bench.sets import SETS, Asked
+
 
 @pytest.mark.parametrize("how", [["--drafter", "none"], [], ["--drafter", "ngram", "--compare", "transformers"]])
 def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_path: Path, how: list[str]) -> None:
@@ -36,6 +39,28 @@ def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any
     assert (measured["max_tokens"], measured["tokens"], measured["output_tokens"]) == (400, came, came)
     assert measured["tokens_per_second"] == pytest.approx(came / measured["decode_seconds"])
     assert "at most 400 tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "copied"),
+    [([], True), (["--no-references"], False), (["-k", "0"], False), (["--drafter", "none"], False)],
+)
+def test_the_document_tells_whether_references_were_copied_from(
+    paceline: Any, tiny: str, how: list[str], copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = (Asked("a b c", ("d e f",)),)
+    monkeypatch.setattr("paceline.bench.offline.SETS", {**SETS, "edits": short})
+    given: list[Any] = []
+    sides_for = offline.sides_for
+    monkeypatch.setattr(offline, "sides_for", lambda *a: (given.append(a[5]), sides_for(*a))[1])
+    options = ["--batch-sizes", "1", "--max-tokens", "2", "--repeats", "1", "--prompts", "edits"]
+    result = paceline("bench", "offline", tiny, *options, *how)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["references"] is copied
+    assert given == [[("d e f",)] if copied else None]
+    guesses = how in ([], ["--no-references"])
+    assert [r["side"] for r in document["results"]] == ["plain", "speculation"][: 1 + guesses], "never plain twice"
 
 
 MEASURING = [

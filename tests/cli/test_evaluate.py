@@ -94,6 +94,33 @@ def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
     assert "seed" in other.stderr
 
 
+def test_with_no_guesses_there_is_one_side(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    result = paceline("eval", "humaneval", tiny, *OPTIONS, "-k", "0", "--limit", "1", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert [(side["mode"], side["n"]) for side in document["results"]] == [("plain", 1), ("plain", 3)]
+
+
+def test_a_run_with_other_documents_or_another_sandbox_is_not_gone_on_with(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = tmp_path / "first.txt", tmp_path / "other.txt"
+    first.write_text("one document")
+    other.write_text("another one")
+    line = ["eval", "humaneval", tiny, *OPTIONS, "--n", "1", "--limit", "1", "--output", str(tmp_path / "out")]
+    begun = paceline(*line, "--reference-document", str(first))
+    assert begun.exit_code == 0, begun.output
+    for documents in ([], ["--reference-document", str(other)]):
+        again = paceline(*line, *documents, "--resume")
+        assert again.exit_code == 2
+        assert again.stderr.splitlines()[-1].startswith("error: --resume: reference_documents=")
+    monkeypatch.setattr("paceline.evaluation.sandbox._LIMITED", ("less than before",))
+    monkeypatch.setattr("paceline.evaluation.sandbox._ENCLOSED", ("less than before",))
+    again = paceline(*line, "--reference-document", str(first), "--resume")
+    assert again.exit_code == 2
+    assert again.stderr.splitlines()[-1].startswith("error: --resume: isolation=")
+
+
 def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any, tiny: str, tmp_path: Path) -> None:
     options = [*OPTIONS, "--budget-max", "0.000001", "--output", str(tmp_path)]
     result = paceline("eval", "humaneval", tiny, *options)

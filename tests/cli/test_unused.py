@@ -47,6 +47,9 @@ REFUSED = [
     ("generate -p x --draft-model other --drafter ngram", "draft_model"),
     ("generate -p x --draft-model other --drafter model --reference-document a", "reference_documents"),
     ("serve --draft-model other --drafter model --reference-document a", "reference_documents"),
+    ("generate -p x -k 0 --reference-document a", "reference_documents"),
+    ("bench offline --prompts chat --references", "--references"),
+    ("bench offline --no-references", "--references"),
     ("bench offline --drafter ngram -k 3 --lengths 1,2", "--num-speculative-tokens"),
     ("bench offline --drafter none --lengths 1,2", "--lengths"),
     ("bench offline --drafter none --wrong-guesses", "--wrong-guesses"),
@@ -65,6 +68,38 @@ def test_what_would_do_nothing_is_refused_before_anything_is_loaded(paceline: An
     assert result.exit_code == 2
     (error,) = result.stderr.splitlines()
     assert error.startswith(f"error: {named}=")
+
+
+NOTHING_GUESSED = [
+    ("bench offline -k 0 --wrong-guesses", "--wrong-guesses"),
+    ("bench offline --lengths 0 --wrong-guesses", "--wrong-guesses"),
+    ("bench offline --prompts edits -k 0 --references", "--references"),
+    ("bench offline --prompts edits --drafter none --no-references", "--references"),
+]
+ON_CUDA = [
+    ("bench offline --lengths 1,2", "--lengths"),
+    ("bench offline --wrong-guesses", "--wrong-guesses"),
+    ("bench offline --prompts edits --references", "--references"),
+    ("bench traffic --quick", "--drafter"),
+]
+
+
+@pytest.mark.parametrize(("line", "named"), NOTHING_GUESSED)
+def test_what_only_a_loaded_engine_cannot_use_is_refused_too(paceline: Any, tiny: str, line: str, named: str) -> None:
+    result = paceline(*line.split(), tiny, "--batch-sizes", "1", "-q")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(f"error: {named}=")
+
+
+@pytest.mark.parametrize(("line", "named"), ON_CUDA)
+def test_where_the_default_drafter_is_none_that_counts_as_none(
+    paceline: Any, tiny: str, line: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on CUDA, where lookup would take rounds off the device."""
+    monkeypatch.setattr("paceline.engine._lookup_is_free", lambda *_: False)
+    result = paceline(*line.split(), tiny, "-q", "--output", str(tmp_path / "a.json"))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].startswith(f"error: {named}=")
 
 
 def test_verify_takes_no_parameters_from_lines(paceline: Any, tiny: str, tmp_path: Path) -> None:

@@ -196,12 +196,12 @@ def sides_for(
     others: Sequence[Side] = (),
     references: Sequence[Sequence[str]] | None = None,
 ) -> list[Side]:
-    """Plain decoding; with a drafter, speculation at the engine's length or at each of ``lengths``; the others.
+    """Plain decoding; where anything is guessed, speculation at the engine's length or each of ``lengths``; the others.
 
     references: of each prompt, for those that look them up.
     """
     plain = Paceline("plain", llm.plain().with_options(max_batch_size=batch_size))
-    if llm.config.drafter is None:
+    if llm.config.drafter is None or not (lengths or llm.config.guesses):
         return [plain, *others]
     named = {f"k={length}": length for length in lengths} or {"speculation": llm.config.num_speculative_tokens}
     sides = []
@@ -212,6 +212,11 @@ def sides_for(
         copied = references if side.config.looks_up else None
         sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side, copied))
     return [plain, *sides, *others]
+
+
+def has_references(kind: str) -> bool:
+    """Whether a built-in set brings texts along that its answers repeat."""
+    return any(asked.references for asked in SETS.get(cast("SetName", kind), ()))
 
 
 def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[Sequence[str]]]:
@@ -276,12 +281,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def document(llm: LLM, command: str, prompts: str, results: Sequence[Result]) -> dict[str, Any]:
-    """The benchmark as one JSON document. prompts: which."""
+def document(
+    llm: LLM, command: str, prompts: str, results: Sequence[Result], references: bool = False
+) -> dict[str, Any]:
+    """The benchmark as one JSON document. prompts: which; references: whether theirs were given to be copied from."""
     target = llm.engine.models.target
     return {
         "command": command,
         "prompts": prompts,
+        "references": references,
         "machine": machine(llm.engine.threads),
         "versions": versions(),
         "engine": llm.engine.describe(),

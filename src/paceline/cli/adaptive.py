@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.console import note, stderr, table
 from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, check_guesses, refuse_given
 from paceline.errors import ParameterError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")]
@@ -63,6 +63,7 @@ def traffic(
         )
         load = Load(6, 0.02, 1.0, 8, 4)
     llm = engine.load(model, quiet)
+    check_guesses(llm, engine.drafter)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     results = list(measure(llm, prompts, wanted, load, repeats, _bar(quiet)))

@@ -23,6 +23,7 @@ from paceline.cli.options import (
 from paceline.cli.quality import quality
 from paceline.errors import ParameterError
 from paceline.files import check_output
+from paceline.params import LOOKS_UP
 
 if TYPE_CHECKING:
     from paceline.bench.offline import Result
@@ -67,7 +68,7 @@ def offline(
     quiet: Quiet = False,
 ) -> None:
     """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
-    from paceline.bench.offline import Transformers, document, measure, prompts_for, sides_for
+    from paceline.bench.offline import Transformers, document, has_references, measure, prompts_for, sides_for
 
     check_output("--output", output)
     sizes = whole_numbers("--batch-sizes", batch_sizes)
@@ -77,18 +78,33 @@ def offline(
         refuse_given(context, "left out beside --lengths, which says them", "num_speculative_tokens")
     if engine.drafter == "none":
         refuse_given(context, "left out beside --drafter none", "lengths", "wrong_guesses")
+    if not has_references(prompts):
+        refuse_given(context, f"left out beside --prompts {prompts}, which have none", "references")
     each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
     llm = engine.load(model, quiet)
+    if llm.config.drafter is None:
+        refuse_given(context, _NOBODY, "lengths")
+    if not llm.config.guesses or each == [0]:
+        refuse_given(context, _NOBODY, "wrong_guesses")
+    if not llm.config.looks_up or each == [0]:
+        refuse_given(context, f"left out here; it needs {LOOKS_UP}", "references")
+    copies = references and has_references(prompts) and llm.config.looks_up and each != [0]
     others = [Transformers(model, llm)] if compare == "transformers" else []
     results: list[Result] = []
     for size in sizes:
         with working(f"batch of {size}"):
             batch, copied = prompts_for(llm, prompts, size)
-            sides = sides_for(llm, size, each, wrong_guesses, others, copied if references else None)
+            sides = sides_for(llm, size, each, wrong_guesses, others, copied if copies else None)
             results += measure(sides, batch, max_tokens, repeats)
     stderr().print(_table(results, max_tokens, prompts))
     stderr().print(latency_table([(f"{r.side}, batch {r.batch_size}", r.median.latency) for r in results]))
-    end(document(llm, command_line(), prompts, results), output)
+    end(document(llm, command_line(), prompts, results, copies), output)
+
+
+_NOBODY = (
+    "left out here, where nothing is guessed: give -k 1 or more, --drafter ngram or a draft model (on CUDA the default "
+    "drafter without a draft model is none)"
+)
 
 
 app.command()(with_flags(offline, without={"max_batch_size"}))  # it has --batch-sizes

@@ -239,6 +239,16 @@ def refuse_given(context: typer.Context, allowed: str, *names: str) -> None:
             raise ParameterError("--" + name.replace("_", "-"), context.params[name], allowed)
 
 
+def check_guesses(llm: LLM, drafter: str) -> None:
+    """Raise ParameterError if a loaded engine guesses nothing, as "auto" may have decided. drafter: what was given."""
+    if not llm.config.guesses:
+        allowed = (
+            "one that guesses: 'ngram', or with a draft model 'model' or 'hybrid' (on CUDA 'auto' without a draft "
+            "model guesses nothing, as lookup would take rounds off the device)"
+        )
+        raise ParameterError("--drafter", drafter, allowed)
+
+
 def with_flags(command: Callable[..., Any], without: Collection[str] = ()) -> Callable[..., Any]:
     """Give a command the fields of its dataclass parameters as options of its own.
 

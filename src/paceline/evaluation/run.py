@@ -6,6 +6,8 @@ while slows all of them. Each side is timed by itself, while nothing else is don
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,8 +61,8 @@ class Side:
 
 
 def sides_of(llm: LLM, answers: Sequence[int]) -> list[Side]:
-    """Plain decoding and, with a drafter, speculation, for every n."""
-    if llm.config.drafter is None:
+    """Plain decoding and, where anything is guessed, speculation, for every n."""
+    if not llm.config.guesses:
         return [Side("plain", llm, n) for n in answers]
     length, plain = llm.config.num_speculative_tokens, llm.plain()
     mode = length if isinstance(length, str) else f"k={length}"
@@ -73,12 +75,20 @@ def settings(plan: Plan, sides: Sequence[Side], box: Sandbox) -> dict[str, Any]:
     return {
         "engine": asdict(llm.engine.identity()),
         "options": asdict(llm.config),
+        "reference_documents": _digest(llm.engine.models.documents),
         "sides": [side.name for side in sides],
         "style": plan.style,
         "sampling": asdict(plan.params),
         "seed": plan.seed,
         "limits": asdict(box.limits),
+        "isolation": asdict(box.isolation),
     }
+
+
+def _digest(documents: Sequence[Sequence[int]]) -> str | None:
+    """Of the documents' tokens, 16 hexadecimal digits; None without any."""
+    tokens = json.dumps([list(document) for document in documents])
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16] if documents else None
 
 
 def evaluate(
