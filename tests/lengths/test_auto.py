@@ -22,6 +22,7 @@ from paceline.lengths.base import LengthPolicy
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
+from paceline.lengths.lately import Mean
 from paceline.params import EngineConfig, SamplingParams
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
@@ -284,6 +285,29 @@ def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when
     metrics = outputs[0].outputs[0].metrics
     assert metrics.accepted == metrics.drafted > 5  # the draft model is the target: it has read all there is
     assert not any(output.outputs[0].metrics.accepted for output in outputs[1:])
+
+
+def test_a_trial_asks_a_row_that_allows_guesses() -> None:
+    """One that allows none may lack least for ever: the draft model would never be tried again."""
+    costs = linear_costs(draft_step=4.0)
+    for whole in (True, False):
+        policy, batch = AutoLength(CostModel(costs, whole=whole), decoders(Behind([0, 3])), False), batch_of(2)
+        batch.most_guesses[0] = 0
+        policy.drafted.brings[2] = Mean(-100.0)
+        policy.drafted.savings._ms = policy.drafted.savings._price = 1e6
+        policy.drafted.learn(None, [1] * 100, [0] * 100)
+        wish = policy.choose(batch).within(batch)
+        assert wish.caps is not None
+        assert wish.caps[0] == 0
+        assert wish.caps[1] > 0
+
+
+def test_a_plain_round_that_was_paid_for_is_played_though_there_are_copies_too() -> None:
+    policy, batch = started()
+    policy.drafted.brings[1], policy.copied.brings[0] = Mean(0.1), Mean(0.1)
+    policy._guessed, policy._savings._ms, policy._savings._price = True, 5.0, 5.0  # for one of them
+    assert policy.choose(batch).k == 0
+    assert policy._savings._ms < 5.0
 
 
 # --- engines --------------------------------------------------------------------------------------------

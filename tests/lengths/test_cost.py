@@ -71,7 +71,7 @@ def test_a_table_survives_json() -> None:
 
 
 def test_a_table_of_a_wrong_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(ValueError, match="a time is missing"):
         CostTable.from_json(TABLE.as_json() | {"batch_sizes": [1, 2, 3]})
 
 
@@ -152,6 +152,25 @@ def test_the_first_pass_is_known_apart_from_the_others() -> None:
     assert model.pass_ms(2, first=True) == pytest.approx(18, rel=0.01)
     assert model.pass_ms(2, first=False) == pytest.approx(12, rel=0.01)
     assert model.pass_ms(4, first=True) == 12, "other batch sizes are other drafts"
+
+
+@pytest.mark.parametrize("table", [linear_costs(draft_once=10.0), linear_costs(draft_step=10.0)])
+def test_passes_that_were_believed_to_take_nothing_are_found_out(table: CostTable) -> None:
+    """By a table of a busy machine, or because what was read before seemed to be all that the first one took."""
+    model = CostModel(table)
+    for _ in range(200):
+        model.observe_passes(1, [0.0])
+    for _ in range(20):
+        model.observe_passes(1, [10.0, 10.0, 10.0])
+    assert model.pass_ms(1, first=True) == pytest.approx(10, rel=0.2)
+    assert model.pass_ms(1, first=False) == pytest.approx(10, rel=0.2)
+
+
+def test_what_was_asked_of_one_context_says_nothing_about_another() -> None:
+    """New requests ask about short texts, rounds about the rows there are; whoever comes first."""
+    model = CostModel(linear_costs(context_once=0.01))
+    assert model.times(4, 100).plain == pytest.approx(11)
+    assert model.times(4, 10_100).plain == pytest.approx(11 + 4 * 10_000 * 0.01)
 
 
 def test_a_pause_of_the_machine_is_no_news_about_passes() -> None:

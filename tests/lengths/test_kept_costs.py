@@ -107,6 +107,11 @@ def damaged(**changes: object) -> str:
         damaged(feed=[math.inf]),
         damaged(verify=[[0.0] * len(linear_costs().lengths)] * len(linear_costs().batch_sizes)),
         damaged(colour="red"),
+        damaged(verify=linear_costs().as_json()["verify"][:-1]),
+        damaged(batch_sizes=[1, 1, 1, 1, 1]),
+        damaged(batch_sizes=[0, 1, 2, 4, 8]),
+        damaged(feed_tokens=[], feed=[]),
+        "[" * 100_000,
     ],
 )
 def test_a_damaged_file_is_measured_anew_with_a_warning(content: str, caplog: pytest.LogCaptureFixture) -> None:

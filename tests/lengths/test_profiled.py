@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,25 @@ def test_a_missing_profile_is_refused(tmp_path: Path) -> None:
         Profile.load(tmp_path / "none.json")
     with pytest.raises(ProfileError, match="damaged"):
         Profile.load(written(tmp_path / "p.json", costs={"batch_sizes": [1]}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"best": {}},
+        {"best": []},
+        {"best": {"0": 1}},
+        {"best": {"1": -1}},
+        {"best": {"1": 10**9}},
+        {"costs": linear_costs().as_json() | {"batch_sizes": [1, 1, 1, 1, 1]}},
+        {"costs": linear_costs().as_json() | {"draft_step": [0.0]}},
+        {"costs": linear_costs().as_json() | {"context_once": math.nan}},
+    ],
+)
+def test_a_profile_with_numbers_that_nobody_measured_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Else a round would fail on them, with everybody's requests."""
+    with pytest.raises(ProfileError, match="damaged"):
+        Profile.load(written(tmp_path / "p.json", **changes))
 
 
 def test_an_engine_checks_its_profile(tmp_path: Path) -> None:

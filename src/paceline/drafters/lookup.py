@@ -83,6 +83,12 @@ def make_lookup(documents: Sequence[Sequence[int]]) -> Lookup[NativeTexts] | Loo
     return HostLookup(documents) if kernels is None else NativeLookup(documents, kernels)
 
 
+def _with_contents(texts: T, contents: Sequence[Sequence[int]]) -> T:
+    for number, tokens in enumerate(contents):
+        texts.append(number, tokens)
+    return texts
+
+
 class NativeTexts:
     """In the extension."""
 
@@ -106,10 +112,7 @@ class NativeLookup:
 
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> NativeTexts:
         """As ``Lookup`` says."""
-        texts = NativeTexts(self._kernels)
-        for number, tokens in enumerate(contents):
-            texts.append(number, tokens)
-        return texts
+        return _with_contents(NativeTexts(self._kernels), contents)
 
     def find(
         self,
@@ -199,10 +202,7 @@ class HostLookup:
 
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> HostTexts:
         """As ``Lookup`` says."""
-        texts = HostTexts()
-        for number, tokens in enumerate(contents):
-            texts.append(number, tokens)
-        return texts
+        return _with_contents(HostTexts(), contents)
 
     def find(
         self,

@@ -97,6 +97,7 @@ class Round:
     source: Source | None = None  # whose guesses are verified
     rate: float = 0.0
     trial: bool = False
+    reviews: bool = False  # played without guesses, to see what that takes
     asked: range | None = None  # rows; None: all
     k: int = 0  # guesses asked of each
     guesses: int = 0  # verified, of all rows
@@ -152,6 +153,8 @@ class AutoLength(LengthPolicy):
         for source in self._sources:
             if self._pays(source):
                 return self._ask(source)
+            if self._round.reviews:
+                break
         return Wish(0)
 
     def _pays(self, source: Source) -> bool:
@@ -163,7 +166,8 @@ class AutoLength(LengthPolicy):
         left = max(now.batch.limits[row] - now.batch.lengths[row] for row in range(now.rows))
         value = self._best_length()[0] if self.costs.whole else (brings.value + doubt * brings.error) * now.rows
         if value > now.rate * now.feed / max(left, 1):
-            if not self._reviews_plain(value / now.rate):
+            now.reviews = self._reviews_plain(value / now.rate)
+            if not now.reviews:
                 return True
         else:
             now.trial = source.savings.pay(self._price(source, backlog))
@@ -184,9 +188,9 @@ class AutoLength(LengthPolicy):
         if source is self.copied:
             return self._search_ms
         if self.decoders and now.rows > 1:
-            row = backlog.index(min(backlog))
+            row = min(range(now.rows), key=lambda row: (now.batch.most_guesses[row] == 0, backlog[row]))
             now.asked = range(row, row + 1)
-        now.feed = self.costs.feed_ms(min(backlog))
+        now.feed = self.costs.feed_ms(min(backlog) if now.asked is None else backlog[now.asked.start])
         rows = round(now.rows / now.scale)
         return now.feed + self._passes_ms(rows, 1) + now.times.more(rows)
 

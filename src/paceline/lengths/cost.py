@@ -110,9 +110,24 @@ class CostTable:
             raise TypeError(f"a table of costs is an object, not {type(document).__name__}")
         given = {name: _tupled(value) for name, value in document.items()}
         table = CostTable(**given)
-        if len(table.verify) != len(table.batch_sizes) or any(len(r) != len(table.lengths) for r in table.verify):
-            raise ValueError("the table of verification times has another shape than its axes")
+        table.check()
         return table
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless all are times and sizes that a measurement could have given."""
+        axes = self.batch_sizes, self.lengths, self.feed_tokens
+        others = *self.verify, self.draft_once, self.draft_step, self.feed
+        single = self.context, self.context_once, self.context_token
+        if not all(math.isfinite(number) and number >= 0 for line in (*axes, *others, single) for number in line):
+            raise ValueError("a time or a size is no number, or below 0")
+        if any(not axis or list(axis) != sorted(set(axis)) for axis in axes) or self.batch_sizes[0] < 1:
+            raise ValueError("sizes do not ascend, or there are none")
+        widths = *[self.lengths] * len(self.verify), *[self.batch_sizes] * 3, self.feed_tokens
+        lines = *self.verify, self.verify, self.draft_once, self.draft_step, self.feed
+        if any(len(line) != len(axis) for line, axis in zip(lines, widths, strict=True)):
+            raise ValueError("a time is missing, or too many are there")
+        if not all(ms > 0 for line in self.verify for ms in line):
+            raise ValueError("a round that takes no time")
 
 
 def _tupled(value: Any) -> Any:
@@ -216,14 +231,15 @@ class CostModel:
         self._line = _Line(0.0, 0.0)  # of the last round's batch size
         self._lines: dict[int, _Line] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
         self._tables: dict[int, _Tabulated] = {}
-        self._times: dict[int, RoundTimes] = {}
+        self._times: dict[tuple[int, int], RoundTimes] = {}
         self._passes: dict[tuple[int, bool], Mean] = {}
 
     def times(self, rows: int, context: float) -> RoundTimes:
-        """A few rounds old at most."""
-        known = self._times.get(rows)
+        """A few rounds old at most, and of such a context within a factor of two."""
+        kind = rows, int(context).bit_length()
+        known = self._times.get(kind)
         if known is None or self._rounds - known.as_of > min(self._rounds // 4, REFRESH):
-            known = self._times[rows] = self._now(rows, context)
+            known = self._times[kind] = self._now(rows, context)
         return known
 
     def _now(self, rows: int, context: float) -> RoundTimes:
@@ -254,7 +270,8 @@ class CostModel:
         for place, ms in enumerate(passes):
             kind = rows, place == 0
             mean = self._passes.setdefault(kind, Mean(self._believed_pass(*kind)))
-            mean.learn(min(ms, 2 * mean.value))  # pauses of the machine are no news
+            most = max(2 * mean.value, self._believed_pass(rows, first=True))  # from 0, too
+            mean.learn(min(ms, most))  # pauses of the machine are no news
 
     def _believed_pass(self, rows: int, first: bool) -> float:
         one = self.table.draft_ms(rows, 1)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,10 +55,9 @@ class KeptCosts:
             return None
         try:
             table = CostTable.from_json(json.loads(self.path.read_text(encoding="utf-8")))
-            _check(table)
         except FileNotFoundError:
             return None
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             log.warning("the costs kept in %s cannot be used (%r): measuring anew", self.path, error)
             return None
         log.info("costs of rounds read from %s", self.path)
@@ -115,18 +112,3 @@ def _is_off() -> bool:
     if choice not in ("on", "off"):
         raise ParameterError(VARIABLE, choice, "'on' or 'off'")
     return choice == "off"
-
-
-def _check(table: CostTable) -> None:
-    """Raise ValueError or TypeError unless all are times and sizes that a measurement could have given."""
-    axes: list[Iterable[float]] = [table.batch_sizes, table.lengths, table.feed_tokens, (table.context,)]
-    times = [*table.verify, table.draft_once, table.draft_step, table.feed, (table.context_once, table.context_token)]
-    if not all(math.isfinite(number) and number >= 0 for line in (*axes, *times) for number in line):
-        raise ValueError("a time or a size is no number, or below 0")
-    sized = (
-        (table.draft_once, table.batch_sizes),
-        (table.draft_step, table.batch_sizes),
-        (table.feed, table.feed_tokens),
-    )
-    if any(len(line) != len(axis) for line, axis in sized) or not all(ms > 0 for line in table.verify for ms in line):
-        raise ValueError("a time is missing, or 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from paceline.files import write_text
 from paceline.hardware import cpu_name
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel
+from paceline.params import MAX_SPECULATION_LENGTH
 
 FORMAT = "paceline-profile-1"
 _SAMPLE = 1 << 20  # bytes hashed at a file's start, in its middle and at its end
@@ -114,12 +116,12 @@ class Profile:
         """Raises ProfileError if there is no such file or it is no profile."""
         try:
             document = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ProfileError(f"cannot read the profile {path}: {error}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ProfileError(f"{path} is no profile of this version ({FORMAT}); make one with: paceline profile")
         try:
-            return Profile(
+            profile = Profile(
                 identity=Identity(**document["identity"]),
                 costs=CostTable.from_json(document["costs"]),
                 best={int(size): int(k) for size, k in document["best"].items()},
@@ -129,8 +131,10 @@ class Profile:
                 fit=document["fit"],
                 source=str(path),
             )
-        except (KeyError, TypeError, ValueError) as error:
+            _check_lengths(profile.best)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} is damaged: {error!r}; make it again: paceline profile") from error
+        return profile
 
     def check(self, here: Identity) -> None:
         """Raise ProfileError unless the profile was measured on this machine with these models."""
@@ -138,3 +142,8 @@ class Profile:
             raise ProfileError(
                 f"{self.source} was not measured for this: {'; '.join(differences)}; run: paceline profile"
             )
+
+
+def _check_lengths(best: Mapping[int, int]) -> None:
+    if not best or min(best) < 1 or not all(0 <= k <= MAX_SPECULATION_LENGTH for k in best.values()):
+        raise ValueError(f"'best' needs a length from 0 to {MAX_SPECULATION_LENGTH} for one batch size or more")
