@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
         "hardware",
         "cgroups",
     },
-    {"models", "decoder", "tokenizer", "structured"},
+    {"models", "heads", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
     {"round", "device_round", "native_round"},
     {"waiting", "guard", "chunks", "sharing", "scheduler", "engine", "pipeline", "memory", "scoring"},

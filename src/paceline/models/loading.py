@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,6 +72,11 @@ def files(path: Path) -> list[Path]:
         return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
+def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
+    """The tensors of the safetensors files at ``path``, where they lie. Raises as ``load_model``."""
+    return _stored(_weight_files(path))
+
+
 @reads_model
 def max_positions(source: Found) -> int:
     """The longest sequence that the model of ``source`` was made for."""
@@ -116,8 +121,11 @@ class _SafeTensor:
     name: str
     shape: tuple[int, ...]
 
+    def load(self) -> Tensor:
+        return cast(Tensor, self.file.get_tensor(self.name))
+
     def unpack_into(self, destination: Tensor) -> None:
-        destination.copy_(self.file.get_tensor(self.name))
+        destination.copy_(self.load())
 
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:

@@ -26,7 +26,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
     "gelu": functional.gelu,
@@ -54,13 +54,13 @@ class LayerNorm:
         return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
-def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Turn the pairs (i, i + D/2) of x [B, L, heads, D]; the sign of rotate-half is in the sine."""
     cos, sin = rotation
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class _RotaryAngles:
+class RotaryAngles:
     """cos and sin of every position, once a forward pass."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class _Attention:
         qk, v = qkv.split_with_sizes([self.turned, kv_heads], dim=2)
         if self.qk_norm is not None:
             qk = functional.rms_norm(qk, (self.dim,), None, self.eps) * self.qk_norm
-        q, k = _rotate(qk, rotation).split_with_sizes([heads, kv_heads], dim=2)
+        q, k = rotate(qk, rotation).split_with_sizes([heads, kv_heads], dim=2)
         return q, k, v
 
 
@@ -147,7 +147,7 @@ class _GatedMLP:
     linears = ("gate_up", "down")
 
     def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class _PlainMLP:
     linears = ("up", "down")
 
     def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Transformer:
         parts.find("embed.weight")
         self._positions = parts.find("positions.weight")
         self._project_in, self._project_out = parts.find("project_in.weight"), parts.find("project_out.weight")
-        self._angles = _RotaryAngles(config.rotary, self.dtype, self.device) if config.rotary else None
+        self._angles = RotaryAngles(config.rotary, self.dtype, self.device) if config.rotary else None
         self._blocks = [_Layer(config, parts, index) for index in range(config.layers)]
         self._norm = parts.norm("norm") if config.final_norm else None
         self._head = parts.linear("embed" if config.tied else "head")

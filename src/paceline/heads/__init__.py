@@ -1,0 +1,16 @@
+"""Trained heads: small networks that read a target's inner streams and guess its next tokens."""
+
+from paceline.heads.checkpoint import is_head, load_head, read_head_config, save_head
+from paceline.heads.config import HeadConfig
+from paceline.heads.feature import FeatureHead, Step, Unrolled
+
+__all__ = [
+    "FeatureHead",
+    "HeadConfig",
+    "Step",
+    "Unrolled",
+    "is_head",
+    "load_head",
+    "read_head_config",
+    "save_head",
+]

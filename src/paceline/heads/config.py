@@ -1,0 +1,248 @@
+"""What a trained head looks like, from the config.json of either layout in which heads are published.
+
+speculators (vllm-project): the layers' shape in ``transformer_layer_config``, the switches beside it, the target's
+name in ``speculators_config``.
+Flat (SafeAILab/EAGLE, sgl-project/SpecForge): a Llama configuration and ``draft_vocab_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from paceline.errors import ModelFormatError
+from paceline.models.boundary import brief
+from paceline.models.config import ModelConfig
+
+Layout = Literal["speculators", "flat"]
+T = TypeVar("T")
+
+_FAMILIES = ("llama", "qwen3")  # of the head's own layers, whatever the target's
+_FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
+_OTHER_KINDS = ("eagle", "peagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
+_USUAL_STREAMS = 3
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """An EAGLE-3 or 3.1 head (arXiv 2503.01840): decoder layers on a token's embedding and streams of the target.
+
+    transformer: its layers as Hugging Face says it: model_type (llama or qwen3), hidden_size, intermediate_size,
+        num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope and so on.
+    target_width: of the target's streams. draft_vocab_size: how many of the target's tokens it can say.
+    taps: the target's layers whose entering streams it reads; None: the usual three, see ``taps_of``.
+    norm_before_residual: the layer's residual is the normed hidden state, not the raw one.
+    norm_before_fc: one norm over all streams side by side; fc_norm: one norm for each (EAGLE-3.1). At most one of them.
+    norm_output: the next step gets what the last norm gave, not what it was given (EAGLE-3.1).
+    verifier, architectures: the target's name and classes, as the checkpoint has them.
+
+    Raises ModelFormatError for what cannot be run.
+    """
+
+    transformer: Mapping[str, Any]
+    target_width: int
+    draft_vocab_size: int
+    taps: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    verifier: str = ""
+    architectures: tuple[str, ...] = ()
+    speculative_tokens: int = field(default=3, compare=False)  # what the checkpoint proposes; ours are the policy's
+
+    def __post_init__(self) -> None:
+        decoder = self.decoder
+        sizes = (decoder.width, decoder.mlp_width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.layers)
+        wrong = {
+            "a size that is no positive number": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
+            f"{decoder.heads} heads over {decoder.kv_heads} key heads": decoder.heads % max(1, decoder.kv_heads) != 0,
+            "an odd head_dim": decoder.head_dim % 2 != 0,
+            f"draft_vocab_size {self.draft_vocab_size} beyond vocab_size": self.draft_vocab_size > decoder.vocab_size,
+            "both norm_before_fc and fc_norm": self.norm_before_fc and self.fc_norm,
+            f"streams of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
+        }
+        if found := [what for what, there in wrong.items() if there]:
+            raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
+
+    @cached_property
+    def decoder(self) -> ModelConfig:
+        """The layers' shape; its vocabulary is the target's."""
+        kind = self.transformer.get("model_type")
+        if kind not in _FAMILIES:
+            raise ModelFormatError(
+                f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(_FAMILIES)} can be run"
+            )
+        decoder = ModelConfig.from_huggingface(self.transformer)
+        if decoder is None:
+            raise ModelFormatError("the head's layers have an activation, a rope or windows that cannot be run")
+        return decoder
+
+    @property
+    def width(self) -> int:
+        return self.decoder.width
+
+    @property
+    def streams(self) -> int:
+        """How many of the target's streams are fused."""
+        return _USUAL_STREAMS if self.taps is None else len(self.taps)
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """The layers of a target of so many whose entering streams are read. Raises ModelFormatError."""
+        taps = (2, layers // 2, layers - 3) if self.taps is None else self.taps
+        if not all(0 <= tap < layers for tap in taps):
+            raise ModelFormatError(
+                f"the head reads the streams that enter the target's layers {taps}; this target has {layers}, 0 to "
+                f"{layers - 1}"
+            )
+        return taps
+
+    @staticmethod
+    def read(fields: Mapping[str, Any]) -> tuple[HeadConfig, Layout]:
+        """The configuration in a config.json, and which layout it is. Raises ModelFormatError, saying what is wrong."""
+        layout = layout_of(fields)
+        if layout is None:
+            raise ModelFormatError("config.json is of no head: neither speculators_model_type nor draft_vocab_size")
+        if fields.get("quantization_config"):
+            raise ModelFormatError("heads with quantised weights are not run; take the one in float32 or bfloat16")
+        return (_from_speculators(fields) if layout == "speculators" else _from_flat(fields)), layout
+
+    def written(self) -> dict[str, Any]:
+        """The config.json of the speculators layout."""
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": self.speculative_tokens,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": target,
+            },
+            "transformer_layer_config": dict(self.transformer),
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_width,
+            "eagle_aux_hidden_state_layer_ids": None if self.taps is None else list(self.taps),
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+        }
+
+
+def layout_of(fields: Mapping[str, Any]) -> Layout | None:
+    """Which layout of a head a config.json is of; None if it is of a model."""
+    if "speculators_model_type" in fields:
+        return "speculators"
+    eagle = any("Eagle" in str(name) for name in _list(fields, "architectures"))
+    return "flat" if eagle or "draft_vocab_size" in fields else None
+
+
+def _are_layers(taps: tuple[int, ...]) -> bool:
+    return len(taps) > 0 and len(set(taps)) == len(taps) and min(taps) >= 0
+
+
+def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
+    kind = fields["speculators_model_type"]
+    if kind != "eagle3":
+        known = f"{kind} heads are not run yet" if kind in _OTHER_KINDS else f"{brief(repr(kind))} is of no known kind"
+        raise ModelFormatError(f"speculators_model_type: {known}; eagle3 heads are")
+    transformer = _object(fields, "transformer_layer_config")
+    transformer = {"model_type": "qwen3"} | transformer  # what the format means where it is left out
+    config = _object(fields, "speculators_config")
+    verifier = _object(config, "verifier")
+    return HeadConfig(
+        transformer,
+        **_sizes(fields, transformer),
+        taps=_taps(fields, 0),
+        **{name: _flag(fields, name) for name in _SWITCHES},
+        verifier=str(verifier.get("name_or_path") or ""),
+        architectures=tuple(map(str, _list(verifier, "architectures"))),
+        speculative_tokens=_proposed(config),
+    )
+
+
+def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
+    found = _list(fields, "architectures")
+    if found and found[0] not in _FLAT_ARCHITECTURES:
+        raise ModelFormatError(
+            f"a head of architecture {brief(repr(found[0]))} is not run; {' and '.join(_FLAT_ARCHITECTURES)} are"
+        )
+    eagle = _object(fields, "eagle_config")
+    if not _flag(eagle, "use_aux_hidden_state", True):
+        raise ModelFormatError("eagle_config.use_aux_hidden_state is false: heads on one stream (EAGLE-1) are not run")
+    if _number(fields, "num_hidden_layers", 1) != 1:
+        raise ModelFormatError(f"num_hidden_layers={brief(fields['num_hidden_layers'])}: heads of this layout have one")
+    transformer = {name: value for name, value in fields.items() if name not in _NO_LAYERS} | {"model_type": "llama"}
+    switches = {name: _flag(fields, name) or _flag(eagle, name) for name in _SWITCHES}
+    sizes: dict[str, Any] = {**_sizes(fields, transformer), **switches}
+    return HeadConfig(transformer, **sizes, taps=_taps(fields, 0) or _taps(eagle, 1))
+
+
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_NO_LAYERS = (*_SWITCHES, "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "auto_map")
+
+
+def _sizes(fields: Mapping[str, Any], transformer: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [name for name in _NEEDED if name not in transformer]
+    if missing:
+        raise ModelFormatError(f"the head's configuration lacks {', '.join(missing)}")
+    for name in _NEEDED:
+        _number(transformer, name, 0)
+    width = fields.get("target_hidden_size") or transformer["hidden_size"]
+    vocabulary = fields.get("draft_vocab_size") or transformer["vocab_size"]
+    found = {"target_width": width, "draft_vocab_size": vocabulary}
+    return {name: _number(found, name, 0) for name in found}
+
+
+_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
+    """The layers whose entering streams are meant; shift 1: the file names layers by their outputs."""
+    found = _list(fields, "eagle_aux_hidden_state_layer_ids")
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found):
+        raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(found)}")
+    return tuple(layer + shift for layer in found) or None
+
+
+def _proposed(config: Mapping[str, Any]) -> int:
+    methods = _list(config, "proposal_methods")
+    first = methods[0] if methods and isinstance(methods[0], dict) else {}
+    return _number(first, "speculative_tokens", 3)
+
+
+def _object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return _of_kind(fields, name, dict, {}, "an object")
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    return _of_kind(fields, name, list, [], "a list")
+
+
+def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    return _of_kind(fields, name, bool, default, "true or false")
+
+
+def _number(fields: Mapping[str, Any], name: str, default: int) -> int:
+    return _of_kind(fields, name, int, default, "a whole number")
+
+
+def _of_kind(fields: Mapping[str, Any], name: str, kind: type[T], default: T, words: str) -> T:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ModelFormatError(f"{name} of the head's configuration is {words}, not {brief(repr(value))}")
+    return value

@@ -1,0 +1,217 @@
+"""Tiny random heads in both published layouts, and an independent reading of them.
+
+``read_step_by_step`` is written from the description of the format (EAGLE-3's paper and configs), with plain lists and
+one place after the other; it shares nothing with ``paceline.heads``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
+
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def layers(**fields: Any) -> dict[str, Any]:
+    """The shape of a head's layers."""
+    return {
+        "hidden_size": WIDTH,
+        "intermediate_size": MLP,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        **fields,
+    }
+
+
+def speculators_config(shape: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}]
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": methods,
+            "verifier": {"name_or_path": "someone/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": {"model_type": "llama", **shape},
+        "draft_vocab_size": DRAFTED,
+        **fields,
+    }
+
+
+def flat_config(shape: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": DRAFTED,
+        "tie_word_embeddings": False,
+        **shape,
+        **fields,
+    }
+
+
+def random_head(
+    *,
+    width: int = WIDTH,
+    target_width: int = WIDTH,
+    streams: int = 3,
+    depth: int = 1,
+    vocabulary: int = VOCABULARY,
+    drafted: int = DRAFTED,
+    switches: Sequence[str] = (),
+    qk_norm: bool = False,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Tensors by the names of the speculators layout; every one of them matters."""
+    generator = torch.Generator().manual_seed(seed)
+    dim = width // HEADS
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    chosen = torch.randperm(vocabulary, generator=generator)[:drafted].sort().values
+    tensors = {
+        "fc.weight": noise(width, streams * target_width),
+        "norm.weight": 1 + noise(width),
+        "lm_head.weight": noise(drafted, width) * 3,
+        "embed_tokens.weight": noise(vocabulary, width),
+        "d2t": chosen - torch.arange(drafted),
+        "t2d": torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, chosen, True),
+    }
+    for index in range(depth):
+        layer, read = f"layers.{index}.", width * (2 if index == 0 else 1)
+        norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if index == 0 else [])]
+        tensors |= {f"{layer}{name}.weight": 1 + noise(width) for name in norms}
+        tensors |= {
+            f"{layer}self_attn.q_proj.weight": noise(width, read),
+            f"{layer}self_attn.k_proj.weight": noise(KV_HEADS * dim, read),
+            f"{layer}self_attn.v_proj.weight": noise(KV_HEADS * dim, read),
+            f"{layer}self_attn.o_proj.weight": noise(width, width),
+            f"{layer}mlp.gate_proj.weight": noise(MLP, width),
+            f"{layer}mlp.up_proj.weight": noise(MLP, width),
+            f"{layer}mlp.down_proj.weight": noise(width, MLP),
+        }
+        if qk_norm:
+            tensors |= {f"{layer}self_attn.{name}_norm.weight": 1 + noise(dim) for name in "qk"}
+    if "fc_norm" in switches:
+        tensors |= {f"fc_norm.{stream}.weight": 1 + noise(target_width) for stream in range(streams)}
+    if "norm_before_fc" in switches:
+        tensors["input_norm.weight"] = 1 + noise(streams * target_width)
+    return tensors
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def flat_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+
+
+# The independent reading
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def _turned(x: Tensor, position: int, theta: float) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x.clone()
+    for pair in range(half):
+        angle = torch.tensor(position * theta ** (-pair / half))
+        a, b = x[..., pair], x[..., pair + half]
+        out[..., pair] = a * angle.cos() - b * angle.sin()
+        out[..., pair + half] = b * angle.cos() + a * angle.sin()
+    return out
+
+
+class Reading:
+    """One text's head, place by place. The keys and values of what it has read so far are kept in lists."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], switches: Sequence[str] = (), theta: float = 10000.0, window: int = 0
+    ) -> None:
+        self.t, self.switches, self.theta, self.eps, self.window = tensors, switches, theta, 1e-5, window
+        self.depth = sum(name.endswith("input_layernorm.weight") for name in tensors)
+        self.kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.depth)]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return _normed(x, self.t[f"{name}.weight"], self.eps)
+
+    def fused(self, streams: Tensor) -> Tensor:
+        """[S, target width] -> [H]."""
+        if "fc_norm" in self.switches:
+            streams = torch.stack([self.norm(stream, f"fc_norm.{i}") for i, stream in enumerate(streams)])
+        flat = streams.flatten()
+        if "norm_before_fc" in self.switches:
+            flat = self.norm(flat, "input_norm")
+        return self.t["fc.weight"] @ flat
+
+    def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """-> the state for the next step, and the logits of the head's tokens."""
+        normed = self.norm(hidden, "layers.0.hidden_norm")
+        residual = normed if "norm_before_residual" in self.switches else hidden
+        read = torch.cat((self.norm(self.t["embed_tokens.weight"][token], "layers.0.input_layernorm"), normed))
+        for index in range(self.depth):
+            if index:
+                residual, read = hidden, self.norm(hidden, f"layers.{index}.input_layernorm")
+            hidden = residual + self.attended(index, read, position)
+            layer = f"layers.{index}."
+            inner = self.norm(hidden, f"{layer}post_attention_layernorm")
+            gate = torch.nn.functional.silu(self.t[f"{layer}mlp.gate_proj.weight"] @ inner)
+            up = self.t[f"{layer}mlp.up_proj.weight"] @ inner
+            hidden = hidden + self.t[f"{layer}mlp.down_proj.weight"] @ (gate * up)
+        out = self.norm(hidden, "norm")
+        return out if "norm_output" in self.switches else hidden, self.t["lm_head.weight"] @ out
+
+    def attended(self, index: int, read: Tensor, position: int) -> Tensor:
+        name = f"layers.{index}.self_attn"
+        q, k, v = (self.t[f"{name}.{part}_proj.weight"] @ read for part in "qkv")
+        dim = q.shape[0] // HEADS
+        q, k, v = q.view(HEADS, dim), k.view(KV_HEADS, dim), v.view(KV_HEADS, dim)
+        if f"{name}.q_norm.weight" in self.t:
+            q = torch.stack([self.norm(head, f"{name}.q_norm") for head in q])
+            k = torch.stack([self.norm(head, f"{name}.k_norm") for head in k])
+        self.kept[index].append((_turned(k, position, self.theta), v))
+        q = _turned(q, position, self.theta)
+        out, seen = [], self.kept[index][-self.window :]
+        for head in range(HEADS):
+            group = head * KV_HEADS // HEADS
+            scores = torch.stack([q[head] @ keys[group] for keys, _ in seen]) / dim**0.5
+            values = torch.stack([values[group] for _, values in seen])
+            out.append(scores.softmax(0) @ values)
+        return self.t[f"{name}.o_proj.weight"] @ torch.cat(out)
+
+    def forget(self, places: int) -> None:
+        for kept in self.kept:
+            del kept[places:]
+
+
+def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, steps: int) -> list[list[Tensor]]:
+    """logits[s][i] of drafting s + 1 guesses behind every place i, the true tokens given: token i + 1 is tokens[i]."""
+    found: list[list[Tensor]] = [[] for _ in range(steps)]
+    for place in range(len(tokens)):
+        hidden = reading.fused(streams[place])
+        for step in range(min(steps, len(tokens) - place)):
+            hidden, logits = reading.step(tokens[place + step], hidden, place + step)
+            found[step].append(logits)
+        reading.forget(place + 1)
+    return found
