@@ -51,7 +51,8 @@ from paceline.scoring import PromptScorer
 class Request:
     """A prompt to continue. ``make_stream`` makes one text stream an answer; None leaves the texts empty.
 
-    make_constraint: makes one constraint an answer, where ``params`` have structured_outputs.
+    make_constraint: makes one constraint an answer, where ``params`` have structured_outputs, or where tokens are held
+        to something else.
 
     arrival: when it came, on the clock of time.monotonic: its ``time_budget`` is counted from there; None: when it is
         added.
@@ -322,7 +323,7 @@ class Engine:
             )
         if request.params.stop and request.make_stream is None:
             raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
-        if (request.params.structured_outputs is None) != (request.make_constraint is None):
+        if request.params.structured_outputs is not None and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
         if not isinstance(request.priority, int):

@@ -70,8 +70,7 @@ class Pipeline:
     def suits(self) -> bool:
         """Whether the device can play the next round for the rows there are."""
         rows, parts = self.batch.sampling, self.parts
-        free = all(params.structured_outputs is None for params in rows.params[: self.batch.rows])
-        plain = free and not (rows.adjusts or rows.any_cut) and rows.logprobs in (None, 0)
+        plain = not (rows.adjusts or rows.any_cut) and rows.logprobs in (None, 0)
         known = isinstance(parts.drafter, (ModelDrafter, NoDrafter)) and not parts.policy.selects
         return plain and known
 
