@@ -56,7 +56,8 @@ class LLM:
     """A target model, perhaps with a drafter, ready to decode batches. Calls from several threads share its rounds.
 
     model: a hub name, a directory, a .gguf file, an embedded name ("smollm2-135m") or a loaded PreTrainedModel.
-    draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="hybrid" the default.
+    draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="hybrid" the default, on CUDA
+        "model" (see EngineConfig).
     tokenizer: for a loaded PreTrainedModel, its tokenizer; without one, prompts and answers are token ids.
     reference_documents: texts (or token ids) that the n-gram drafter may copy from, besides each row's own tokens.
     options: see EngineConfig.

@@ -61,7 +61,8 @@ class EngineFlags:
         Literal["auto", "model", "ngram", "hybrid", "none"],
         engine_option(
             "--drafter",
-            text="Who guesses (hybrid: ngram, else model); auto: hybrid if there is a draft model, else ngram.",
+            text="Who guesses (hybrid: ngram, else model). auto: hybrid with a draft model, else ngram; on CUDA model, "
+            "else none.",
         ),
     ] = EngineConfig.drafter or "none"
     num_speculative_tokens: Annotated[

@@ -19,9 +19,9 @@ def check_prediction(config: EngineConfig, tokens: Sequence[int]) -> None:
 
 
 def details_of(prediction: Sequence[int], answers: Sequence[Sequence[int]]) -> CompletionTokensDetails:
-    """OpenAI's two counts: tokens of the prediction that appeared in the completion, and those that did not.
+    """How many tokens of the prediction an answer has in common with it, in order, and how many not: of all answers.
 
-    Each answer counts. They say how good the prediction was, whatever was guessed from it.
+    answers: all that were made, ``best_of`` of them. It says how good the prediction was, whatever was guessed from it.
     """
     kept = sum(in_common(prediction, answer) for answer in answers)
     missed = len(prediction) * len(answers) - kept
