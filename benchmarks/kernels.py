@@ -10,7 +10,6 @@ its fastest times.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import sys
@@ -20,8 +19,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from paceline.bench.utilisation import fastest, kernel_rate
 from paceline.cache import KVCache
-from paceline.kernels import abi, native, pack
+from paceline.kernels import native, pack
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import NativeModel, Quantization
@@ -121,34 +121,11 @@ class Step:
         return max(self.memory_floor_ms, self.compute_floor_ms) / self.total_ms
 
 
-def fastest(function: Callable[[], object], seconds: float) -> float:
-    """The least time of a call, over as many calls as fit, one at least."""
-    function()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        function()
-        best = min(best, time.perf_counter() - start)
-        if time.perf_counter() >= end:
-            return best
-
-
 def measure_machine(kernels: native.Kernels, reader: Reader, threads: int, seconds: float) -> Machine:
     """Bandwidth of all threads, and the kernels' rate on weights in the cache."""
-    pool = native.pool(kernels, threads).handle
     read = _READ_BYTES / fastest(reader.seconds, max(seconds, 0.5)) / 1e9
-    rates = {name: _rate(kernels, pool, to, threads, seconds) for name, to in _FORMATS.items()}
+    rates = {name: round(kernel_rate(kernels, to, threads, seconds) / 1e9, 1) for name, to in _FORMATS.items()}
     return Machine(kernels.name, threads, round(read, 1), rates)
-
-
-def _rate(kernels: native.Kernels, pool: int, to: Format, threads: int, seconds: float) -> float:
-    rows, inputs, outputs = 96, 512, 1024 * threads
-    packed = pack.pack(pack.quantise(torch.randn(outputs, inputs), to))
-    layer = abi.CLinear.of(packed)
-    x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
-    place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs
-    took = fastest(lambda: kernels.library.pl_linear(kernels.handle, *place), seconds)
-    return round(rows * inputs * outputs / took / 1e9, 1)
 
 
 def random_spec(shape: Shape, positions: int) -> NativeSpec:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.bench.offline import Timing, measure, split_times
+from paceline.bench.measure import split_times
+from paceline.bench.offline import Timing, measure
 from paceline.outputs import Latency, Metrics
 
 

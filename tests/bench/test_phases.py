@@ -85,7 +85,12 @@ def test_everybody_plays_all_phases(tmp_path: Path, drafter: str | None) -> None
     assert comparison.oracle == [min(a, b) for a, b in zip(*fast, strict=True)]
     draw(comparison, tmp_path / "phases.png", "a toy")
     assert (tmp_path / "phases.png").stat().st_size > 1000
-    assert json.loads(json.dumps(comparison.as_json()))["acceptance"] == "synthetic"
+    document = json.loads(json.dumps(comparison.as_json()))
+    assert document["acceptance"] == "synthetic"
+    for paces in document["ms_per_token"].values():
+        assert len(paces) == 3
+        assert all(0 < each["first"] <= each["all"] <= each["last"] for each in paces)
+        assert all(each["first"] == each["last"] for each in (paces[0], paces[2])), "one row is first and last"
 
 
 def test_rows_that_would_not_fit_are_refused() -> None:

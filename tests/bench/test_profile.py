@@ -11,7 +11,7 @@ import pytest
 
 from paceline.bench.offline import sides_for
 from paceline.bench.profile import Sweep, acceptance_by_position, draw, run_profile
-from paceline.bench.recording import Round, longest_stretch
+from paceline.bench.recording import Round, latency_of, longest_stretch
 from paceline.errors import ParameterError
 from paceline.lengths.profile import Profile
 from toy import make_engine
@@ -31,6 +31,11 @@ def test_a_profile_is_measured_written_read_and_drawn(tmp_path: Path) -> None:
     assert set(profile.best) == {1, 2}
     assert [(p.batch_size, p.k) for p in profile.sweep] == [(b, k) for b in (1, 2) for k in range(3)]
     assert all(p.ms_per_token > 0 and p.mean_acceptance_length >= 1 for p in profile.sweep)
+    for point in profile.sweep:
+        assert point.first_ms_per_token is not None
+        assert point.last_ms_per_token is not None
+        assert 0 < point.first_ms_per_token <= point.ms_per_token * 1.001
+        assert point.ms_per_token <= point.last_ms_per_token * 1.001
     assert len(profile.acceptance) == 2
     assert fit.error >= 0
     profile.save(tmp_path / "profile.json")
@@ -62,6 +67,12 @@ def played(k: int, *accepted: int) -> Round:
 def test_acceptance_by_position_is_conditional_on_what_was_before() -> None:
     rounds = [played(2, 0, 1), played(2, 2, 2), played(1, 1, 1)]
     assert acceptance_by_position(rounds, 2) == (3 / 4, 2 / 3)
+
+
+def test_rows_that_keep_more_guesses_take_less_time_for_a_token() -> None:
+    rounds = [Round(0, 1, 2, (2, 0), (2, 2)), Round(1, 2, 2, (2, 1), (2, 2))]
+    found = latency_of(rounds, seconds=3.0)  # 6 and 3 tokens
+    assert (found.first, found.last, found.all) == pytest.approx((500.0, 1000.0, 750.0))
 
 
 def test_the_longest_stretch_of_a_batch_size() -> None:

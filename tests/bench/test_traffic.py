@@ -45,6 +45,9 @@ def test_every_policy_serves_every_request(tmp_path: Path) -> None:
     assert all(0 < r.p50 <= r.p99 and 1 <= r.mean_rows <= 3 for r in results)
     plain = next(r for r in results if r.policy == "plain")
     assert plain.mean_k == 0
+    latencies = [r.latency for r in results if r.latency is not None]
+    assert len(latencies) == len(results)
+    assert all(0 < each.first <= each.all <= each.last for each in latencies)
     judged = summary(results)
     assert set(judged) == {"steady", "varying"}
     assert judged["steady"]["auto_over"]["auto"] == 1

@@ -100,6 +100,8 @@ def test_every_policy_asks_every_request_with_its_own_limit(fake: Fake, tmp_path
         assert result.mean_ttft > 0
         assert result.mean > result.mean_ttft + PAUSE, "the pauses come after the first chunk, however slow the machine"
         assert result.p50 <= result.p99
+        assert result.latency is not None
+        assert 1000 * PAUSE / (6 - 1) < result.latency.first <= result.latency.all <= result.latency.last
         assert result.tokens_per_second == pytest.approx(4 * 6 / result.seconds)
     draw(results, tmp_path / "http.png", "a fake")
     assert (tmp_path / "http.png").stat().st_size > 1000
@@ -170,4 +172,6 @@ def test_the_command_ends_with_one_json_document(fake: Fake, tmp_path: Path) -> 
     assert [r["policy"] for r in document["results"]] == list(MOST_GUESSES)
     assert document["compared"]["policy"] == "the server's"
     assert document["compared"]["mean_latency_over"]["busy"]["the server's"] == 1
+    assert all(r["latency"]["first"] > 0 for r in document["results"])
+    assert "ms/token of a batch's sequences" in result.stderr
     assert file.with_suffix(".png").is_file()

@@ -25,6 +25,14 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     ]
     assert [(r["batch_size"], r["side"]) for r in document["results"]] == [(b, s) for b in (1, 2) for s in sides]
     assert all(r["decode_seconds"] > 0 and r["output_tokens"] == 6 for r in document["results"])
+    counted, peak = document["arithmetic"]["multiply_adds_a_token"], document["arithmetic"]["peak"]
+    assert peak["source"].startswith("measured: torch's float32 product")
+    assert peak["source"] in result.stderr
+    for r in document["results"]:
+        done = 2 * counted * r["tokens"] / r["decode_seconds"]
+        theirs = r["side"] == "transformers"
+        assert r["utilisation"] == (None if theirs else pytest.approx(done / peak["operations_per_second"]))
+        assert theirs or 0 < r["latency"]["first"] <= r["latency"]["all"] <= r["latency"]["last"]
     assert {"cpu", "cores"} <= document["machine"].keys()
     assert {"torch", "transformers", "paceline"} <= document["versions"].keys()
     assert document["dtype"] == "float32"

@@ -66,3 +66,7 @@ def test_latencies_are_those_of_the_first_the_last_and_all_sequences() -> None:
     lines = drawn(latency_table([("plain", Latency(1.04, 3.0, 2.06)), ("other", None)]), 80)
     assert next(line.split() for line in lines if "plain" in line) == ["plain", "1.0", "3.0", "2.1"]
     assert next(line.split() for line in lines if "other" in line) == ["other"]
+    assert "utilisation" not in " ".join(lines)
+    lines = drawn(latency_table([("plain", Latency(1.0, 3.0, 2.0), 0.0467), ("other", None, None)]), 80)
+    assert next(line.split() for line in lines if "plain" in line) == ["plain", "1.0", "3.0", "2.0", "4.7%"]
+    assert next(line.split() for line in lines if "other" in line) == ["other"]

@@ -21,6 +21,7 @@ def test_the_demo_shows_texts_table_and_verdict(paceline: Any, tiny: str) -> Non
     result = paceline("demo", tiny, "--max-tokens", "8", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     words = ("tokens/s", "speed-up", "plain", "speculation", "Rename the variable total", "equal, token by token")
+    words += ("utilisation", "float32 product")
     assert all(word in result.stdout for word in words)
     assert "copy, correct or edit a text" in " ".join(result.stdout.split())
 

@@ -23,6 +23,13 @@ def turns(sides: Sequence[Side], repeats: int) -> list[list[Side]]:
     return [[*sides[start:], *sides[:start]] for start in starts]
 
 
+def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
+    """Prefill and decoding seconds from the seconds until the first tokens, and until the end of ``rounds`` rounds."""
+    a_round = max(0.0, long - short) / max(1, rounds - 1)
+    prefill = max(0.0, short - a_round)
+    return prefill, max(long - prefill, 1e-9)
+
+
 @dataclass(frozen=True)
 class BatchRun:
     """What a batch gave and what it cost. seconds: from the first request's arrival to the last answer's end."""
@@ -65,6 +72,11 @@ class BatchRun:
         """Until every answer had begun: prefill and, about, one round."""
         begun = [m.first_token for m in self.metrics if m.first_token is not None]
         return max(begun) - min(m.arrival_time for m in self.metrics)
+
+    @property
+    def prefill_and_decode_seconds(self) -> tuple[float, float]:
+        """See ``split_times``."""
+        return split_times(self.seconds_to_last_first_token, self.seconds, self.rounds)
 
     @property
     def rounds(self) -> int:

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline import __version__
 from paceline.batch import Batch, Wish
-from paceline.bench.measure import run_batch, turns
+from paceline.bench.measure import run_batch, split_times, turns
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.sets import SETS, SetName
+from paceline.bench.utilisation import Arithmetic
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.drafters import Drafter
@@ -66,7 +67,8 @@ class Result:
 
     output_tokens: of an answer, the mean of those that came, fewer than ``max_tokens`` where prompts leave less room.
     ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
-    speed_up: over the first side, plain decoding, token for token.
+    speed_up: over the first side, plain decoding, token for token. utilisation: a share of 1 (``bench.utilisation``);
+    None where it is not known.
     """
 
     side: str
@@ -76,6 +78,7 @@ class Result:
     median: Timing
     decode_seconds_of_all: list[float]
     speed_up: float
+    utilisation: float | None = None
 
     @property
     def output_tokens(self) -> float:
@@ -106,13 +109,6 @@ class Side(Protocol):
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing: ...
 
 
-def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
-    """Prefill and decoding seconds from the seconds until the first tokens, and until the end of ``rounds`` rounds."""
-    a_round = max(0.0, long - short) / max(1, rounds - 1)
-    prefill = max(0.0, short - a_round)
-    return prefill, max(long - prefill, 1e-9)
-
-
 @dataclass(frozen=True)
 class Paceline:
     """paceline itself, with or without speculation. references: of each prompt, where they are to be copied from."""
@@ -124,7 +120,7 @@ class Paceline:
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         run = run_batch(self.llm, prompts, params, references=self.references)
-        prefill, decode = split_times(run.seconds_to_last_first_token, run.seconds, run.rounds)
+        prefill, decode = run.prefill_and_decode_seconds
         return Timing(
             prefill, decode, run.rounds, run.tokens, run.acceptance_rate, run.mean_acceptance_length, run.latency
         )
@@ -233,8 +229,13 @@ def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[S
     return [llm.tokens_of_chat(each.messages) for each in asked], [each.references for each in asked]
 
 
-def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int) -> Iterator[Result]:
-    """Time all sides on one batch: warm-up first, then turn by turn; the first side is what the others speed up."""
+def measure(
+    sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int, arithmetic: Arithmetic | None = None
+) -> Iterator[Result]:
+    """Time all sides on one batch: warm-up first, then turn by turn; the first side is what the others speed up.
+
+    arithmetic: paceline's own, for its sides' utilisation; others may multiply in another precision.
+    """
     for side in sides:
         side.time(prompts, WARM_UP_TOKENS)
     timings: dict[str, list[Timing]] = {side.name: [] for side in sides}
@@ -243,12 +244,16 @@ def measure(sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats:
             timings[side.name].append(side.time(prompts, tokens))
     prompt_tokens = round(statistics.fmean(map(len, prompts)))
     base = [timing.decode_seconds / timing.tokens for timing in timings[sides[0].name]]
+    ours = {side.name for side in sides if isinstance(side, Paceline)}
     for name, repeated in timings.items():
         ordered = sorted(repeated, key=lambda timing: timing.decode_seconds)
         every = [timing.decode_seconds for timing in repeated]
         pace = [timing.decode_seconds / timing.tokens for timing in repeated]
         speed_up = statistics.median(theirs / own for theirs, own in zip(base, pace, strict=True))
-        yield Result(name, len(prompts), prompt_tokens, tokens, ordered[(len(ordered) - 1) // 2], every, speed_up)
+        median = ordered[(len(ordered) - 1) // 2]
+        known = arithmetic if name in ours else None
+        used = None if known is None else known.utilisation(median.tokens, median.decode_seconds)
+        yield Result(name, len(prompts), prompt_tokens, tokens, median, every, speed_up, used)
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
@@ -282,7 +287,12 @@ def versions() -> dict[str, str]:
 
 
 def document(
-    llm: LLM, command: str, prompts: str, results: Sequence[Result], references: bool = False
+    llm: LLM,
+    command: str,
+    prompts: str,
+    results: Sequence[Result],
+    references: bool = False,
+    arithmetic: Arithmetic | None = None,
 ) -> dict[str, Any]:
     """The benchmark as one JSON document. prompts: which; references: whether theirs were given to be copied from."""
     target = llm.engine.models.target
@@ -291,6 +301,7 @@ def document(
         "prompts": prompts,
         "references": references,
         "machine": machine(llm.engine.threads),
+        "arithmetic": None if arithmetic is None else arithmetic.as_document(),
         "versions": versions(),
         "engine": llm.engine.describe(),
         "model": target.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from paceline.acceptance import AcceptanceRule
 from paceline.batch import Batch, Wish
 from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
-from paceline.bench.recording import Recorder, Round
+from paceline.bench.recording import Recorder, Round, latency_of
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter
@@ -34,6 +34,7 @@ from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Grid
 from paceline.lengths.profile import Profile
 from paceline.models.base import FlatModel
+from paceline.outputs import Latency
 from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -109,11 +110,15 @@ class FreeGuesses:
 
 @dataclass(frozen=True)
 class Run:
-    """One policy through all phases. seconds: of each phase, for exactly ``tokens`` a row; rounds: of each phase."""
+    """One policy through all phases. seconds: of each phase, for exactly ``tokens`` a row; rounds: of each phase.
+
+    latency: milliseconds per token of each phase's first, last and all rows.
+    """
 
     policy: str
     seconds: list[float]
     rounds: list[list[Round]]
+    latency: list[Latency]
 
     @property
     def total(self) -> float:
@@ -153,7 +158,7 @@ class Stage:
     def play(self, name: str) -> Run:
         engine, recorder = self.engine, Recorder(self.policy(name))
         engine.parts.policy = recorder
-        seconds, rounds = [], []
+        seconds, rounds, latency = [], [], []
         ids: list[str] = []
         for phase in self.phases:
             self.script.rate = phase.acceptance
@@ -166,8 +171,9 @@ class Stage:
             first = len(recorder.rounds)
             seconds.append(self._play_phase(recorder, phase.rows * self.tokens))
             rounds.append(recorder.rounds[first:])
+            latency.append(latency_of(rounds[-1], rounds[-1][-1].ended - rounds[-1][0].began))
         engine.clear()
-        return Run(name, seconds, rounds)
+        return Run(name, seconds, rounds, latency)
 
     def _params(self) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=self.engine.max_model_len, ignore_eos=True)
@@ -199,6 +205,7 @@ class Comparison:
             "acceptance": "synthetic",
             "phases": [{"rows": phase.rows, "acceptance": phase.acceptance} for phase in self.phases],
             "seconds": {name: run.seconds for name, run in self.runs.items()},
+            "ms_per_token": {name: [asdict(each) for each in run.latency] for name, run in self.runs.items()},
             "totals_of_all": self.totals,
             "oracle_seconds": self.oracle,
             "over_oracle": {name: run.total / sum(self.oracle) for name, run in self.runs.items()},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.offline import versions
 from paceline.bench.plots import Axes, new_figure, save
 from paceline.bench.prompts import COPYING, OPEN
-from paceline.bench.recording import Recorder, Round, longest_stretch
+from paceline.bench.recording import Recorder, Round, latency_of, longest_stretch
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
@@ -126,6 +126,7 @@ def _run(engine: Engine, prompts: Sequence[list[int]], size: int, k: int, tokens
 def _point(size: int, k: int, runs: Sequence[_Run]) -> SweepPoint:
     here = [run for run in runs if run.batch_size == size and run.k == k]
     rows = sum(played.rows for run in here for played in run.rounds)
+    latencies = [latency_of(run.rounds, run.seconds) for run in here]
     return SweepPoint(
         batch_size=size,
         k=k,
@@ -133,6 +134,8 @@ def _point(size: int, k: int, runs: Sequence[_Run]) -> SweepPoint:
         ms_per_round=statistics.median(played.ms for run in here for played in run.rounds),
         tokens_per_second=statistics.median(run.tokens / run.seconds for run in here),
         mean_acceptance_length=sum(run.tokens for run in here) / rows,
+        first_ms_per_token=statistics.median(each.first for each in latencies),
+        last_ms_per_token=statistics.median(each.last for each in latencies),
     )
 
 

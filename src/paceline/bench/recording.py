@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.batch import Batch, Wish
 from paceline.draft import Draft, Verdict
 from paceline.lengths import LengthPolicy
+from paceline.outputs import Latency
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class Recorder(LengthPolicy):
         accepted, drafted = tuple(verdict.host.accepted), tuple(verdict.host.drafted)
         surplus = sum(accepted) + len(accepted) - sum(verdict.host.gained)
         self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted, drafted, surplus))
+
+
+def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:
+    """Milliseconds per token of the first, last and all rows, which all played these rounds in ``seconds``."""
+    tokens = [sum(kept) + len(rounds) for kept in zip(*(played.accepted for played in rounds), strict=True)]
+    paces = [1000 * seconds / each for each in tokens]
+    return Latency(min(paces), max(paces), sum(paces) / len(paces))
 
 
 def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:

@@ -21,6 +21,7 @@ from paceline.bench.plots import Axes, new_figure, save
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.recording import Recorder, Round
 from paceline.engine import Engine, Request
+from paceline.outputs import Latency, Metrics
 from paceline.params import LengthName, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def arrivals(trace: str, load: Load) -> list[float]:
 @dataclass(frozen=True)
 class Result:
     """One policy under one trace. Latencies in seconds; mean_rows: over the time in which rows decoded; mean_k: guesses
-    verified of a row, likewise.
+    verified of a row, likewise. latency: milliseconds per token of the trace's first, last and all sequences.
 
     series: (seconds from the start, guesses of a row, rows) of rounds.
     """
@@ -94,15 +95,19 @@ class Result:
     seconds: float
     series: list[tuple[float, float, int]]
     means_of_all: list[float]
+    latency: Latency | None = None
 
 
 def play(
     engine: Engine, prompts: Sequence[list[int]], times: Sequence[float], tokens: int
-) -> tuple[list[float], float]:
-    """Let requests arrive at ``times``. Returns their latencies and the seconds until the last one ended."""
+) -> tuple[list[float], float, Latency | None]:
+    """Let requests arrive at ``times``. Returns their latencies in seconds, the seconds until the last one ended, and
+    the milliseconds per token of the first, last and all sequences.
+    """
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     arrived: dict[str, float] = {}
     latencies: list[float] = []
+    ended: list[Metrics] = []
     waiting = list(enumerate(times))[::-1]
     started = time.perf_counter()
     while waiting or engine.busy:
@@ -117,7 +122,8 @@ def play(
         finished = [output for output in engine.step() if output.finished]
         now = time.perf_counter() - started
         latencies += [now - arrived.pop(output.request_id) for output in finished]
-    return latencies, time.perf_counter() - started
+        ended += [answer.metrics for output in finished for answer in output.outputs]
+    return latencies, time.perf_counter() - started, Latency.of(ended)
 
 
 def run_policy(
@@ -132,8 +138,8 @@ def run_policy(
     play(engine, prompts, [0.0] * min(4, load.max_batch_size), warm_up)
     recorder = Recorder(engine.parts.policy)
     engine.parts.policy = recorder
-    latencies, seconds = play(engine, prompts, arrivals(trace, load), load.tokens)
-    return _result(trace, policy, latencies, seconds, recorder.rounds)
+    latencies, seconds, latency = play(engine, prompts, arrivals(trace, load), load.tokens)
+    return replace(_result(trace, policy, latencies, seconds, recorder.rounds), latency=latency)
 
 
 def _result(trace: str, policy: str, latencies: list[float], seconds: float, rounds: list[Round]) -> Result:

@@ -23,6 +23,7 @@ from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
 from paceline.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.outputs import Latency, Metrics
 
 if TYPE_CHECKING:
     import httpx
@@ -72,10 +73,18 @@ class Answered:
     tokens: int
     ended: float
 
+    @property
+    def metrics(self) -> Metrics:
+        """As the engine would have them, seen from here."""
+        return Metrics(first_token=self.first, finished=self.latency, output_tokens=self.tokens)
+
 
 @dataclass(frozen=True)
 class HttpResult:
-    """One policy under one trace. Latencies and times to the first token (ttft) in seconds."""
+    """One policy under one trace. Latencies and times to the first token (ttft) in seconds.
+
+    latency: milliseconds per token of the trace's first, last and all sequences.
+    """
 
     trace: str
     policy: str
@@ -86,6 +95,7 @@ class HttpResult:
     tokens_per_second: float
     seconds: float
     means_of_all: list[float]
+    latency: Latency | None = None
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
@@ -155,6 +165,7 @@ async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: 
         tokens_per_second=sum(answer.tokens for answer in answers) / seconds,
         seconds=seconds,
         means_of_all=[mean],
+        latency=Latency.of(answer.metrics for answer in answers),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.console import note, stderr, table
+from paceline.cli.console import latency_table, note, stderr, table
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, check_guesses, refuse_given
 from paceline.errors import ParameterError
@@ -71,6 +71,7 @@ def traffic(
         rows = [_traffic_row(result) for result in as_json(results)]
         columns = ["", "mean s", "p50 s", "p99 s", "tokens/s", "rows", "k"]
         stderr().print(table(f"latency, {load.requests} requests, median of {repeats}", columns, rows))
+        stderr().print(latency_table([(f"{result.trace}: {result.policy}", result.latency) for result in results]))
     draw(results, plot, llm.engine.describe())
     document = {"load": asdict(load), "summary": summary(results), "results": as_json(results)}
     document |= {"machine": machine(llm.engine.threads), "versions": versions()}
@@ -113,6 +114,7 @@ def traffic_http(
         rows = [_http_row(result) for result in as_json(results)]
         columns = ["", "mean s", "p50 s", "p99 s", "first token s", "tokens/s"]
         stderr().print(table(f"latency over HTTP, {load.requests} requests, median of {repeats}", columns, rows))
+        stderr().print(latency_table([(f"{result.trace}: {result.policy}", result.latency) for result in results]))
     where = ", ".join(dict.fromkeys(policy.url for policy in policies))
     draw(results, plot, where)
     sent = {name: value for name, value in asdict(load).items() if name != "max_batch_size"}
@@ -160,6 +162,10 @@ def phases(
             for name, run in comparison.runs.items()
         ]
         stderr().print(table("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
+        latencies = [(name, run.latency) for name, run in comparison.runs.items()]
+        stderr().print(
+            latency_table([(f"{k}: {n}", each) for k, of_k in latencies for n, each in zip(names, of_k, strict=True)])
+        )
     draw(comparison, plot, stage.engine.describe())
     document |= {"machine": machine(stage.engine.threads), "versions": versions()}
     _finish(document, stage.engine.describe(), output, plot, quiet)

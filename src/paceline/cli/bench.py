@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
-from paceline.cli.console import Sheet, latency_table, stderr, table, working
+from paceline.cli.console import Sheet, latency_table, note, stderr, table, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import (
     DEFAULT_MODEL,
@@ -69,6 +69,7 @@ def offline(
 ) -> None:
     """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
     from paceline.bench.offline import Transformers, document, has_references, measure, prompts_for, sides_for
+    from paceline.bench.utilisation import arithmetic_of
 
     check_output("--output", output)
     sizes = whole_numbers("--batch-sizes", batch_sizes)
@@ -90,15 +91,19 @@ def offline(
         refuse_given(context, f"left out here; it needs {LOOKS_UP}", "references")
     copies = references and has_references(prompts) and llm.config.looks_up and each != [0]
     others = [Transformers(model, llm)] if compare == "transformers" else []
+    with working("measuring the machine's peak"):
+        arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
     results: list[Result] = []
     for size in sizes:
         with working(f"batch of {size}"):
             batch, copied = prompts_for(llm, prompts, size)
             sides = sides_for(llm, size, each, wrong_guesses, others, copied if copies else None)
-            results += measure(sides, batch, max_tokens, repeats)
+            results += measure(sides, batch, max_tokens, repeats, arithmetic)
     stderr().print(_table(results, max_tokens, prompts))
-    stderr().print(latency_table([(f"{r.side}, batch {r.batch_size}", r.median.latency) for r in results]))
-    end(document(llm, command_line(), prompts, results, copies), output)
+    rows = [(f"{r.side}, batch {r.batch_size}", r.median.latency, r.utilisation) for r in results]
+    stderr().print(latency_table(rows))
+    note(f"utilisation: arithmetic that ended up in answers, of {arithmetic.peak}")
+    end(document(llm, command_line(), prompts, results, copies, arithmetic), output)
 
 
 _NOBODY = (

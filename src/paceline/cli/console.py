@@ -101,13 +101,22 @@ class Sheet:
         return drawn
 
 
-def latency_table(rows: Iterable[tuple[str, Latency | None]]) -> Sheet:
-    """Of each side its batch's first (fastest), last (slowest) and all (mean) sequences; empty where none is known."""
+def latency_table(rows: Iterable[tuple[str, Latency | None, *tuple[float | None, ...]]]) -> Sheet:
+    """Of each side its batch's first (fastest), last (slowest) and all (mean) sequences, and perhaps its utilisation.
+
+    Empty where nothing is known; utilisation as a share of 1 (``bench.utilisation``).
+    """
+    rows = list(rows)
+    columns = ["", "first", "last", "all", *["utilisation"][: max((len(row) - 2 for row in rows), default=0)]]
     cells = [
-        [side, *([""] * 3 if known is None else [f"{ms:.1f}" for ms in (known.first, known.last, known.all)])]
-        for side, known in rows
+        [side, *_three(known), *("" if share is None else f"{share:.1%}" for share in shares)]
+        for side, known, *shares in rows
     ]
-    return table("ms/token of a batch's sequences, the first token not counted", ["", "first", "last", "all"], cells)
+    return table("ms/token of a batch's sequences, the first token not counted", columns, cells)
+
+
+def _three(known: Latency | None) -> list[str]:
+    return [""] * 3 if known is None else [f"{ms:.1f}" for ms in (known.first, known.last, known.all)]
 
 
 _GAP = 2  # characters after each column

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from paceline.bench.measure import BatchRun, run_batch
 from paceline.bench.prompts import COPYING
+from paceline.bench.utilisation import arithmetic_of
 from paceline.cli.console import latency_table, note, stdout, table, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.params import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
@@ -89,7 +90,11 @@ def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> 
             rows,
         )
     )
-    console.print(latency_table([("plain", plain.latency), ("speculation", speculative.latency)]))
+    arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
+    sides = {"plain": plain, "speculation": speculative}
+    used = {name: arithmetic.utilisation(run.tokens, run.prefill_and_decode_seconds[1]) for name, run in sides.items()}
+    console.print(latency_table([(name, run.latency, used[name]) for name, run in sides.items()]))
+    console.print(f"Utilisation: arithmetic that ended up in answers, of {arithmetic.peak}.\n")
     console.print(verdict(llm, speculative, plain))
 
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.console import note, stdout, table
+from paceline.cli.console import latency_table, note, stdout, table
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given, whole_numbers
 from paceline.errors import ParameterError
+from paceline.outputs import Latency
 
 if TYPE_CHECKING:
     from paceline.lengths.fit import PaperFit
-    from paceline.lengths.profile import Profile
+    from paceline.lengths.profile import Profile, SweepPoint
 
 DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32", 8, 128, 3  # the paper's sweep
 
@@ -73,4 +74,19 @@ def _show(profile: Profile, fit: PaperFit) -> None:
         rows.append([str(size), *(f"{ms:.1f}" for ms in times), str(best), str(fit.best(size, longest))])
     columns = ["batch", *(f"k={k}" for k in range(longest + 1)), "best k", "fit's k"]
     stdout().print(table("ms per token of a sequence", columns, rows))
+    shown = {0: "plain", **{k: f"k = {k}" for k in profile.best.values() if k > 0}}
+    stdout().print(
+        latency_table(
+            [
+                (f"batch {p.batch_size}, {shown[p.k]}", _latency(p))
+                for p in profile.sweep
+                if p.k in (0, profile.best[p.batch_size])
+            ]
+        )
+    )
     stdout().print(f"fit: verification off by {fit.error:.1%}, accepted length by {fit.error_accepted:.1%} on average")
+
+
+def _latency(point: SweepPoint) -> Latency | None:
+    first, last = point.first_ms_per_token, point.last_ms_per_token
+    return None if first is None or last is None else Latency(first, last, point.ms_per_token)

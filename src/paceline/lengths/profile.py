@@ -73,7 +73,10 @@ def _weight_files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One fixed length at one batch size, with real prompts; medians. ms_per_token: of a sequence."""
+    """One fixed length at one batch size, with real prompts; medians. ms_per_token: of a sequence.
+
+    first_ms_per_token, last_ms_per_token: of the fastest and the slowest one; None in profiles that lack them.
+    """
 
     batch_size: int
     k: int
@@ -81,6 +84,8 @@ class SweepPoint:
     ms_per_round: float
     tokens_per_second: float
     mean_acceptance_length: float
+    first_ms_per_token: float | None = None
+    last_ms_per_token: float | None = None
 
 
 @dataclass(frozen=True)

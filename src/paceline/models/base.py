@@ -75,4 +75,13 @@ class FlatModel(_AnyModel, Protocol):
         ...
 
 
+@runtime_checkable
+class Counted(Protocol):
+    """A model that knows how much it multiplies."""
+
+    def multiply_adds(self) -> int:
+        """Of its matrices for one token, the head included, attention over the cache not."""
+        ...
+
+
 AnyModel: TypeAlias = Model | FlatModel

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -205,6 +206,17 @@ class HuggingFaceModel:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
         parameters = [*self._decoder.parameters(), *self._head.parameters()]
         return sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in parameters}.values())
+
+    @torch.no_grad()
+    def multiply_adds(self) -> int:
+        """Of its matrices for one token, the head included, attention over the cache not.
+
+        Counted by torch while one token passes, so experts that are not asked do not count.
+        """
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with FlopCounterMode(display=False) as counter:
+            self.logits(self.streams(token, token, _Probe()).hidden)
+        return int(counter.get_total_flops()) // 2
 
     # What is asked of a model before it is trusted
 

@@ -15,7 +15,7 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it keeps in memory."""
+        """What it keeps in memory, the weights first."""
         ...
 
 

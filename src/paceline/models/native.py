@@ -28,7 +28,7 @@ from paceline.nodes import Nodes
 from paceline.params import QuantizationName
 
 Quantization = Literal["int8", "int4"]
-_LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
+LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 _HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # 4 bits hurt the head most
 
 
@@ -51,7 +51,7 @@ class NativeModel:
         contents: Contents | None = None,
     ) -> None:
         _check(spec)
-        if quantization not in _LAYER_FORMAT:
+        if quantization not in LAYER_FORMAT:
             raise ParameterError("quantization", quantization, "None, 'int8' or 'int4'")
         self.name = name
         self.quantization: QuantizationName | None = quantization
@@ -64,12 +64,12 @@ class NativeModel:
         self.kernels = _kernels_in_words(chosen)
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)
         self.timed = False  # whether forward adds to ``seconds``, by native.PHASES
-        formats = _LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
+        formats = LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
         assert contents is None or chosen is not None
         self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, contents)
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
-        self._weight_bytes = packed_size(spec, *formats)
+        self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
 
     @classmethod
     def from_weights(
@@ -138,6 +138,10 @@ class NativeModel:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
         return self._weight_bytes
 
+    def multiply_adds(self) -> int:
+        """Of its matrices for one token, the head included, attention over the cache not."""
+        return self._multiply_adds
+
     def packed(self) -> Tensor | None:
         """All weights as the kernels read them, uint8; None on the twin. Not to be used after the model is gone."""
         return None if self._packed is None else self._packed.memory
@@ -151,6 +155,11 @@ class NativeModel:
                 self._packed.prepare_cache(cache)
             known = self._caches[cache] = abi.CCache.of(cache)
         return known
+
+
+def _multiply_adds(spec: NativeSpec) -> int:
+    of_layers = [linear for each in spec.layers for linear in (each.qkv, each.attention_out, each.gate_up, each.down)]
+    return sum(linear.weight.numel() for linear in of_layers) + spec.vocab_size * spec.width
 
 
 def _kernels_in_words(kernels: native.Kernels | None) -> str:

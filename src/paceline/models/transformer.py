@@ -266,3 +266,9 @@ class Transformer:
         linears: list[Linear] = [getattr(owner, name) for owner, name in self._linears()]
         tensors = [*self._kept, *(tensor for linear in linears for tensor in linear.tensors())]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def multiply_adds(self) -> int:
+        """Of its matrices for one token, the head included, attention over the cache not."""
+        linears: list[Linear] = [getattr(owner, name) for owner, name in self._linears()]
+        others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
+        return sum(linear.tensors()[0].numel() for linear in linears) + sum(matrix.numel() for matrix in others)
