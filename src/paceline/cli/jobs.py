@@ -50,20 +50,25 @@ def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | 
             continue
         where = f"line {number}"
         try:
-            yield _parse(where, line, params)
+            yield as_job(where, _from_json(line), params)
         except ValueError as error:  # ParameterError is one, too
             yield Failure(where, RequestError(f"{where}: {error}"))
 
 
-def _parse(where: str, line: str, params: SamplingParams) -> Job:
-    from paceline.inputs import as_references  # which imports torch: --help does not wait for it
-
+def _from_json(line: str) -> object:
     try:
-        entry = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
+
+
+def as_job(where: str, entry: object, params: SamplingParams) -> Job:
+    """What one line says. Raises ValueError; ParameterError is one."""
+    from paceline.inputs import as_references  # which imports torch: --help does not wait for it
+
     if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
         raise ValueError('a line is an object with either "prompt" or "messages"')
+    entry = dict(entry)
     prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
     references = as_references("references", entry.pop("references", []))
     if messages is None and not isinstance(prompt, str) and not _are_tokens(prompt):

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
+from paceline.cli.batch import batch
 from paceline.cli.bench import app as bench_app
 from paceline.cli.chat import chat
 from paceline.cli.console import report_error
@@ -46,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Batched speculative decoding for language models, without changing the output.",
 )
-for command in (generate, serve, pull, demo):
+for command in (generate, batch, serve, pull, demo):
     app.command()(with_flags(command))
 app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))  # one answer a turn, shown as text
 app.command()(with_flags(verify, without={"num_speculative_tokens", "acceptance"}))  # it has --lengths, and tries both

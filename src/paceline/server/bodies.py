@@ -22,11 +22,20 @@ B = TypeVar("B", bound=BaseModel)
 
 def read(model: type[B], body: bytes) -> B:
     """A body as a document. Raises ApiError (400) with the first faults, each cut short."""
+    return checked(model, parsed(body))
+
+
+def parsed(body: bytes) -> Any:
+    """What JSON says, within limits. Raises ApiError (400)."""
     _check_size(body)
     try:
-        data = from_json(body, allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise errors.invalid(f"the body is not JSON: {error}") from error
+
+
+def checked(model: type[B], data: object) -> B:
+    """Such data as a document. Raises ApiError (400) with the first faults, each cut short."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

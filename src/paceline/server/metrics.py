@@ -259,6 +259,12 @@ class Meter:
                 rounds=self._rounds,
             )
 
+    def totals(self) -> tuple[int, int, int]:
+        """Tokens of answers, tokens guessed and guesses kept since the start."""
+        names = ("generation_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+        made, drafted, accepted = (self.registry.get_sample_value(f"paceline:{name}_total") for name in names)
+        return int(made or 0), int(drafted or 0), int(accepted or 0)
+
     def exposition(self) -> bytes:
         """For Prometheus, in its text format."""
         return generate_latest(self.registry)

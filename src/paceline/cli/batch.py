@@ -1,0 +1,273 @@
+"""``paceline batch``: a file of requests in, a file of answers out, however long, and again where it was left."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+from tqdm import tqdm
+
+from paceline.cli.console import note
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.files import read_text, write_text
+from paceline.params import DEFAULT_ACCEPTANCE, MAX_COUNT, SamplingParams, ServerConfig
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.server.batch.output import OutputFile
+    from paceline.server.batch.window import Outcome
+    from paceline.server.context import Context
+
+EXIT_FAILED = 2
+_VERSION = 1
+_TICK = 0.5  # seconds between two looks at the speed
+
+
+def batch(
+    context: typer.Context,
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    input_file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT",
+            help="JSON lines: OpenAI's batch requests (custom_id, method, url, body), or those of paceline generate.",
+        ),
+    ],
+    output_file: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Where answers and errors go, a line each.")],
+    model: Model = DEFAULT_MODEL,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where OUTPUT ends, however the process before was ended.")
+    ] = False,
+    in_order: Annotated[
+        bool, typer.Option("--in-order", help="Answers in the order of INPUT. Default: as they are finished.")
+    ] = False,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="What requests call the model. Default: MODEL as it is given."),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer a file of requests. A line without a seed gets one of its own from --seed and its custom_id (or place).
+
+    Exit code 2 if a line could not be answered: OUTPUT says why.
+    """
+    _need_server()
+    engine.check()
+    params = dataclasses.replace(sampling.params(), seed=None)  # the seed is the job's
+    given = [field.name for field in dataclasses.fields(SamplingFlags) if field.name != "seed"]
+    allowed = "left out for lines in OpenAI's form, whose body says it"
+    refuse_params = functools.partial(refuse_given, context, allowed, *given)
+    _check_paths(input_file, output_file, resume)
+    with _opened(input_file) as lines, _output(output_file) as output:
+        llm = engine.load(model, quiet)
+        seed = _begun(output_file, _settings(llm, params), sampling.seed, done=bool(output.done))
+        config = ServerConfig(served_model_name=served_model_name or model, max_waiting=MAX_COUNT)
+        job = _Job(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
+        failed = asyncio.run(job.run(lines, output))
+    if failed:
+        note(f"{failed} lines could not be answered; {output_file} says why")
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _need_server() -> None:
+    """Raises MissingPackageError."""
+    try:
+        import paceline.server.context  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name, "serve") from error
+
+
+# Files
+
+
+def _check_paths(source: Path, output: Path, resume: bool) -> None:
+    """Raises ParameterError."""
+    if output.exists():
+        if not output.is_file() or (source.exists() and output.samefile(source)):
+            raise ParameterError("OUTPUT", str(output), "a file of its own: it is appended to")
+        if output.stat().st_size and not resume:
+            allowed = "a new file; or go on where it ends, with --resume"
+            raise ParameterError("OUTPUT", str(output), allowed)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    if str(path) == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = path.open("rb")
+    except (OSError, ValueError) as error:
+        raise ParameterError("INPUT", str(path), f"a file that can be read, or - for stdin ({error})") from error
+    with file:
+        yield file
+
+
+def _output(path: Path) -> OutputFile:
+    from paceline.server.batch.output import OutputFile
+
+    return OutputFile("OUTPUT", path)
+
+
+def _settings(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    """Whatever answers depend on, besides the lines and the seed."""
+    identity, config = llm.engine.identity(), llm.config
+    guesses = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
+    settings = {
+        "version": _VERSION,
+        "model": identity.target,
+        "precision": identity.precision.partition(", draft")[0],
+        "attention": identity.attention,
+        "max_model_len": llm.engine.max_model_len,
+        "acceptance": identity.acceptance,
+        "drafter": guesses,
+        "params": dataclasses.asdict(params),
+    }
+    return dict(json.loads(json.dumps(settings)))
+
+
+def _begun(output: Path, settings: dict[str, Any], given: int | None, *, done: bool) -> int:
+    """The job's seed, written beside the answers with the settings before there are any.
+
+    Raises ParameterError if the answers that are there were made with others.
+    """
+    beside = output.with_name(output.name + ".job")
+    if not done:
+        seed = secrets.randbits(63) if given is None else given
+        write_text(beside, json.dumps(settings | {"seed": seed}) + "\n")
+        return seed
+    kept = _kept(beside)
+    wanted = settings | {"seed": kept.get("seed") if given is None else given}
+    for name in dict.fromkeys((*wanted, *kept)):
+        if kept.get(name) != wanted.get(name):
+            allowed = f"{kept.get(name)!r}, with which {output.name} was begun; or take another file"
+            raise ParameterError(f"--resume: {name}", wanted.get(name), allowed)
+    return int(kept["seed"])
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(read_text("--resume", path))
+    except ValueError as error:  # ParameterError is one
+        allowed = "the file with the seed and settings that was written beside OUTPUT"
+        raise ParameterError("--resume", str(path), allowed) from error
+    return kept if isinstance(kept, dict) else {}
+
+
+# The work
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One run over a file."""
+
+    llm: LLM
+    config: ServerConfig
+    seed: int
+    params: SamplingParams
+    refuse_params: Callable[[], None]
+    _: dataclasses.KW_ONLY
+    in_order: bool
+    quiet: bool
+
+    async def run(self, file: BinaryIO, output: OutputFile) -> int:
+        """How many lines, of this run, could not be answered."""
+        from paceline.cli.plain_lines import Reader
+        from paceline.server.batch.answers import Batch, unanswered
+        from paceline.server.batch.lines import lines_of
+        from paceline.server.batch.window import LINES_PER_ROW, Scribe, play_all
+
+        async with _engine(self.llm, self.config) as context:
+            reader = Reader(Batch(context, self.seed), self.params, self.refuse_params)
+            todo = unanswered(lines_of(file, self.config.max_body_bytes), reader.read, output)
+            async with _progress(context, file, len(output.done), shown=not self.quiet) as progress:
+                await play_all(
+                    todo,
+                    Scribe(output.append),
+                    window=LINES_PER_ROW * self.llm.config.max_batch_size,
+                    in_order=self.in_order,
+                    tell=progress.tell,
+                )
+        return progress.failed
+
+
+@asynccontextmanager
+async def _engine(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
+    """Everything of a server but the network. Raises PacelineError if it stops by itself."""
+    from paceline.server.context import Context
+
+    context = Context(config, lambda: llm, lambda: None)
+    context.service.start()
+    try:
+        while context.service.is_loading:
+            await asyncio.sleep(_TICK / 50)
+        yield context
+    except PacelineError as error:
+        failure = context.service.failure
+        raise (failure if isinstance(failure, PacelineError) else error) from error
+    finally:
+        await context.service.stop()
+        context.close()
+
+
+class _Progress:
+    """A bar on a terminal: lines, tokens a second, acceptance, time left."""
+
+    def __init__(self, context: Context, bar: tqdm) -> None:
+        self.failed = self.answered = 0
+        self._context, self._bar = context, bar
+
+    def tell(self, outcome: Outcome) -> None:
+        """One more is on disk."""
+        self.answered += 1
+        self.failed += outcome.failed
+        self._bar.update()
+
+    async def watch(self) -> None:
+        """Show how fast it goes, for ever."""
+        while True:
+            now = self._context.meter.stats()
+            rate = "" if now.acceptance_rate is None else f", acceptance {now.acceptance_rate:.0%}"
+            self._bar.set_postfix_str(f"{now.tokens_per_second:.0f} tokens/s{rate}")
+            await asyncio.sleep(_TICK)
+
+    def summary(self, seconds: float) -> str:
+        """What it came to, in one line."""
+        tokens, drafted, accepted = self._context.meter.totals()
+        rate = f", acceptance {accepted / drafted:.0%}" if drafted else ""
+        pace = f"{tokens} tokens, {tokens / max(seconds, 1e-9):.1f} a second{rate}"
+        return f"{self.answered} lines in {seconds:.1f} s: {pace}; {self.failed} failed"
+
+
+@asynccontextmanager
+async def _progress(context: Context, file: BinaryIO, done: int, *, shown: bool) -> AsyncIterator[_Progress]:
+    total = _total(file) if shown and sys.stderr.isatty() else None
+    began = time.monotonic()
+    with tqdm(total=total, initial=done, desc="lines", unit="line", disable=None if shown else True) as bar:
+        progress = _Progress(context, bar)
+        watch = asyncio.create_task(progress.watch())
+        try:
+            yield progress
+        finally:
+            watch.cancel()
+    if shown:
+        note(progress.summary(time.monotonic() - began))
+
+
+def _total(file: BinaryIO) -> int | None:
+    from paceline.server.batch.lines import count_lines
+
+    return count_lines(file) if file.seekable() else None

@@ -1,0 +1,132 @@
+"""Lines as ``paceline generate`` takes them, as lines of a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from paceline.cli.document import as_text
+from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, Result, as_document, as_job
+from paceline.engine import Request
+from paceline.errors import PacelineError, RequestError
+from paceline.inputs import check_message
+from paceline.outputs import RequestOutput
+from paceline.params import SamplingParams
+from paceline.server import errors
+from paceline.server.batch.answers import Batch, answered, is_the_end, read_chore
+from paceline.server.batch.lines import Line, Names, seed_of
+from paceline.server.batch.window import Chore, Outcome
+from paceline.server.context import Context, Terms
+from paceline.server.limits import MAX_LABEL
+
+
+@dataclass(frozen=True)
+class PlainChore:
+    """A line with a prompt or messages. custom_id: its name, if it has one."""
+
+    batch: Batch
+    line: Line
+    job: Job
+    custom_id: str | None
+
+    async def play(self) -> Outcome:
+        try:
+            return _outcome(self.line, self.custom_id, await answered(self._answer))
+        except errors.ApiError as error:
+            if is_the_end(error):
+                raise
+            return _outcome(self.line, self.custom_id, Failure(self.line.where, RequestError(str(error))))
+
+    async def _answer(self) -> RequestOutput:
+        """Raises ApiError."""
+        context, job = self.batch.context, self.job
+        terms = Terms(self.batch.client, self.batch.priority, time.monotonic(), None, False)
+        context.check_answers(job.params.answers)
+        async with context.generate(
+            [await self._request(terms)], terms, structure=job.params.structured_outputs
+        ) as generation:
+            (output,) = await generation.finish()
+        output.prompt = job.prompt if isinstance(job.prompt, str) else None
+        return output
+
+    async def _request(self, terms: Terms) -> Request:
+        """Raises ApiError. Its structure is compiled later, once there is room for it."""
+        context, job = self.batch.context, self.job
+        references = [await _encoded(context, text, special=False) for text in job.references]
+        params = replace(job.params, structured_outputs=None, seed=self._seed)
+        tokens = await self._prompt(context)
+        (request,) = await context.requests([tokens], params, terms, references)
+        return request
+
+    async def _prompt(self, context: Context) -> list[int]:
+        if self.job.messages is not None:
+            return await context.encode_chat([dict(message) for message in self.job.messages])
+        assert self.job.prompt is not None, "a job has a prompt or messages"
+        return await _encoded(context, self.job.prompt)
+
+    @property
+    def _seed(self) -> int:
+        given = self.job.params.seed
+        name = f"index {self.line.index}" if self.custom_id is None else f"id {self.custom_id}"
+        return seed_of(self.batch.seed, name) if given is None else given
+
+
+@dataclass(frozen=True)
+class PlainRefusal:
+    """A line that has a prompt or messages, and something that makes no sense."""
+
+    line: Line
+    error: RequestError
+
+    async def play(self) -> Outcome:
+        return _outcome(self.line, None, Failure(self.line.where, self.error))
+
+
+def _outcome(line: Line, custom_id: str | None, result: Result) -> Outcome:
+    named = {} if custom_id is None else {"custom_id": custom_id}
+    document = {"id": line.name} | named | as_document(line.index, result)
+    return Outcome(as_text(document).encode(), failed=isinstance(result, Failure))
+
+
+async def _encoded(context: Context, text: str | list[int], special: bool = True) -> list[int]:
+    return await context.encode(text, special) if isinstance(text, str) else text
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Lines of either form, as they come. params: what plain lines start from.
+
+    refuse_params: called for lines in OpenAI's form, whose bodies have all parameters themselves.
+    """
+
+    batch: Batch
+    params: SamplingParams
+    refuse_params: Callable[[], None]
+    names: Names = field(default_factory=Names)
+
+    def read(self, line: Line, data: object) -> Chore:
+        """Raises ApiError for a line that cannot be read, ParameterError where the command itself makes no sense."""
+        if isinstance(data, dict) and any(key in data for key in PROMPT_KEYS):
+            return self._plain(line, dict(data))
+        self.refuse_params()
+        return read_chore(self.batch, self.names, line, data)
+
+    def _plain(self, line: Line, entry: dict[str, object]) -> Chore:
+        try:
+            custom_id = self._name(entry)
+            job = as_job(line.where, entry, self.params)
+            for message in job.messages or ():
+                check_message(message)
+        except (ValueError, PacelineError) as error:  # ParameterError is both
+            return PlainRefusal(line, RequestError(str(error)))
+        return PlainChore(self.batch, line, job, custom_id)
+
+    def _name(self, entry: dict[str, object]) -> str | None:
+        custom_id = entry.pop("custom_id", None)
+        if custom_id is None:
+            return None
+        if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_LABEL:
+            raise ValueError(f'"custom_id" is a string of 1 to {MAX_LABEL} characters')
+        self.names.take(custom_id)
+        return custom_id

@@ -1,0 +1,78 @@
+"""The file of answers: every line is on disk once, whatever ends the process and when."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from paceline.errors import PacelineError, ParameterError
+from paceline.server.batch.lines import Line, parse_name
+
+
+class OutputFile:
+    """Lines are appended whole and are on disk when ``append`` returns. ``with`` closes it.
+
+    done: digests of the input's lines that were answered, by index, as the file says when it is opened. A last line
+    that was being written when the process or the machine ended is cut off. One process at a time has the file.
+    Raises ParameterError if it cannot be written or another process writes it, PacelineError if it is no such file.
+    """
+
+    def __init__(self, option: str, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("ab+")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ParameterError(option, str(path), "a file that no other process is writing") from error
+        except (OSError, ValueError) as error:
+            raise ParameterError(option, str(path), f"a file in a directory that can be written ({error})") from error
+        _sync_directory(path.parent)
+        self.done = self._read()
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def append(self, lines: bytes) -> None:
+        """Whole lines, each with its end."""
+        self._file.write(lines)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def has(self, line: Line) -> bool:
+        """Whether it was answered. Raises ParameterError if another line stood at its place then."""
+        digest = self.done.get(line.index)
+        if digest is not None and digest != line.digest:
+            allowed = f"the file that the answers in {self._path.name} were made for: {line.where} is another one now"
+            raise ParameterError("--resume", str(self._path), allowed)
+        return digest is not None
+
+    def _read(self) -> dict[int, str]:
+        done: dict[int, str] = {}
+        whole = 0
+        self._file.seek(0)
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                index, digest = parse_name(json.loads(line)["id"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise PacelineError(f"{self._path} holds no answers of a batch: take another file") from error
+            done[index] = digest
+        self._file.truncate(whole)
+        return done
+
+
+def _sync_directory(path: Path) -> None:
+    """So that the file is there after the machine fails, too."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
