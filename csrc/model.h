@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 13;
+constexpr int kAbiVersion = 14;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -98,6 +98,9 @@ struct RoundCall {
   int64_t* tokens;    // [rows][block]: what is drawn, up to the first that is not the guess
   int64_t* accepted;  // of each row: guesses kept
   int64_t* gained;    // of each row: tokens, as TextRows::gain says
+  float* hidden;      // [room][width] and [room][vocabulary], to be used up
+  float* logits;
+  int64_t room;       // for the unseen tokens and the guesses of all rows
   uint32_t purpose;
 };
 

@@ -318,19 +318,16 @@ bool counts_fit(const RoundCall& call) {
 
 // Verifies the guesses, accepts them while they are the target's own draws, and commits. Returns what is wrong, or null.
 PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
-  static thread_local Buffer hidden, logits;  // as large as the largest round: fresh memory would be cleared by the system each time
   if (!counts_fit(*call)) return "a row has no text, or its guesses do not fit";
   const RoundTokens fed(*call);
   const Tokens tokens = fed.view();
+  if (tokens.count > call->room) return "there is no room for the logits of so many tokens";
   if (const char* problem = model->problem_with(tokens, *cache)) return problem;
-  const size_t count = static_cast<size_t>(tokens.count);
-  hidden.grow(sizeof(float) * count * static_cast<size_t>(model->spec.width));
-  logits.grow(sizeof(float) * count * static_cast<size_t>(model->vocabulary()));
-  model->forward(*pool, tokens, *cache, Streams{hidden.as<float>(), nullptr, 0, nullptr}, seconds);
-  model->logits(*pool, hidden.as<float>(), tokens.count, logits.as<float>());
+  model->forward(*pool, tokens, *cache, Streams{call->hidden, nullptr, 0, nullptr}, seconds);
+  model->logits(*pool, call->hidden, tokens.count, call->logits);
   DrawCall draw = {};
   draw.by = call->by;
-  draw.logits = logits.as<float>();
+  draw.logits = call->logits;
   draw.guesses = call->guesses;
   draw.counts = call->counts;
   draw.rows = call->rows;

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from paceline.errors import ParameterError
 from paceline.nodes import Tree
 
 
@@ -44,8 +45,14 @@ class Draft:
 
     @cached_property
     def guesses(self) -> list[list[int]]:
-        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision."""
-        return [line[:count] for line, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
+        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision.
+
+        Raises ParameterError if a count is not one of the row's guesses.
+        """
+        counts = self.counts.tolist()
+        if not all(0 <= count <= self.k for count in counts):
+            raise ParameterError("counts", counts, f"from 0 to the {self.k} guesses that a row has; mend the drafter")
+        return [line[:count] for line, count in zip(self.tokens.tolist(), counts, strict=True)]
 
     @cached_property
     def real(self) -> Tensor:

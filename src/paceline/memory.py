@@ -9,6 +9,7 @@ from paceline.errors import CapacityError
 from paceline.hardware import available_memory
 from paceline.lengths.cost import LONGEST_AUTO
 from paceline.models.base import AnyModel
+from paceline.native_round import kept_bytes
 from paceline.params import MAX_SPECULATION_LENGTH, EngineConfig
 
 GIB = 2**30
@@ -45,7 +46,8 @@ def plan_memory(
     tokens = rows * (longest + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
-    return MemoryPlan(sum(m.weight_bytes() for m in models), caches, logits + activations)
+    workspace = logits + activations + kept_bytes(target, tokens)
+    return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace)
 
 
 def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> MemoryPlan:

@@ -1,23 +1,30 @@
 """Verify, accept and commit as one call of the CPU kernels, for rounds in which nothing in between needs the host.
 
 The same round as ``Speculation.play`` on the host: its parts are the same functions of the library, called from there.
-Between two forward passes, which empty the processor's caches, a tensor operator takes 20 to 50 microseconds.
+Between two forward passes, which empty the processor's caches, a tensor operator takes 20 to 50 microseconds: so the
+host gives and reads numbers in memory of its own, and no tensor is made.
 """
 
 from __future__ import annotations
 
 from array import array
+from typing import TypeGuard
 
 import torch
+from torch import Tensor
 
 from paceline.acceptance import RULES, AcceptanceRule
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Draft, HostVerdict, ReadVerdict, Verdict
 from paceline.kernels.abi import CRound
+from paceline.kernels.drawing import Rows
+from paceline.models.base import AnyModel
 from paceline.models.native import NativeModel
 from paceline.params import MAX_SPECULATION_LENGTH
 from paceline.sampling import Purpose
+
+_BLOCK = MAX_SPECULATION_LENGTH + 1
 
 
 class NativeRound:
@@ -26,25 +33,26 @@ class NativeRound:
     def __init__(self, target: Decoder, model: NativeModel, batch: Batch, rule: AcceptanceRule) -> None:
         self._target, self._model, self._batch, self._rule = target, model, batch, rule
         rows = batch.length.shape[0]
-        self._record = torch.zeros(rows * (MAX_SPECULATION_LENGTH + 3), dtype=torch.int64)
-        self._numbers = self._record.numpy().data
-        self._block = MAX_SPECULATION_LENGTH + 1
-        tokens, size = self._record.data_ptr(), self._record.itemsize
-        self._accepted, self._gained = rows * self._block, rows * (self._block + 1)
+        record = array("q", bytes(8 * rows * (_BLOCK + 2)))
+        self._record = memoryview(record)
+        self._accepted, self._gained = rows * _BLOCK, rows * (_BLOCK + 1)
+        tokens, size = record.buffer_info()[0], record.itemsize
         self._call = CRound(
             text=batch.described,
-            block=self._block,
+            block=_BLOCK,
             tokens=tokens,
             accepted=tokens + size * self._accepted,
             gained=tokens + size * self._gained,
             purpose=Purpose.DRAW,
         )
+        self._drawing: Rows | None = None  # whom the call describes
+        self._work: tuple[Tensor, ...] = ()  # hidden states and logits of the largest round, or of a larger one
 
     @staticmethod
     def of(target: Decoder, batch: Batch, rule: AcceptanceRule) -> NativeRound | None:
         """None where the host plays the parts: on other models, and under rules that the kernels do not have."""
         model = target.model
-        if not isinstance(model, NativeModel) or not model.plays_rounds or model.vocab_size != batch.vocab_size:
+        if not plays_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
         return NativeRound(target, model, batch, rule) if rule in RULES.values() else None
 
@@ -56,19 +64,51 @@ class NativeRound:
 
     def play(self, draft: Draft) -> Verdict:
         """Raises ParameterError if a guess is no token; then no row has gained any."""
-        batch, call, rows = self._batch, self._call, self._batch.rows
-        places = array("q", self._target.places(rows))
-        guesses = draft.tokens if draft.tokens.stride(-1) == 1 else draft.tokens.contiguous()
-        call.by, call.rows = batch.sampling.drawing(batch.tokens, batch.length).described, rows
-        call.places = places.buffer_info()[0]
-        call.guesses, call.guess_stride, call.counts = guesses.data_ptr(), guesses.stride(0), draft.counts.data_ptr()
-        self._model.play(call, self._target.cache)
-        verdict = self._read(rows, draft.counts.tolist())
-        batch.note_gains(verdict.gained)
+        verdict = self._play(draft)
+        self._batch.note_gains(verdict.gained)
         return ReadVerdict(verdict)
 
-    def _read(self, rows: int, drafted: list[int]) -> HostVerdict:
-        numbers, block = self._numbers, self._block
-        accepted = numbers[self._accepted : self._accepted + rows].tolist()
-        lines = [numbers[row * block : row * block + kept + 1].tolist() for row, kept in enumerate(accepted)]
-        return HostVerdict(lines, accepted, drafted, numbers[self._gained : self._gained + rows].tolist())
+    def _play(self, draft: Draft) -> HostVerdict:
+        batch, call, guesses = self._batch, self._call, draft.guesses
+        drafted = [len(line) for line in guesses]
+        rows, width = batch.rows, max(drafted)
+        numbers = [*self._target.places(rows), *drafted]
+        for line in guesses:
+            numbers += line if len(line) == width else [*line, *[0] * (width - len(line))]
+        given = array("q", numbers)
+        self._describe_rows()
+        self._make_room(rows + sum(drafted))
+        call.places = place = given.buffer_info()[0]
+        call.counts, call.guesses = place + 8 * rows, place + 16 * rows
+        call.guess_stride, call.rows = width, rows
+        self._model.play(call, self._target.cache)
+        return self._read(drafted)
+
+    def _describe_rows(self) -> None:
+        drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
+        if drawing is not self._drawing:
+            self._drawing, self._call.by = drawing, drawing.described
+
+    def _make_room(self, tokens: int) -> None:
+        """Fresh memory is cleared by the system, so it is kept; by doubling it is seldom fresh."""
+        call = self._call
+        if tokens > call.room:
+            call.room = min(max(tokens, 2 * call.room), len(self._batch.lengths) * _BLOCK)
+            self._work = torch.empty(call.room, self._model.width), torch.empty(call.room, self._model.vocab_size)
+            call.hidden, call.logits = (memory.data_ptr() for memory in self._work)
+
+    def _read(self, drafted: list[int]) -> HostVerdict:
+        record, rows = self._record, len(drafted)
+        accepted = record[self._accepted : self._accepted + rows].tolist()
+        lines = [record[row * _BLOCK : row * _BLOCK + kept + 1].tolist() for row, kept in enumerate(accepted)]
+        return HostVerdict(lines, accepted, drafted, record[self._gained : self._gained + rows].tolist())
+
+
+def plays_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
+    """Whether the kernels can play rounds of this model."""
+    return isinstance(model, NativeModel) and model.plays_rounds
+
+
+def kept_bytes(model: AnyModel, tokens: int) -> int:
+    """What stays allocated after rounds of so many tokens, in bytes."""
+    return 4 * tokens * (model.width + model.vocab_size) if plays_rounds(model) else 0

@@ -325,3 +325,12 @@ def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatc
         assert torch.equal(found, expected)
     assert not (expected[::2] % 2).any()
     assert (expected[1::2] % 2).any()
+
+
+@on_every_isa
+def test_rows_of_one_place_may_lie_in_memory_as_they_like(kernels: native.Kernels) -> None:
+    """Where a dimension has one place, its stride may be any number."""
+    batch = batch_of([SamplingParams(temperature=0)] * 3, 131)
+    logits = logits_of(1, 3, 131, 3.0, 9).transpose(0, 1)
+    assert logits.stride(1) == 3 * 131
+    assert torch.equal(draw_tokens(kernels, Places(logits, rows_of(batch)), Purpose.DRAW), logits.argmax(-1))

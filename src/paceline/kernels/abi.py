@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 13  # of model.h: it changes with the structs and functions
+ABI_VERSION = 14  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -185,7 +185,8 @@ class CRound(Structure):
         ("text", CTextRows),
         *((name, c_void_p) for name in ("places", "guesses", "counts")),
         *((name, c_int64) for name in ("guess_stride", "rows", "block")),
-        *((name, c_void_p) for name in ("tokens", "accepted", "gained")),
+        *((name, c_void_p) for name in ("tokens", "accepted", "gained", "hidden", "logits")),
+        ("room", c_int64),
         ("purpose", c_uint32),
     )
 

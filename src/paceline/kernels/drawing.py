@@ -193,7 +193,8 @@ def _evenly_spaced(logits: Tensor) -> Tensor:
     """[B, L, V] or [N, V] with one stride from place to place, from row to row as well; a head may be wider than V."""
     even = logits.stride(-1) == 1 and logits.stride(-2) >= logits.shape[-1]
     even = even and (logits.dim() == 2 or logits.stride(0) == logits.shape[1] * logits.stride(1))
-    return logits if even else logits.contiguous()
+    # contiguous() would leave the stride of a dimension of one place as it is.
+    return logits if even else logits.clone(memory_format=torch.contiguous_format)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor:
