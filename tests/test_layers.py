@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 
 LAYERS: list[set[str]] = [
-    {"errors", "ranges", "params", "inputs", "outputs", "files"},
+    {"errors", "ranges", "registry", "params", "inputs", "outputs", "files"},
     {
         "draft",
         "batch",

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from paceline import acceptance, rules
 from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
 from paceline.draft import Draft, Verdict
-from paceline.drafters import NgramDrafter
+from paceline.drafters import Drafter, NgramDrafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels import drawing, native
@@ -68,6 +69,7 @@ from toy import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = (0, 22)
+SAMPLE_PACKAGE = Path(__file__).parent / "sample_package"  # brings a drafter and a length policy
 TARGETS: dict[str, Callable[[], Model]] = {"toy": ToyModel, "flat": FlatToy, "llama": tiny_llama}
 DRAFTS: dict[str, Callable[[], Model]] = {
     "toy": lambda: ToyModel(blur=0.3),
@@ -315,6 +317,19 @@ def test_ragged_attention_equals_plain_decoding(model: str, deterministic: bool)
 @pytest.mark.parametrize("model", ["toy", "llama"])
 def test_ragged_attention_equals_plain_decoding_in_company(model: str, drafter: str, deterministic: bool) -> None:
     assert equal_with_ragged_attention(model, drafter, deterministic, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(("drafter", "length"), [("echo", 4), ("ngram", "careful"), ("echo", "careful")])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model", ["toy", "native"])
+def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
+    model: str, drafter: str, length: int | str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SAMPLE_PACKAGE)
+    engine = make_engine(MODELS[model](), eos=EOS, drafter=drafter, num_speculative_tokens=length, prefill_chunk=7)
+    outputs = run(engine, PROMPTS, PARAMS[family])
+    assert answers(outputs) == plain(model, family)
+    assert any(answer.metrics.drafted for output in outputs for answer in output.candidates)
 
 
 @pytest.mark.parametrize("length", [1, 4, "bass", "auto", "random", "caps", "selection"])
@@ -806,10 +821,10 @@ def law_engine(drafter: str, rule: str, k: int) -> Engine:
     return engine
 
 
-class GuessesByOwnLaw:
+class GuessesByOwnLaw(Drafter):
     """Draws guesses from fixed laws that have nothing to do with the target, and says so; counts differ by row."""
 
-    name, decoders = "own law", ()
+    name = "own law"
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
@@ -821,9 +836,6 @@ class GuessesByOwnLaw:
         flat = q.reshape(-1, SMALL).multinomial(1, generator=self.generator)
         counts = torch.randint(0, k + 1, (batch.rows,), generator=self.generator)
         return Draft(flat.view(batch.rows, k), counts, q.clone())
-
-    def observe(self, batch: Batch, verdict: object) -> None:
-        pass
 
 
 @pytest.mark.parametrize("knobs", LAW_PARAMS)

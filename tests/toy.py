@@ -18,7 +18,8 @@ from paceline.attention.reference import ReferenceAttention
 from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
 from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
+from paceline.drafters import Drafter
 from paceline.engine import Engine, Models, Request
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import Model, Streams
@@ -338,7 +339,7 @@ def sometimes(rng: random.Random, right: int, vocab: int) -> int:
 
 
 @dataclass
-class Scripted:
+class Scripted(Drafter):
     """Knows every row's answer (``truth``: row seed -> prompt and answer) and guesses after a script.
 
     ragged: how many guesses of a row are real varies, 0 included. short: may return fewer columns than were asked for.
@@ -349,8 +350,8 @@ class Scripted:
     ragged: bool = False
     short: bool = False
     seed: int = 0
-    name: str = "scripted"
-    decoders: Sequence[Decoder] = ()
+
+    name = "scripted"
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -367,9 +368,6 @@ class Scripted:
             counts.append(self.rng.randint(0, k) if self.ragged else k)
         shape = torch.tensor(tokens, dtype=torch.int64).view(batch.rows, k)
         return Draft(shape, torch.tensor(counts, dtype=torch.int64))
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
 
 
 Shape = Callable[[random.Random, int], list[int]]  # k -> the guess that each guess follows, -1: the root

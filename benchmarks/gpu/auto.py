@@ -16,7 +16,7 @@ from paceline.params import SYNTHETIC, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.models.transformer import Transformer
-    from paceline.params import LengthName
+    from paceline.params import Length
 
 _REPEATS = 2
 
@@ -42,9 +42,7 @@ def auto_over_plain(target: Transformer, draft: Transformer, setting: Setting, t
     return AutoRun(plain, auto, acceptance)
 
 
-def _tokens_a_second(
-    models: Models, setting: Setting, tokens: int, length: int | LengthName
-) -> tuple[float, float | None]:
+def _tokens_a_second(models: Models, setting: Setting, tokens: int, length: Length) -> tuple[float, float | None]:
     config = EngineConfig(
         drafter="model",
         num_speculative_tokens=length,

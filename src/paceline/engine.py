@@ -21,7 +21,7 @@ from paceline.chunks import Chunks
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.draft import Verdict
-from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.guard import Guarded
@@ -108,7 +108,7 @@ class Engine:
         self.closed = False  # whether no request will come before those that are here have ended
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
         target = self._decoder(models.target)
-        drafter = self._drafter()
+        drafter = self._drafter(target)
         self._profile = self._load_profile()
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.parts.policy = self._policy()
@@ -127,7 +127,7 @@ class Engine:
     def _make_pipeline(self) -> Pipeline | None:
         """For rounds that the device plays alone; None where the host plays them."""
         config, parts = self.config, self.parts
-        obstacle = why_not_device(parts.target, parts.drafter)
+        obstacle = why_not_device(parts)
         if config.rounds == "device" and obstacle is not None:
             raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
         wanted = config.rounds == "device" or (config.rounds == "auto" and self.models.target.device.type == "cuda")
@@ -141,28 +141,22 @@ class Engine:
         backend = self._backend()
         return Decoder(model, backend, self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size)
 
-    def _drafter(self) -> Drafter:
-        config = self.config
-        if config.drafter is None or config.num_speculative_tokens == 0:
+    def _drafter(self, target: Decoder) -> Drafter:
+        config, models, kind = self.config, self.models, self.config.drafter_kind
+        if kind is None or not config.guesses:
             return NoDrafter()
-        if config.drafter == "ngram":
-            return self._ngram_drafter()
-        if self.models.draft is None:
+        if kind.needs_draft_model and models.draft is None:
             raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
-        model = ModelDrafter(self._decoder(self.models.draft), config.acceptance)
-        return model if config.drafter == "model" else HybridDrafter(self._ngram_drafter(), model)
-
-    def _ngram_drafter(self) -> NgramDrafter:
-        models = self.models
-        for document in models.documents:
+        for document in models.documents if config.looks_up else ():
             _check_tokens("reference_documents", document, models.target.vocab_size)
-        return NgramDrafter(models.documents)
+        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self._decoder)
+        return make_drafter(kind, equipment)
 
     def _policy(self) -> LengthPolicy:
         """No drafter is the length 0."""
-        config, decoders = self.config, self.parts.drafter.decoders
-        means = Means(self._costs, self._need_profile, decoders, self._on_kernels, copies=config.drafter != "model")
-        return make_policy(0 if config.drafter is None else config.num_speculative_tokens, means)
+        config, drafter = self.config, self.parts.drafter
+        means = Means(self._costs, self._need_profile, drafter.decoders, self._on_kernels, drafter.copies)
+        return make_policy(config.num_speculative_tokens if config.guesses else 0, means)
 
     def _load_profile(self) -> Profile | None:
         if self.config.profile is None:
@@ -221,10 +215,8 @@ class Engine:
         """What runs and why, in one line."""
         config, drafter = self.config, self.parts.drafter
         guesses = "no speculation"
-        if not isinstance(drafter, NoDrafter):
-            draft = self.models.draft if drafter.decoders else None
-            who = drafter.name if draft is None else _describe_model(draft)
-            who = f"ngram or {who}" if isinstance(drafter, HybridDrafter) else who
+        draft = self.models.draft if drafter.decoders else None
+        if who := drafter.describe(None if draft is None else _describe_model(draft)):
             guesses = f"drafter {who}, length {self.parts.policy.name}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
                 guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
@@ -243,14 +235,15 @@ class Engine:
 
     def _describe_rounds(self) -> str:
         """Nothing to say where a CPU's host plays them. Those that need the host (``suits``) it plays everywhere."""
-        if self._pipeline is not None:
+        why = why_not_device(self.parts)
+        if self._pipeline is not None and why is None:
             how = "CUDA graphs" if self._pipeline.player.graphs.captures else "uncaptured"
             return f"rounds by the device ({how}, {self._pipeline.player.ops.name} kernels); "
         if self.parts.native is not None:
             return "rounds by the kernels; "
         if self.models.target.device.type != "cuda":
             return ""
-        why = why_not_device(self.parts.target, self.parts.drafter) or "rounds='host'"
+        why = why or "rounds='host'"
         return f"rounds by the host ({why}); "
 
     @property
@@ -482,9 +475,8 @@ def _max_model_len(models: Models, config: EngineConfig) -> int:
 
 
 def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:
-    if draft is None:
-        return str(config.drafter)
-    return model_hash(draft) if config.drafter == "model" else f"{config.drafter} {model_hash(draft)}"
+    name = "None" if config.drafter_kind is None else config.drafter_kind.name
+    return name if draft is None else f"{name} {model_hash(draft)}"
 
 
 def _describe_model(model: AnyModel) -> str:

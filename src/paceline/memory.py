@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from paceline.cache import KVCache
 from paceline.errors import CapacityError
 from paceline.hardware import available_memory
-from paceline.lengths.cost import LONGEST_AUTO
 from paceline.models.base import AnyModel
 from paceline.native_round import kept_bytes
-from paceline.params import MAX_SPECULATION_LENGTH, EngineConfig
+from paceline.params import EngineConfig
 
 GIB = 2**30
 _LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive at once in the worst round
@@ -41,9 +40,7 @@ def plan_memory(
     models = [target] if draft is None else [target, draft]
     cached = models if config.asks_draft_model else [target]
     caches = sum(KVCache.bytes_for(m.layers, rows, m.kv_heads, positions, m.head_dim, m.dtype) for m in cached)
-    k = config.num_speculative_tokens
-    longest = k if isinstance(k, int) else LONGEST_AUTO if k == "auto" else MAX_SPECULATION_LENGTH
-    tokens = rows * (longest + 1)
+    tokens = rows * (config.most_guesses + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     workspace = logits + activations + kept_bytes(target, tokens)

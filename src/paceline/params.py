@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, get_args
 
 from paceline.errors import ParameterError
 from paceline.ranges import (
@@ -24,16 +24,17 @@ from paceline.ranges import (
     is_text,
     is_whole,
 )
+from paceline.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
 
 AcceptanceName = Literal["coupled", "rejection"]
 AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
-DrafterName = Literal["auto", "model", "ngram", "hybrid"]
+DrafterName = Literal["auto", "model", "ngram", "hybrid"]  # ours; other packages may bring more
 DtypeName = Literal["auto", "float32", "bfloat16"]
-LengthName = Literal["auto", "bass", "profiled"]
 LogFormat = Literal["text", "json"]
 RankName = Literal["mean_logprob", "logprob"]
+Length: TypeAlias = int | str | LengthKind  # guesses a round: a number, or who chooses it
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4
@@ -250,9 +251,11 @@ class EngineConfig:
     drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), "hybrid" (prompt lookup where it will do,
         else the draft model), None (plain decoding). "auto" is hybrid with a draft model, else n-gram; where the
         device plays rounds alone, which n-gram lookup would end, it is model or None, unless other options ask for
-        guesses. An engine's own configuration never says "auto".
+        guesses. An engine's own configuration never says "auto". Or another package's name, or an object: a
+        ``paceline.drafters.Drafter``, as a class or as a pattern of which each engine plays a copy.
     num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
+        Or another package's name, or an object: a ``paceline.lengths.LengthPolicy``, likewise.
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
         "synthetic:0.8" keeps each guess with that probability, whatever it is: the speed is real, the text is not.
@@ -279,8 +282,8 @@ class EngineConfig:
     memory_limit: bytes the engine may take; None is what the machine has free.
     """
 
-    drafter: DrafterName | None = "auto"
-    num_speculative_tokens: Guesses | LengthName = "auto"
+    drafter: Annotated[str | DrafterKind | None, DRAFTERS] = "auto"
+    num_speculative_tokens: Guesses | Annotated[str | LengthKind, LENGTHS] = "auto"
     profile: Annotated[str, FileName()] | None = None
     acceptance: AcceptanceName | str = DEFAULT_ACCEPTANCE
     benchmark: bool = False
@@ -303,8 +306,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.num_speculative_tokens == "profiled":
-            check(self.profile is not None, "profile", None, "the file of a profile; make one with: paceline profile")
+        if self.profile is None and self._length is not None and self._length.needs_profile:
+            raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         self._check_acceptance()
 
     def _check_acceptance(self) -> None:
@@ -330,12 +333,12 @@ class EngineConfig:
     @property
     def reads_profile(self) -> bool:
         """Whether its length policy makes use of one."""
-        return self.drafter is not None and self.num_speculative_tokens in ("auto", "profiled")
+        return self.drafter is not None and self._length is not None and self._length.reads_profile
 
     @property
     def asks_draft_model(self) -> bool:
         """Whether the drafter runs one."""
-        return self.drafter in ("model", "hybrid")
+        return self.drafter_kind is not None and self.drafter_kind.needs_draft_model
 
     @property
     def guesses(self) -> bool:
@@ -345,7 +348,38 @@ class EngineConfig:
     @property
     def looks_up(self) -> bool:
         """Whether its drafter copies from text."""
-        return self.guesses and self.drafter in ("ngram", "hybrid")
+        return self.guesses and self.drafter_kind is not None and self.drafter_kind.copies
+
+    @property
+    def drafter_kind(self) -> DrafterKind | None:
+        """What stands behind the drafter's name; None where nobody guesses, or it is not known yet who ("auto")."""
+        return None if self.drafter is None or self.drafter == "auto" else DRAFTERS.get(self.drafter)
+
+    @property
+    def _length(self) -> LengthKind | None:
+        """What stands behind the length policy's name; None for a number."""
+        given = self.num_speculative_tokens
+        return None if isinstance(given, int) else LENGTHS.get(given)
+
+    @property
+    def most_guesses(self) -> int:
+        """Of a row in a round."""
+        given = self.num_speculative_tokens
+        return given if isinstance(given, int) else LENGTHS.get(given).most_guesses
+
+    @property
+    def length_name(self) -> str:
+        """How many guesses a round, in a word: "k=4", "auto"."""
+        given = self.num_speculative_tokens
+        return f"k={given}" if isinstance(given, int) else given if isinstance(given, str) else given.name
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields; objects by their names."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: value if value is None or isinstance(value, (str, int, float)) else value.name
+            for name, value in given.items()
+        }
 
     @property
     def synthetic_acceptance(self) -> float | None:
@@ -438,8 +472,8 @@ class ServerConfig:
 class EngineOptions(TypedDict, total=False):
     """EngineConfig's fields as keyword arguments; their meaning and defaults are EngineConfig's."""
 
-    drafter: DrafterName | None
-    num_speculative_tokens: int | LengthName
+    drafter: str | DrafterKind | None
+    num_speculative_tokens: Length
     profile: str | None
     acceptance: AcceptanceName | str
     benchmark: bool

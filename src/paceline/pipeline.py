@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.decoder import Decoder
 from paceline.device_round import USUAL_LAG, DeviceRound
 from paceline.draft import HostVerdict, Logprobs, ReadVerdict, Verdict
-from paceline.drafters import ModelDrafter, NoDrafter
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record
 from paceline.models.base import AnyModel, FlatModel
@@ -19,11 +17,13 @@ from paceline.round import Speculation
 from paceline.scheduler import Scheduler, Sequence, gain_tokens
 
 
-def why_not_device(target: Decoder, drafter: object) -> str | None:
+def why_not_device(parts: Speculation) -> str | None:
     """Why the device cannot play rounds alone; None if it can."""
-    if not isinstance(drafter, (ModelDrafter, NoDrafter)):
+    if not parts.drafter.on_device:
         return "this drafter guesses on the host"
-    decoders = [target, *drafter.decoders]
+    if parts.policy.selects:
+        return "this length policy looks at guesses on the host"
+    decoders = [parts.target, *parts.drafter.decoders]
     models: list[AnyModel] = [decoder.model for decoder in decoders]
     if any(isinstance(model, FlatModel) for model in models):
         return "the CPU kernels are run by the host"
@@ -71,8 +71,7 @@ class Pipeline:
         """Whether the device can play the next round for the rows there are."""
         rows, parts = self.batch.sampling, self.parts
         plain = not (rows.adjusts or rows.any_cut) and rows.logprobs in (None, 0)
-        known = isinstance(parts.drafter, (ModelDrafter, NoDrafter)) and not parts.policy.selects
-        return plain and known
+        return plain and parts.drafter.on_device and not parts.policy.selects
 
     @property
     def late(self) -> int:
@@ -104,7 +103,7 @@ class Pipeline:
     def _launch(self) -> None:
         batch, player = self.batch, self.player
         wish = self.parts.policy.choose(batch).within(batch)
-        k = 0 if isinstance(self.parts.drafter, NoDrafter) else wish.k
+        k = wish.k if self.parts.drafter.decoders else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
         self._mind_the_lag(k, longest)
@@ -115,14 +114,12 @@ class Pipeline:
 
     def _mind_the_lag(self, k: int, longest: int) -> None:
         """The draft model's cache falls behind while rounds have no guesses."""
-        drafter = self.parts.drafter
-        if not isinstance(drafter, ModelDrafter):
-            return
-        if k == 0:
-            drafter.decoder.lag += 1
-            return
-        self.player.catch_up(self.batch.rows, drafter.decoder.lag, longest)
-        drafter.decoder.lag = USUAL_LAG
+        for decoder in self.parts.drafter.decoders:
+            if k == 0:
+                decoder.lag += 1
+            else:
+                self.player.catch_up(self.batch.rows, decoder.lag, longest)
+                decoder.lag = USUAL_LAG
 
     def _count_in_flight(self) -> None:
         self.scheduler.in_flight = sum(flight.k + 1 for flight in self._flights)

@@ -11,6 +11,7 @@ import torch
 from paceline.batch import Batch, RowStart, Wish
 from paceline.bench.phases import Phase, Script, Stage, compare, draw
 from paceline.draft import Draft, Verdict
+from paceline.drafters import Drafter
 from paceline.errors import ParameterError
 from paceline.params import SamplingParams
 from toy_llm import toy_llm
@@ -22,19 +23,16 @@ def all_wrong(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
     return Verdict(torch.full((batch.rows, draft.k + 1), 7), torch.zeros_like(draft.counts), draft.counts)
 
 
-class Fives:
+class Fives(Drafter):
     """Guesses 5, as many of each row as it is told."""
 
-    name, decoders = "fives", ()
+    name = "fives"
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = torch.tensor(counts)
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         return Draft(torch.full((batch.rows, wish.k), 5), self.counts)
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
 
 
 @pytest.mark.parametrize("verified", [[3, 1], [2, 0], [0, 0]])

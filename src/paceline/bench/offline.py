@@ -26,11 +26,10 @@ from paceline.bench.measure import run_batch, split_times, turns
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.sets import SETS, SetName
 from paceline.bench.utilisation import Arithmetic
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
-from paceline.drafters import Drafter
+from paceline.draft import Draft
+from paceline.drafters.base import Wrapper
 from paceline.outputs import Latency
-from paceline.params import LengthName, SamplingParams
+from paceline.params import Length, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -166,28 +165,20 @@ class Transformers:
         return seconds
 
 
-class WrongGuesses:
+class WrongGuesses(Wrapper):
     """A drafter's guesses, each changed into another token: the work of speculation, next to none of its gain."""
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name = inner, f"{inner.name} (all guesses made wrong)"
-
-    @property
-    def decoders(self) -> Sequence[Decoder]:
-        return self.inner.decoders
+    name = "all guesses made wrong"
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         draft = self.inner.propose(batch, wish)
         return replace(draft, tokens=(draft.tokens + 1) % batch.vocab_size)
 
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        self.inner.observe(batch, verdict)
-
 
 def sides_for(
     llm: LLM,
     batch_size: int,
-    lengths: Sequence[int | LengthName] = (),
+    lengths: Sequence[Length] = (),
     wrong: bool = False,
     others: Sequence[Side] = (),
     references: Sequence[Sequence[str]] | None = None,
@@ -307,6 +298,6 @@ def document(
         "model": target.name,
         "draft_model": None if llm.engine.models.draft is None else llm.engine.models.draft.name,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "options": asdict(llm.config),
+        "options": llm.config.as_json(),
         "results": [result.as_document() for result in results],
     }

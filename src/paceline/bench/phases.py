@@ -25,9 +25,8 @@ from paceline.batch import Batch, Wish
 from paceline.bench.measure import turns
 from paceline.bench.plots import new_figure, save
 from paceline.bench.recording import Recorder, Round, latency_of
-from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, Wrapper
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
@@ -54,28 +53,23 @@ LENGTHS = (0, 1, 2, 4, 8)
 PROMPT = tuple(range(1, 9)) * 4
 
 
-class Script:
+class Script(Wrapper):
     """A drafter whose guesses are right with probability ``rate``, and the rule that says so. The text means nothing.
 
     Guesses that are not verified are right or wrong, too: the token that a row gains in their place is theirs, or not.
     """
 
+    name = "right by a coin"
+
     def __init__(self, inner: Drafter, rule: AcceptanceRule, seed: int = 0) -> None:
-        self.inner, self.rule, self.rate = inner, rule, 1.0
-        self.name = f"{inner.name} (right by a coin)"
+        super().__init__(inner)
+        self.rule, self.rate = rule, 1.0
         self._generator = torch.Generator().manual_seed(seed)
         self._proposed: Draft | None = None
-
-    @property
-    def decoders(self) -> Sequence[Decoder]:
-        return self.inner.decoders
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         self._proposed = self.inner.propose(batch, wish).capped(wish.caps)
         return self._proposed
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        self.inner.observe(batch, verdict)
 
     def judge(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         """The real verdict with other words: each row gains its right guesses and one token more."""
@@ -94,18 +88,14 @@ class Script:
         return Verdict(tokens, accepted, draft.counts)
 
 
-class FreeGuesses:
+class FreeGuesses(Drafter):
     """A drafter that takes no time: guesses token 0. For targets without a draft model."""
 
     name = "free"
-    decoders: Sequence[Decoder] = ()
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         tokens = batch.tokens.new_zeros(batch.rows, wish.k)
         return Draft(tokens, tokens.new_full((batch.rows,), wish.k))
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
 
 
 @dataclass(frozen=True)

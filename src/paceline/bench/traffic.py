@@ -22,7 +22,7 @@ from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.recording import Recorder, Round
 from paceline.engine import Engine, Request
 from paceline.outputs import Latency, Metrics
-from paceline.params import LengthName, SamplingParams
+from paceline.params import Length, SamplingParams
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) for prompt in pair)
 """The built-in prompts that ``paceline profile`` does not use."""
 
-Length = int | LengthName
 POLICIES: dict[str, Length] = {
     "plain": 0,
     "fixed 2": 2,

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -23,13 +23,13 @@ from paceline.params import (
     DtypeName,
     EngineConfig,
     EngineOptions,
-    LengthName,
     QuantizationName,
     RankName,
     RoundsName,
     SamplingParams,
     engine_config,
 )
+from paceline.ranges import rules_of
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -58,15 +58,18 @@ class EngineFlags:
         str | None, engine_option("--draft-model", text="A smaller model with the same vocabulary, to guess.")
     ] = None
     drafter: Annotated[
-        Literal["auto", "model", "ngram", "hybrid", "none"],
+        str,
         engine_option(
             "--drafter",
-            text="Who guesses (hybrid: ngram, else model). auto: hybrid with a draft model, else ngram; on CUDA model, "
-            "else none.",
+            text="Who guesses: model, ngram, hybrid (ngram, else model), none, or a name that a package brings. "
+            "auto: hybrid with a draft model, else ngram; on CUDA model, else none.",
         ),
-    ] = EngineConfig.drafter or "none"
+    ] = str(EngineConfig.drafter or "none")
     num_speculative_tokens: Annotated[
-        str, engine_option("--num-speculative-tokens", "-k", text="Guesses a round: a number, or auto, bass, profiled.")
+        str,
+        engine_option(
+            "--num-speculative-tokens", "-k", text="Guesses a round: a number, or auto, bass, profiled, or a package's."
+        ),
     ] = str(EngineConfig.num_speculative_tokens)
     profile: Annotated[
         str | None, engine_option("--profile", text="A file of paceline profile, for auto and profiled.")
@@ -210,15 +213,12 @@ class SamplingFlags:
         return SamplingParams(**{**given, "stop": tuple(self.stop or ())})
 
 
-def speculation_length(text: str) -> int | LengthName:
+def speculation_length(text: str) -> int | str:
     """A number or a policy's name. Raises ParameterError."""
-    if text in get_args(LengthName):
-        return cast(LengthName, text)
     try:
         return int(text)
     except ValueError:
-        EngineConfig(num_speculative_tokens=text)  # type: ignore[arg-type]
-        raise
+        return str(rules_of(EngineConfig)["num_speculative_tokens"].take("num_speculative_tokens", text))
 
 
 def whole_numbers(name: str, text: str) -> list[int]:

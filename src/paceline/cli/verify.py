@@ -28,14 +28,13 @@ from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, specu
 from paceline.errors import ParameterError
 from paceline.files import read_text
 from paceline.outputs import RequestOutput
-from paceline.params import AcceptanceName, LengthName, SamplingParams
+from paceline.params import AcceptanceName, Length, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.llm import LLM
 
-Length = int | LengthName
 Ids = list[int]
 Law = dict[tuple[int, ...], float]
 

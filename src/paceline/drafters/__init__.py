@@ -1,9 +1,20 @@
-"""Drafters: one protocol; the engine builds them."""
+"""Drafters: one base class; which there are, ``paceline.registry.DRAFTERS`` says."""
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Drafter, Equipment, Wrapper, make_drafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.plain import NoDrafter
+from paceline.registry import DRAFTERS
 
-__all__ = ["Drafter", "HybridDrafter", "ModelDrafter", "NgramDrafter", "NoDrafter"]
+__all__ = [
+    "DRAFTERS",
+    "Drafter",
+    "Equipment",
+    "HybridDrafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "Wrapper",
+    "make_drafter",
+]

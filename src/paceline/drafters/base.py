@@ -1,30 +1,118 @@
-"""What a drafter is."""
+"""What a drafter is, and what it may be built from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from torch import Tensor
 
 from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
+from paceline.errors import ParameterError
+from paceline.models.base import AnyModel
+from paceline.nodes import Nodes
+from paceline.registry import DrafterKind
 
 
-class Drafter(Protocol):
-    """Guesses the next tokens of every row.
+@dataclass(frozen=True)
+class Equipment:
+    """What an engine has for a drafter.
 
-    decoders: the models it runs (none, for n-gram); the engine prefills and copies their caches with the target's.
+    acceptance: the rule, as in ``EngineConfig``. draft: the draft model, where one was given. documents: token ids to
+    copy from. decoder: gives a model a cache of the engine's rows and positions.
     """
 
-    name: str
+    target: Decoder
+    acceptance: str
+    draft: AnyModel | None
+    documents: Sequence[Sequence[int]]
+    decoder: Callable[[AnyModel], Decoder]
+
+    def draft_decoder(self) -> Decoder:
+        """The draft model with a cache of its own. Raises ParameterError if none was given."""
+        if self.draft is None:
+            raise ParameterError("draft_model", None, "a model; a drafter that asks for it says needs_draft_model")
+        return self.decoder(self.draft)
+
+
+class Drafter:
+    """Guesses the next tokens of every row. Whatever it guesses, answers stay what they are; only the speed changes.
+
+    What it needs is said by its class, before anything is loaded:
+
+    needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings, which
+    cost nothing. on_device: whether what it guesses is what rounds of the device guess: its one decoder's draws, or
+    nothing.
+    """
+
+    name: ClassVar[str]
+    needs_draft_model: ClassVar[bool] = False
+    copies: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
+        """One for an engine. Raises ParameterError where the engine has not got what it needs."""
+        return cls()
 
     @property
-    def decoders(self) -> Sequence[Decoder]: ...
+    def decoders(self) -> Sequence[Decoder]:
+        """The models it runs, whose caches the engine prefills and copies with the target's."""
+        return ()
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layers of the target whose streams it reads: the residual stream that enters each."""
+        return ()
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         """At most wish.k guesses for every row; wish.k >= 1."""
-        ...
+        raise NotImplementedError
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """Learn what became of the guesses; called after every round, also those without guesses (k = 0)."""
-        ...
+
+    def read(self, nodes: Nodes, features: Tensor) -> None:
+        """What the target has just read, [N, taps, width]: prompts, and guesses of which some will not be kept."""
+
+    def describe(self, draft: str | None) -> str:
+        """Who guesses, for the line that says what runs; empty if nobody does. draft: its draft model, in words."""
+        return self.name if draft is None else f"{self.name} with {draft}"
+
+
+class Wrapper(Drafter):
+    """Another drafter with something about it changed; the rest is the ``inner`` one's."""
+
+    name = "wrapper"
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def decoders(self) -> Sequence[Decoder]:
+        return self.inner.decoders
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.inner.taps
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        return self.inner.propose(batch, wish)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.inner.observe(batch, verdict)
+
+    def read(self, nodes: Nodes, features: Tensor) -> None:
+        self.inner.read(nodes, features)
+
+    def describe(self, draft: str | None) -> str:
+        return f"{self.inner.describe(draft)} ({self.name})"
+
+
+def make_drafter(kind: DrafterKind, equipment: Equipment) -> Drafter:
+    """One for an engine of its own. Raises ParameterError."""
+    return copy.deepcopy(kind) if isinstance(kind, Drafter) else cast(Drafter, kind.build(equipment))

@@ -8,11 +8,12 @@ from dataclasses import replace
 from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
+from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
 
 
-class HybridDrafter:
+class HybridDrafter(Drafter):
     """Looks for copies first, which costs nothing; where they do not suffice, the draft model guesses for all rows.
 
     Whether they suffice the length policy says (``Wish.instead``); where it does not, they must follow a match of the
@@ -21,9 +22,15 @@ class HybridDrafter:
     """
 
     name = "hybrid"
+    needs_draft_model = True
+    copies = True
 
     def __init__(self, copying: NgramDrafter, model: ModelDrafter) -> None:
         self._copying, self._model = copying, model
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> HybridDrafter:
+        return cls(NgramDrafter.build(equipment), ModelDrafter.build(equipment))
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -45,3 +52,6 @@ class HybridDrafter:
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self._model.observe(batch, verdict)
+
+    def describe(self, draft: str | None) -> str:
+        return f"ngram or {draft}"

@@ -10,12 +10,13 @@ from torch import Tensor
 from paceline.batch import Batch, Enough, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
+from paceline.drafters.base import Drafter, Equipment
 from paceline.sampling import Choices, Purpose
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
 
     Under the rejection rule it draws with noise of its own and reports the law it drew from.
@@ -25,11 +26,17 @@ class ModelDrafter:
     """
 
     name = "model"
+    needs_draft_model = True
+    on_device = True
 
     def __init__(self, decoder: Decoder, acceptance: str) -> None:
         self.decoder = decoder
         self._independent = acceptance == "rejection"
         self._drafted = 0  # guesses of the last draft, if it was for every row
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> ModelDrafter:
+        return cls(equipment.draft_decoder(), equipment.acceptance)
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -84,6 +91,9 @@ class ModelDrafter:
     def sit_out(self) -> None:
         """This round's guesses are another's, whatever was drafted before."""
         self._drafted = 0
+
+    def describe(self, draft: str | None) -> str:
+        return str(draft)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.decoder.rewind(batch)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.batch import Batch, Family, Member, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
+from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
 
@@ -30,7 +30,7 @@ class _Known(NamedTuple):
     siblings: Texts | None
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Finds the longest suffix (5 down to 1 tokens) of each row elsewhere and guesses what followed it there.
 
     Looks in the row's own tokens, in its request's references, in its siblings' answers and in ``documents``; the
@@ -42,12 +42,16 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    decoders: Sequence[Decoder] = ()
+    copies = True
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
         self._siblings = siblings
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> NgramDrafter:
+        return cls(equipment.documents)
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         members = batch.members[: batch.rows]
@@ -68,6 +72,3 @@ class NgramDrafter:
     def _note(self, family: Family) -> _Known:
         references = self._lookup.texts(family.references) if family.references else None
         return _Known(references, self._lookup.texts() if self._siblings and family.answers > 1 else None)
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass

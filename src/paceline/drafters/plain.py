@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
+from paceline.drafters.base import Drafter
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Never guesses; every round is one plain decoding step."""
 
     name = "none"
-    decoders: Sequence[Decoder] = ()
+    on_device = True
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         return batch.no_guesses
 
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
+    def describe(self, draft: str | None) -> str:
+        return ""

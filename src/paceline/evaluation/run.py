@@ -64,8 +64,7 @@ def sides_of(llm: LLM, answers: Sequence[int]) -> list[Side]:
     """Plain decoding and, where anything is guessed, speculation, for every n."""
     if not llm.config.guesses:
         return [Side("plain", llm, n) for n in answers]
-    length, plain = llm.config.num_speculative_tokens, llm.plain()
-    mode = length if isinstance(length, str) else f"k={length}"
+    mode, plain = llm.config.length_name, llm.plain()
     return [side for n in answers for side in (Side("plain", plain, n), Side(mode, llm, n))]
 
 
@@ -74,7 +73,7 @@ def settings(plan: Plan, sides: Sequence[Side], box: Sandbox) -> dict[str, Any]:
     llm = sides[-1].llm
     return {
         "engine": asdict(llm.engine.identity()),
-        "options": asdict(llm.config),
+        "options": llm.config.as_json(),
         "reference_documents": _digest(llm.engine.models.documents),
         "sides": [side.name for side in sides],
         "style": plan.style,

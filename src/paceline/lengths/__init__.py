@@ -1,28 +1,21 @@
-"""Length policies: one protocol, made from what ``num_speculative_tokens`` says."""
+"""Length policies: one base class; which there are, ``paceline.registry.LENGTHS`` says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from typing import cast
 
-from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import LengthPolicy, Means
-from paceline.lengths.bass import BassLength
-from paceline.lengths.cost import CostModel
 from paceline.lengths.fixed import FixedLength
-from paceline.lengths.profiled import ProfiledLength
-
-POLICIES: dict[str, Callable[[Means], LengthPolicy]] = {
-    "auto": lambda means: AutoLength(CostModel(means.costs(), whole=not means.ragged), means.decoders, means.copies),
-    "bass": lambda _: BassLength(),
-    "profiled": lambda means: ProfiledLength(means.profile().best),
-}
+from paceline.registry import LENGTHS, LengthKind
 
 
-def make_policy(num_speculative_tokens: int | str, means: Means) -> LengthPolicy:
-    """A number is a fixed length, a name a policy that chooses."""
+def make_policy(num_speculative_tokens: int | str | LengthKind, means: Means) -> LengthPolicy:
+    """A number is a fixed length, a name a policy that chooses. Of a policy each engine plays a copy of its own."""
     if isinstance(num_speculative_tokens, int):
         return FixedLength(num_speculative_tokens)
-    return POLICIES[num_speculative_tokens](means)
+    kind = LENGTHS.get(num_speculative_tokens)
+    return copy.deepcopy(kind) if isinstance(kind, LengthPolicy) else cast(LengthPolicy, kind.build(means))
 
 
-__all__ = ["POLICIES", "FixedLength", "LengthPolicy", "Means", "make_policy"]
+__all__ = ["LENGTHS", "FixedLength", "LengthPolicy", "Means", "make_policy"]

@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
-from paceline.lengths.base import LengthPolicy
+from paceline.lengths.base import LengthPolicy, Means
 from paceline.lengths.belief import CLUELESS, Belief, Scores
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes
 from paceline.lengths.judgement import judge
@@ -123,6 +123,8 @@ class AutoLength(LengthPolicy):
     """
 
     name = "auto"
+    reads_profile = True
+    most_guesses = LONGEST_AUTO
     times = True
 
     def __init__(
@@ -143,6 +145,10 @@ class AutoLength(LengthPolicy):
         self._search_ms = 0.0  # what the last search for copies took
         self._guessed = False  # whether guesses were verified in the last round
         self._round: Round
+
+    @classmethod
+    def build(cls, means: Means, /) -> AutoLength:
+        return cls(CostModel(means.costs(), whole=not means.ragged), means.decoders, means.copies)
 
     # --- before the round ------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
+from paceline.params import MAX_SPECULATION_LENGTH
 
 
 class LengthPolicy:
@@ -18,13 +19,23 @@ class LengthPolicy:
     A policy owns what it knows about rows, and is told when a row begins (``join``), gets another place (``move``) and
     ends (``leave``). It may take over while rows run, of which it was not told.
 
+    needs_profile: whether it cannot do without a profile; reads_profile: whether it makes use of one.
+    most_guesses: that it asks for, of a row in a round.
     times: whether it measures the time from ``choose`` to ``observe``, so that each round must end before the next.
     selects: whether it looks at guesses before they are verified, which only rounds of the host can show it.
     """
 
     name: str
+    needs_profile = False
+    reads_profile = False
+    most_guesses = MAX_SPECULATION_LENGTH
     times = False
     selects = False
+
+    @classmethod
+    def build(cls, means: Means, /) -> LengthPolicy:  # noqa: ARG003
+        """One for an engine. Raises ParameterError where it has not got what it needs."""
+        return cls()
 
     def choose(self, batch: Batch) -> Wish:
         """What to ask of the drafter for the next round."""

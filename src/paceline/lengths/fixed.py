@@ -10,7 +10,7 @@ class FixedLength(LengthPolicy):
     """k guesses for every row, every round."""
 
     def __init__(self, k: int) -> None:
-        self.k = k
+        self.k = self.most_guesses = k
         self.name = f"fixed({k})"
 
     def choose(self, batch: Batch) -> Wish:

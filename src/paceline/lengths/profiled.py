@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from paceline.batch import Batch, Wish
-from paceline.lengths.base import LengthPolicy
+from paceline.lengths.base import LengthPolicy, Means
 
 
 class ProfiledLength(LengthPolicy):
@@ -16,10 +16,15 @@ class ProfiledLength(LengthPolicy):
     """
 
     name = "profiled"
+    needs_profile = reads_profile = True
 
     def __init__(self, best: Mapping[int, int]) -> None:
         self._sizes = sorted(best)
         self._lengths = [best[size] for size in self._sizes]
+
+    @classmethod
+    def build(cls, means: Means, /) -> ProfiledLength:
+        return cls(means.profile().best)
 
     def length_for(self, rows: int) -> int:
         return self._lengths[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]
