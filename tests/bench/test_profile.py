@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from paceline.bench.offline import sides_for
 from paceline.bench.profile import Sweep, acceptance_by_position, draw, run_profile
 from paceline.bench.recording import Round, latency_of, longest_stretch
 from paceline.errors import ParameterError
+from paceline.lengths.fit import fit_paper
 from paceline.lengths.profile import Profile
 from toy import make_engine
 from toy_llm import toy_llm
@@ -23,6 +25,12 @@ PROMPTS = [[1, 2, 3, 1, 2, 3], [4, 5]]
 
 def no_bar(steps: Iterable[Any], what: str) -> Iterable[Any]:
     return steps
+
+
+def kept_of(profile: Profile) -> list[float]:
+    """Guesses kept of 1, 2, ..., the mean over the batch sizes."""
+    lengths = sorted({p.k for p in profile.sweep} - {0})
+    return [statistics.fmean(p.mean_acceptance_length - 1 for p in profile.sweep if p.k == k) for k in lengths]
 
 
 def test_a_profile_is_measured_written_read_and_drawn(tmp_path: Path) -> None:
@@ -38,6 +46,10 @@ def test_a_profile_is_measured_written_read_and_drawn(tmp_path: Path) -> None:
         assert point.ms_per_token <= point.last_ms_per_token * 1.001
     assert len(profile.acceptance) == 2
     assert fit.error >= 0
+    rounds = [p.ms_per_round for p in profile.sweep if p.batch_size == 1]
+    assert fit == fit_paper(
+        profile.costs, [rounds, [p.ms_per_round for p in profile.sweep if p.batch_size == 2]], kept_of(profile)
+    ), "what the sweep measured, and no other rounds"
     profile.save(tmp_path / "profile.json")
     draw(profile, fit, tmp_path / "profile.png", "a toy")
     assert (tmp_path / "profile.png").stat().st_size > 1000

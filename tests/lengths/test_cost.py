@@ -191,12 +191,15 @@ def paper_table(alpha: dict[int, float], beta: float, t_s: float) -> CostTable:
 
 
 ALPHA = {1: 0.2, 2: 0.4, 4: 0.8, 8: 1.6, 16: 3.2}
-FIT = fit_paper(paper_table(ALPHA, 20.0, 0.5), [0.9 * s**0.548 for s in range(1, 9)])
+ROUNDS = [[(ALPHA[b] + 0.5) * s + 20.0 + b for s in range(9)] for b in SIZES]
+CALIBRATED = paper_table({b: 3 * alpha for b, alpha in ALPHA.items()}, 7.0, 0.5)  # in another minute of the machine
+FIT = fit_paper(CALIBRATED, ROUNDS, [0.9 * s**0.548 for s in range(1, 9)])
 
 
 def test_the_fit_finds_the_papers_parameters() -> None:
     assert FIT.alpha == pytest.approx(list(ALPHA.values()))
-    assert (FIT.beta, FIT.c, FIT.gamma) == pytest.approx((20, 0.9, 0.548))
+    assert FIT.beta == pytest.approx([20 + b for b in SIZES])
+    assert (FIT.c, FIT.gamma) == pytest.approx((0.9, 0.548))
     assert FIT.t_s == pytest.approx([0.5] * 5)
     assert FIT.error == pytest.approx(0, abs=1e-9)
     assert FIT.error_accepted == pytest.approx(0, abs=1e-9)
@@ -217,11 +220,11 @@ def test_the_optimum_is_where_no_neighbour_is_better(size: int) -> None:
 
 
 def test_without_accepted_guesses_none_pays() -> None:
-    fit = fit_paper(paper_table(ALPHA, 20.0, 0.5), [0.0] * 8)
+    fit = fit_paper(CALIBRATED, ROUNDS, [0.0] * 8)
     assert (fit.optimum(1), fit.best(1, 8)) == (0, 0)
 
 
 def test_the_error_says_how_far_off_the_fit_is() -> None:
-    crooked = CostTable((1, 2), (0, 1, 2), 100, ((10, 10, 20), (10, 20, 20)), (0, 0), (1, 1))
-    fit: PaperFit = fit_paper(crooked, [0.5, 0.6])
+    table = CostTable((1, 2), (0, 1, 2), 100, ((10, 10, 20), (10, 20, 20)), (0, 0), (1, 1))
+    fit: PaperFit = fit_paper(table, [[10, 11, 22], [10, 21, 22]], [0.5, 0.6])
     assert 0.05 < fit.error < 0.5

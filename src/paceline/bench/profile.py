@@ -64,7 +64,8 @@ def run_profile(
     kept = [
         statistics.fmean(p.mean_acceptance_length - 1 for p in points if p.k == k) for k in range(1, sweep.max_k + 1)
     ]
-    fit = fit_paper(costs, kept)
+    rounds = [[p.ms_per_round for p in points if p.batch_size == size] for size in sweep.batch_sizes]
+    fit = fit_paper(costs, rounds, kept)
     profile = Profile(
         identity=engine.identity(),
         costs=costs,

@@ -84,7 +84,7 @@ def _show(profile: Profile, fit: PaperFit) -> None:
             ]
         )
     )
-    stdout().print(f"fit: verification off by {fit.error:.1%}, accepted length by {fit.error_accepted:.1%} on average")
+    stdout().print(f"fit: rounds off by {fit.error:.1%}, accepted length by {fit.error_accepted:.1%} on average")
 
 
 def _latency(point: SweepPoint) -> Latency | None:

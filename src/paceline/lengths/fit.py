@@ -1,7 +1,12 @@
 """Synergy's quantitative model (2310.18813), fitted to measurements: why the best length falls as the batch grows.
 
-Verification of s guesses a row takes alpha_b * s + beta, drafting them takes s * t_S, and l(s) = c * s ** gamma of them
-are kept, so that a token takes (alpha_b s + beta + t_S s) / (c s ** gamma + 1).
+Verification of s guesses a row takes alpha_b * s + beta_b, drafting them takes s * t_S, and l(s) = c * s ** gamma of
+them are kept, so that a token takes (alpha_b s + beta_b + t_S s) / (c s ** gamma + 1).
+
+It is fitted to the rounds of the very sweep whose best lengths it is compared with. (Fitted to costs measured apart, in
+a minute in which the memory was twice as fast, it found 2, 1, 1, 0, 0 where 4, 4, 2, 0, 0 was best.) The paper has one
+beta for all batches, the time to read the weights; on a processor that is short of arithmetic a plain round of sixteen
+rows takes twice as long as that of one.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ from paceline.lengths.cost import CostTable
 
 @dataclass(frozen=True)
 class PaperFit:
-    """The model's parameters in milliseconds (t_s and alpha by batch size) and how far off it is.
+    """The model's parameters in milliseconds (t_s, alpha and beta by batch size) and how far off it is.
 
-    error: mean |fit / measured - 1| over the measured verification times. error_accepted: likewise for l(s).
+    error: mean |fit / measured - 1| over the measured rounds. error_accepted: likewise for l(s).
     """
 
     batch_sizes: tuple[int, ...]
     alpha: tuple[float, ...]
-    beta: float
+    beta: tuple[float, ...]
     t_s: tuple[float, ...]
     c: float
     gamma: float
@@ -38,17 +43,17 @@ class PaperFit:
     def ms_per_token(self, size: int, s: float) -> float:
         """Of a row, in a batch of one of the fitted sizes."""
         place = self.batch_sizes.index(size)
-        return ((self.alpha[place] + self.t_s[place]) * s + self.beta) / (self.accepted(s) + 1)
+        return ((self.alpha[place] + self.t_s[place]) * s + self.beta[place]) / (self.accepted(s) + 1)
 
     def optimum(self, size: int) -> float:
         """The s with the fewest milliseconds a token; 0 if no guess pays.
 
         Where the derivative of ms_per_token vanishes:
 
-            (1 - gamma) s + s ** (1 - gamma) / c = gamma beta / (alpha + t_S)
+            (1 - gamma) s + s ** (1 - gamma) / c = gamma beta_b / (alpha_b + t_S)
 
         The left side only grows with s, so there is one root. Its second term comes from the token that every round
-        gives; without it the root would be gamma beta / ((1 - gamma) (alpha + t_S)).
+        gives; without it the root would be gamma beta_b / ((1 - gamma) (alpha_b + t_S)).
         """
         place = self.batch_sizes.index(size)
         slope = self.alpha[place] + self.t_s[place]
@@ -56,7 +61,7 @@ class PaperFit:
             return math.inf
         if self.c <= 0 or self.gamma <= 0:
             return 0.0
-        goal, low, high = self.gamma * self.beta / slope, 0.0, 1.0
+        goal, low, high = self.gamma * self.beta[place] / slope, 0.0, 1.0
 
         def grown(s: float) -> float:
             return float((1 - self.gamma) * s + s ** (1 - self.gamma) / self.c)
@@ -73,30 +78,33 @@ class PaperFit:
         return min(range(longest + 1), key=lambda s: self.ms_per_token(size, s))
 
 
-def fit_paper(table: CostTable, accepted: Sequence[float]) -> PaperFit:
-    """Least squares. accepted[s - 1]: mean number of guesses kept of s, for s = 1, 2, ..."""
-    sizes, lengths = table.batch_sizes, table.lengths
-    equations = np.zeros((len(sizes) * len(lengths), len(sizes) + 1))  # alpha_1 ... alpha_n, beta
-    for row in range(len(sizes)):
-        here = slice(row * len(lengths), (row + 1) * len(lengths))
-        equations[here, row] = lengths
-    equations[:, -1] = 1
-    measured = np.array(table.verify).ravel()
-    relative = equations / measured[:, None]  # every time counts by its relative error
-    solution, *_ = np.linalg.lstsq(relative, np.ones(len(measured)), rcond=None)
-    guessing = [k for k in lengths if k > 0]
-    steps = [sum(table.draft_ms(size, k) / k for k in guessing) / max(1, len(guessing)) for size in sizes]
+def fit_paper(table: CostTable, rounds: Sequence[Sequence[float]], accepted: Sequence[float]) -> PaperFit:
+    """Least squares. rounds[place][s]: milliseconds that rounds with s guesses a row took, drafting included, at the
+    table's batch sizes; s = 0, 1, ... The table says what of it drafting took. accepted[s - 1]: mean number of guesses
+    kept of s, for s = 1, 2, ...
+    """
+    guessing = [k for k in table.lengths if k > 0]
+    steps = [sum(table.draft_ms(size, k) / k for k in guessing) / max(1, len(guessing)) for size in table.batch_sizes]
+    lines = [_line(times) for times in rounds]
     c, gamma, error_accepted = _fit_accepted(accepted)
     return PaperFit(
-        batch_sizes=sizes,
-        alpha=tuple(solution[:-1].tolist()),
-        beta=float(solution[-1]),
+        batch_sizes=table.batch_sizes,
+        alpha=tuple(slope - step for (slope, _, _), step in zip(lines, steps, strict=True)),
+        beta=tuple(start for _, start, _ in lines),
         t_s=tuple(steps),
         c=c,
         gamma=gamma,
-        error=float(np.abs(relative @ solution - 1).mean()),
+        error=float(np.mean([error for _, _, error in lines])),
         error_accepted=error_accepted,
     )
+
+
+def _line(times: Sequence[float]) -> tuple[float, float, float]:
+    """Slope and start of a line through times at 0, 1, 2, ..., each of which counts by its relative error; and that."""
+    measured = np.array(times)
+    relative = np.stack([np.arange(len(times)), np.ones(len(times))], axis=1) / measured[:, None]
+    (slope, start), *_ = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)
+    return float(slope), float(start), float(np.abs(relative @ (slope, start) - 1).mean())
 
 
 def _fit_accepted(accepted: Sequence[float]) -> tuple[float, float, float]:
