@@ -99,7 +99,14 @@ def main() -> None:
     parser.add_argument("--longest-pause", type=float, default=None, help="default: the engine's")
     options = parser.parse_args()
     more = {} if options.longest_pause is None else {"longest_pause": options.longest_pause}
-    llm = LLM(options.model, quantization=options.quantization, max_model_len=8192, max_batch_size=8, **more)
+    llm = LLM(
+        options.model,
+        quantization=options.quantization,
+        max_model_len=8192,
+        max_batch_size=8,
+        prefix_cache=False,
+        **more,
+    )
     print(llm.engine.describe())
     found = measure(llm, options)
     for name, value in found.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from toy import FlatToy, ToyModel, make_engine, slow_answer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_names = count()
-
 
 @dataclass
 class Text:
@@ -25,10 +22,11 @@ class Text:
     prefilled: int = 0
     priority: int = 0
     arrival_time: float = 0.0
-    request_id: str = ""
+    waits: bool = False
 
-    def __post_init__(self) -> None:
-        self.request_id = self.request_id or str(next(_names))
+    @property
+    def feeding_order(self) -> tuple[int, int]:
+        return self.priority, self.prefill_stop - self.prefilled
 
 
 def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> Chunks:
@@ -127,8 +125,8 @@ def test_lower_priorities_come_before_shorter_prompts() -> None:
     assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {1: 80}
 
 
-def test_of_the_answers_to_a_prompt_one_is_fed() -> None:
-    prompts = [Text(90, request_id="a"), Text(90, 10, request_id="a"), Text(90, request_id="b")]
+def test_who_waits_for_what_another_reads_is_not_fed() -> None:
+    prompts = [Text(90, waits=True), Text(90, 10), Text(90)]
     assert sizes(chunks_at(0.0001).choose(prompts, decoding=True)) == {1: 80, 2: 90}
 
 

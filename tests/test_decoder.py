@@ -28,7 +28,7 @@ def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[D
     batch = Batch(4, positions, model.vocab_size)
     for row, prompt in enumerate(PROMPTS):
         batch.set_row(row, RowStart(prompt, SamplingParams(temperature=0), row))
-        decoder.start_row(row)
+        decoder.cut_row(row, 0)
     batch.set_rows(len(PROMPTS))
     decoder.prefill(batch, 0, [0, 0, 0], [len(prompt) - 1 for prompt in PROMPTS])
     return decoder, batch

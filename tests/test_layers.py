@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
     {"models", "heads", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
     {"round", "device_round", "native_round"},
-    {"waiting", "guard", "chunks", "sharing", "scheduler", "engine", "pipeline", "memory", "scoring"},
+    {"waiting", "guard", "chunks", "prefixes", "sharing", "scheduler", "engine", "pipeline", "memory", "scoring"},
     {"llm", "server", "cli", "bench", "evaluation", "transformers"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

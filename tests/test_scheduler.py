@@ -94,8 +94,8 @@ def test_prompts_are_prefilled_in_chunks_while_others_decode() -> None:
 def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
     engine = engine_of(max_batch_size=6, prefill_chunk=10)
     spy = Spy(engine.parts.target)
-    for size in (3, 4, 30, 2, 25, 3):
-        add(engine, [1 + size % 5] * size)
+    for index, size in enumerate((3, 4, 30, 2, 25, 3)):
+        add(engine, [1 + index] * size)
     while engine.busy:
         step(engine)
     assert all(len(chunk) * max(chunk) <= 10 for chunk in spy.chunks)

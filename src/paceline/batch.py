@@ -201,6 +201,10 @@ class Batch:
         self.members[destination] = self.members[source]
         self.sampling.copy_row(source, destination)
 
+    def rest(self, row: int, held: int) -> None:
+        """Nobody has this row, whose caches hold so many tokens: rounds that play it along write behind them."""
+        self.length[row] = self.lengths[row] = held + 1
+
     def set_rows(self, rows: int) -> None:
         """From now on rows 0 .. rows - 1 decode."""
         self.rows = rows

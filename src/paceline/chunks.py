@@ -18,14 +18,25 @@ _OLDEST = 4  # every so many chunks begin with the prompt that came first, so th
 
 
 class Prompt(Protocol):
-    """A prompt of which ``prefilled`` tokens are cached; prefill ends at ``prefill_stop``."""
+    """A prompt of which ``prefilled`` tokens are cached; prefill ends at ``prefill_stop``.
 
-    request_id: str
-    priority: int
-    prefilled: int
+    waits: for another to read what they share. feeding_order: its priority, and the tokens that remain.
+    """
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def prefilled(self) -> int: ...
 
     @property
     def prefill_stop(self) -> int: ...
+
+    @property
+    def waits(self) -> bool: ...
+
+    @property
+    def feeding_order(self) -> tuple[int, int]: ...
 
     @property
     def arrival_time(self) -> float: ...
@@ -125,23 +136,10 @@ class Chunks:
     def _order(self, prompts: Sequence[Prompt]) -> list[int]:
         """The places of those to feed: the shortest remaining first, now and then the oldest."""
         self._chosen += 1
-        order = sorted(_leaders(prompts), key=lambda place: (prompts[place].priority, _remaining(prompts[place])))
+        fed = [place for place, prompt in enumerate(prompts) if not prompt.waits]
+        order = sorted(fed, key=lambda place: prompts[place].feeding_order)
         if self._chosen % _OLDEST == 0:
             oldest = min(order, key=lambda place: (prompts[place].priority, prompts[place].arrival_time))
             order.remove(oldest)
             order.insert(0, oldest)
         return order
-
-
-def _remaining(prompt: Prompt) -> int:
-    return prompt.prefill_stop - prompt.prefilled
-
-
-def _leaders(prompts: Sequence[Prompt]) -> list[int]:
-    """Of the answers to one prompt only one is fed, the one that is furthest; the others will copy it."""
-    furthest: dict[str, int] = {}
-    for place, prompt in enumerate(prompts):
-        best = furthest.setdefault(prompt.request_id, place)
-        if prompt.prefilled > prompts[best].prefilled:
-            furthest[prompt.request_id] = place
-    return list(furthest.values())

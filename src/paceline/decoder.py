@@ -144,10 +144,6 @@ class Decoder:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits if missing == 0 else logits[..., : self.vocab_size]
 
-    def start_row(self, row: int) -> None:
-        """A new text begins: nothing of it is cached, whatever the row held before."""
-        self.seen[row] = 0
-
     def prefill(self, batch: Batch, first_row: int, starts: Sequence[int], stops: Sequence[int]) -> None:
         """Feed tokens starts[i] .. stops[i] - 1 of rows first_row + i, no logits."""
         self.prefill_rows(batch, range(first_row, first_row + len(starts)), starts, stops)
@@ -163,7 +159,7 @@ class Decoder:
         else:
             for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
                 self._prefill_side_by_side(batch, [part for _, part in run])
-        for row, stop in zip(rows, stops, strict=True):
+        for row, _, stop in parts:
             self.seen[row] = stop
 
     def _prefill_flat(self, model: FlatModel, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
@@ -227,15 +223,8 @@ class Decoder:
         self.cache.copy_row(self._places[source], self._places[destination], length)
         self.seen[destination] = self.seen[source].clamp(max=length)
 
-    def move_row(self, source: int, destination: int, length: int) -> None:
-        """The same where nobody needs the source any more: a FlatModel's cache stays where it is."""
-        if self._flat is None:
-            self.copy_row(source, destination, length)
-        else:
-            self.swap_rows(source, destination, length)
-
     def swap_rows(self, one: int, other: int, length: int) -> None:
-        """Exchange two rows, ``length`` positions of their caches."""
+        """Exchange two rows, ``length`` positions of their caches; a FlatModel's caches stay where they are."""
         if self._flat is None:
             self.cache.swap_rows(one, other, length)
         else:
@@ -243,8 +232,12 @@ class Decoder:
         self.seen[[one, other]] = self.seen[[other, one]]
 
     def cut_row(self, row: int, length: int) -> None:
-        """What the cache holds of a row beyond ``length`` positions is of no use any more."""
+        """A new text begins: of what the cache holds of the row before, no more than ``length`` tokens belong to it."""
         self.seen[row].clamp_(max=length)
+
+    def held(self, row: int) -> int:
+        """How many tokens of a row a draft model's cache holds; reads the device."""
+        return int(self.seen[row])
 
     def clear(self) -> None:
         """No row is in use: whatever an interrupt left behind."""

@@ -39,6 +39,7 @@ from paceline.native_round import NativeRound
 from paceline.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.pipeline import Pipeline, why_not_device
+from paceline.prefixes import Scope
 from paceline.round import Speculation, speculative_round
 from paceline.rows import Constraint
 from paceline.sampling import sequence_seed
@@ -73,6 +74,18 @@ class Request:
     client: str = ""
     priority: int = 0
     references: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True)
+class _Begins:
+    """What all answers of a request begin with."""
+
+    request: Request
+    request_id: str
+    seed: int
+    arrival: float
+    family: Family | None
+    scope: Scope
 
 
 @dataclass
@@ -172,6 +185,7 @@ class Engine:
 
     def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
         """What rounds cost with these models; only while the engine is idle."""
+        self.scheduler.forget()
         with self._own_threads():
             return self._calibration(grid).run(progress)
 
@@ -224,6 +238,7 @@ class Engine:
             f"target {_describe_model(self.models.target)}, {self.threads} threads; {guesses}; "
             f"attention {self._describe_attention()}; {self._describe_rounds()}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens"
+            f"{', prompts read anew (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
 
     def _describe_attention(self) -> str:
@@ -262,8 +277,8 @@ class Engine:
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        family = self._family(request)
-        rows = [self._sequence(request, request_id, index, seed, arrival, family) for index in range(params.answers)]
+        begins = _Begins(request, request_id, seed, arrival, self._family(request), self._scope(params))
+        rows = [self._sequence(begins, index) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
         for row in rows if params.answers > params.n else ():
             row.rivals = output.candidates
@@ -277,18 +292,21 @@ class Engine:
         alone = answers == 1 and not request.references
         return None if alone or not self.config.looks_up else Family(request.references, answers)
 
-    def _sequence(
-        self, request: Request, request_id: str, index: int, seed: int, arrival: float, family: Family | None
-    ) -> Row:
-        params = request.params
+    def _scope(self, params: SamplingParams) -> Scope:
+        """Whose texts its prompt may be copied from, and who may copy it."""
+        name = (params.cache_salt or "") if self.config.prefix_cache else None
+        return Scope(copies=name, kept=name if params.keep_prefix else None)
+
+    def _sequence(self, begins: _Begins, index: int) -> Row:
+        request, params, arrival, family = begins.request, begins.request.params, begins.arrival, begins.family
         eos = () if params.ignore_eos else self.models.eos_token_ids
         rate = self.config.synthetic_acceptance
         metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
         return Row(
-            request_id=request_id,
+            request_id=begins.request_id,
             prompt=request.prompt_token_ids,
             params=params,
-            seed=sequence_seed(seed, index),
+            seed=sequence_seed(begins.seed, index),
             stop_tokens=frozenset((*eos, *params.stop_token_ids)),
             output=CompletionOutput(
                 index,
@@ -301,6 +319,7 @@ class Engine:
             constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
             client=request.client,
             priority=request.priority,
+            scope=begins.scope,
             member=None if family is None else Member(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
         )
 

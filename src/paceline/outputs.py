@@ -27,6 +27,7 @@ class TokenLogprob:
 class Metrics:
     """What one answer cost. Times in seconds from the request's arrival.
 
+    cached_tokens: those of the prompt's that were copied from what had been read before, and not read again.
     rounds: target passes that decoded it (prefill not counted). drafted, accepted: guesses made and kept.
     synthetic_acceptance: None; in benchmarks the chance with which guesses were kept whatever they were: the text then
         means nothing.
@@ -37,6 +38,7 @@ class Metrics:
     first_token: float | None = None
     finished: float | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -146,6 +148,11 @@ class RequestOutput:
         """All its answers have ended: choose those given back."""
         order = self.candidates if self.rank_by is None else ranked(self.candidates, self.rank_by)
         self.outputs = order[: self.n]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt's tokens, those that no answer of it had to read: ``Metrics.cached_tokens``."""
+        return min((output.metrics.cached_tokens for output in self.candidates), default=0)
 
     @property
     def finished(self) -> bool:

@@ -139,6 +139,9 @@ class SamplingParams:
         (before bias, penalties and temperature).
     num_speculative_tokens: most guesses a round for this prompt, however many the engine plays; 0 is plain decoding.
         None leaves it to the engine.
+    keep_prefix: whether later requests may copy what this one had read (``EngineConfig.prefix_cache``).
+    cache_salt: only requests with the same one share what they read, so that nobody learns by the time that an answer
+        takes whether another has sent the same words. None shares with all that have none.
     structured_outputs: what the answer must look like. Tokens that cannot lead there get no probability; the model's
         end-of-text token none before the answer is complete.
     """
@@ -166,6 +169,8 @@ class SamplingParams:
     )
     logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     num_speculative_tokens: Guesses | None = None
+    keep_prefix: bool = True
+    cache_salt: Name | None = None
     structured_outputs: Annotated[StructuredOutputs, Part(StructuredOutputs)] | None = None
 
     def __post_init__(self) -> None:
@@ -277,6 +282,8 @@ class EngineConfig:
     prefill_chunk: most prompt tokens fed in one step, all rows together.
     longest_pause: seconds between two tokens of a row while prompts are prefilled: chunks are as short as the speed
         measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens.
+    prefix_cache: whether a prompt copies the keys and values of the longest beginning that it shares with any text
+        whose row has not been needed since. False reads every prompt whole, once for all of its answers.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
     threads: CPU threads of this engine; None: torch's own choice, and no more than a container's CPU quota can run.
     memory_limit: bytes the engine may take; None is what the machine has free.
@@ -298,6 +305,7 @@ class EngineConfig:
     max_model_len: Annotated[int, Whole(2, MAX_COUNT)] | None = None
     prefill_chunk: Annotated[int, Whole(1, MAX_PREFILL_CHUNK)] = 1024
     longest_pause: Seconds | None = 0.1
+    prefix_cache: bool = True
     device: Name = "auto"
     threads: Annotated[int, Whole(1, MAX_THREADS)] | None = None
     memory_limit: Annotated[int, Whole(1, MAX_BYTES)] | None = None
@@ -488,6 +496,7 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     prefill_chunk: int
     longest_pause: float | None
+    prefix_cache: bool
     device: str
     threads: int | None
     memory_limit: int | None

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from paceline.batch import Batch, Member, RowStart
-from paceline.chunks import Chunks
+from paceline.chunks import Chunks, Part
 from paceline.decoder import Decoder
 from paceline.draft import Verdict
 from paceline.guard import Guarded
 from paceline.hardware import Stopwatch
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.params import SamplingParams
+from paceline.prefixes import WORTH_WAITING, Held, Scope, Shelf, most_shared, shared
 from paceline.round import Speculation
 from paceline.waiting import Waiting
 
@@ -34,9 +37,11 @@ class TextStream(Protocol):
 
 @dataclass
 class Sequence:
-    """One answer in the making: ``prompt`` and ``output.token_ids`` are its tokens, ``prefilled`` those cached.
+    """One answer in the making: ``prompt`` and ``output.token_ids`` are its tokens.
 
-    rivals: its request's answers, if only the best of them are given back.
+    rivals: its request's answers, if only the best of them are given back. scope: whose texts it may copy, and who may
+    copy its own. cached: while it is prefilled, how many of its tokens each decoder's cache holds, the target's first.
+    follows: who is reading the first ``until`` tokens of its prompt, for both.
     """
 
     request_id: str
@@ -52,8 +57,25 @@ class Sequence:
     rivals: list[CompletionOutput] = field(default_factory=list)
     client: str = ""
     priority: int = 0
-    prefilled: int = 0
+    scope: Scope = field(default_factory=Scope)
+    cached: list[int] = field(default_factory=lambda: [0])
     read_by_draft: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
+    follows: Sequence | None = field(default=None, repr=False)
+    until: int = 0
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens that all have read who are to read the prompt."""
+        return min(self.cached) if self.read_by_draft else self.cached[0]
+
+    @property
+    def waits(self) -> bool:
+        return self.follows is not None
+
+    @property
+    def feeding_order(self) -> tuple[int, int]:
+        """Lower ones are fed first, mostly."""
+        return self.priority, self.prefill_stop - self.prefilled
 
     @property
     def prefill_stop(self) -> int:
@@ -73,8 +95,10 @@ class Sequence:
 class Scheduler:
     """Rows 0 .. len(running) - 1 decode, the next len(prefilling) are being prefilled, both in the order of their rows.
 
-    A prefilled row joins the decoding ones by changing places with the first that is not. When a row leaves, the last
-    of its kind takes its place; on the CPU kernels rows change places without their caches being copied.
+    The others are free, and hold what they held. A prefilled row joins the decoding ones by changing places with the
+    first that is not. When a row leaves, it changes places with the last of its kind; on the CPU kernels rows change
+    places without their caches being copied. A row that begins has copied the longest beginning of its prompt that any
+    row holds.
 
     parts: their decoders keep the rows' caches; the policy is told when rows begin, move and end.
     chunks: decides what is prefilled next.
@@ -89,6 +113,10 @@ class Scheduler:
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
+    free: Shelf = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = Shelf(self.capacity)
 
     @property
     def decoders(self) -> list[Decoder]:
@@ -126,18 +154,50 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence) -> None:
-        row = len(self.running) + len(self.prefilling)
+        row, has = len(self.running) + len(self.prefilling), self._bring_a_row(sequence)
+        self.free.rows[0] = Held()  # whatever becomes of the sequence
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
-        sequence.prefilled, sequence.read_by_draft = 0, self.parts.policy.hopeful(self._rows_soon)
+        sequence.read_by_draft = self.parts.policy.hopeful(self._rows_soon)
         self.parts.policy.join(row)
         for decoder in self.decoders:
-            decoder.start_row(row)
+            decoder.cut_row(row, has)
+        sequence.cached, sequence.output.metrics.cached_tokens = self._cached(row, has), has
+        self.free.rows.pop(0)
         self.prefilling.append(sequence)
-        for source, other in enumerate(self.running):
-            if other.request_id == sequence.request_id:
-                self._share(source, row)
-                break
+        self._share(row)
+
+    def _bring_a_row(self, sequence: Sequence) -> int:
+        """The free row to begin in changes places with the first one; how many of the prompt's tokens it holds."""
+        prompt, scope = sequence.prompt, sequence.scope
+        fits = self.free.shared_with(prompt, scope)
+        place = self.free.choose(fits, most_shared(self._texts_in_use(), prompt, scope)[1])
+        if place > 0:
+            first, length = len(self.running) + len(self.prefilling), self.free.longest(0, place)
+            for decoder in self.decoders:
+                decoder.swap_rows(first, first + place, length)
+            self.free.swap(0, place)
+            for free in (0, place):
+                self.batch.rest(first + free, len(self.free.rows[free].tokens))
+        return fits[place]
+
+    def _texts_in_use(self) -> Iterator[tuple[int, list[int], Scope]]:
+        """(row, the tokens that its caches hold, whose they are); a draft model's may hold fewer."""
+        for row, sequence in enumerate([*self.running, *self.prefilling]):
+            yield row, self._text(row), sequence.scope
+
+    def _text(self, row: int) -> list[int]:
+        """What the target has read of a row in use, as far as it belongs to the answer."""
+        if row >= len(self.running):
+            sequence = self.prefilling[row - len(self.running)]
+            return sequence.prompt[: sequence.cached[0]]
+        sequence = self.running[row]
+        return [*sequence.prompt, *sequence.output.token_ids][: max(0, self.batch.lengths[row] - 1)]
+
+    def _cached(self, row: int, tokens: int) -> list[int]:
+        """Of the first ``tokens`` of a row, which the target's cache holds, how many each decoder's does."""
+        drafts = self.decoders[1:]
+        return [tokens, *(min(tokens, decoder.held(row)) if tokens else 0 for decoder in drafts)]
 
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
@@ -148,30 +208,81 @@ class Scheduler:
     def _rows_soon(self) -> int:
         return min(self.capacity, len(self.running) + len(self.prefilling) + 1 + len(self.waiting))
 
-    def _share(self, source: int, row: int) -> None:
-        """Give a prefilling row the prompt of another: its cache holds all of it, for nothing is ever erased."""
-        sequence, sibling = self.prefilling[row - len(self.running)], [*self.running, *self.prefilling][source]
-        sequence.prefilled, sequence.read_by_draft = sequence.prefill_stop, sibling.read_by_draft
-        for decoder in self.decoders:
-            decoder.copy_row(source, row, sequence.prefill_stop)
+    def _share(self, row: int) -> None:
+        """Copy the longest beginning of a prefilling row's prompt that any row holds; wait for what another reads."""
+        sequence, live = self.prefilling[row - len(self.running)], len(self.running) + len(self.prefilling)
+        free = ((live + place, held.tokens, held.scope) for place, held in enumerate(self.free.rows))
+        source, tokens = most_shared(chain(free, self._texts_in_use()), sequence.prompt, sequence.scope)
+        if tokens > sequence.cached[0]:
+            self._copy(source, row, tokens)
+        self._line_up(sequence)
+
+    def _copy(self, source: int, row: int, tokens: int) -> None:
+        """Give a prefilling row the first tokens of another."""
+        sequence, live = self.prefilling[row - len(self.running)], len(self.running) + len(self.prefilling)
+        sequence.output.metrics.cached_tokens += tokens - sequence.cached[0]
+        for index, has in enumerate(self._cached(source, tokens)):
+            if has > sequence.cached[index]:
+                self.decoders[index].copy_row(source, row, has)
+                sequence.cached[index] = has
+        if source >= live:
+            self.free.use(self.free.rows[source - live])
+
+    def _line_up(self, sequence: Sequence) -> None:
+        """Of two prompts with a beginning that neither has read, the one that is fed first reads it for both.
+
+        Nobody who waits is waited for at that moment, so they never wait in a circle.
+        """
+        for other in self.prefilling:
+            if other is sequence or other.waits:
+                continue
+            first, second = sorted((other, sequence), key=lambda each: each.feeding_order)
+            until = shared(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
+            gain = until - max(second.cached[0], second.until)
+            enough = 1 if until == second.prefill_stop else WORTH_WAITING
+            if second.scope.may_copy(first.scope) and gain >= enough:
+                second.follows, second.until = first, until
+
+    def _go_on(self) -> None:
+        """Those whose wait has ended, or is in vain, copy what there is."""
+        while (ready := self._ready()) is not None:
+            sequence = self.prefilling[ready - len(self.running)]
+            sequence.follows, sequence.until = None, 0
+            self._share(ready)
+
+    def _ready(self) -> int | None:
+        """The row of one whose wait has ended."""
+        reading = {id(sequence) for sequence in self.prefilling}
+        for row, sequence in enumerate(self.prefilling, len(self.running)):
+            reader = sequence.follows
+            if reader is not None and (id(reader) not in reading or reader.prefilled >= sequence.until):
+                return row
+        return None
 
     def _prefill(self) -> None:
         """One chunk."""
         parts = self.chunks.choose(self.prefilling, decoding=bool(self.running))
         watch = Stopwatch(self.batch.device)
-        for index, decoder in enumerate(self.decoders):
-            read = [part for part in parts if index == 0 or self.prefilling[part.place].read_by_draft]
-            rows = [len(self.running) + part.place for part in read]
-            if read:
-                decoder.prefill_rows(self.batch, rows, [part.start for part in read], [part.stop for part in read])
+        for index in range(len(self.decoders)):
+            self._feed(index, parts)
         watch.stop()
         self.chunks.watch(parts, watch)
-        for part in parts:
-            self.prefilling[part.place].prefilled = part.stop
+
+    def _feed(self, index: int, parts: list[Part]) -> None:
+        """Of a chunk one decoder reads what its cache does not hold already: it may have been copied farther."""
+        fed = [(self.prefilling[part.place], part) for part in parts]
+        read = [each for each in fed if each[0].cached[index] < each[1].stop and (index == 0 or each[0].read_by_draft)]
+        if not read:
+            return
+        rows = [len(self.running) + part.place for _, part in read]
+        starts, stops = [sequence.cached[index] for sequence, _ in read], [part.stop for _, part in read]
+        self.decoders[index].prefill_rows(self.batch, rows, starts, stops)
+        for sequence, part in read:
+            sequence.cached[index] = part.stop
 
     def _join(self) -> None:
         """Rows that are prefilled decode from now on, and those that wait for a sibling's prompt with them."""
-        self._share_prompts()
+        self._go_on()
         ready = 0
         for place, sequence in enumerate(self.prefilling):
             if sequence.is_prefilled:
@@ -187,18 +298,12 @@ class Scheduler:
         for decoder in self.decoders[1:] if not sequence.read_by_draft else ():
             decoder.lag = max(decoder.lag, len(sequence.prompt))
 
-    def _share_prompts(self) -> None:
-        rows = {s.request_id: row for row, s in enumerate(self.prefilling, len(self.running)) if s.is_prefilled}
-        for row, sequence in enumerate(self.prefilling, len(self.running)):
-            if not sequence.is_prefilled and sequence.request_id in rows:
-                self._share(rows[sequence.request_id], row)
-
     def _swap(self, first: int, place: int) -> None:
         """Two prefilling rows change places, of which the one at ``first`` has nothing yet but its prompt."""
         if first == place:
             return
         start, prefilling = len(self.running), self.prefilling
-        length = max(prefilling[first].prefilled, prefilling[place].prefilled)
+        length = max(prefilling[first].cached[0], prefilling[place].cached[0])
         for decoder in self.decoders:
             decoder.swap_rows(start + first, start + place, length)
         self.batch.copy_row(start + place, start + first)
@@ -224,52 +329,38 @@ class Scheduler:
             if sequence.rivals and not sequence.output.finished:
                 _end_if_outranked(sequence, self.batch.positions)
         for row in range(len(self.running) - 1, -1, -1):
-            if self.running[row].output.finished and not self._succeed(row):
+            if self.running[row].output.finished:
                 self.release(row)
         failed = [sequence for sequence in played if sequence.output.error is not None]
         return [other for one in failed for other in self.drop(one.request_id, "error", one.output.error)]
 
-    def _succeed(self, row: int) -> bool:
-        """Where it is the turn of another answer to the same prompt, it takes the row over, and the prompt with it."""
-        leaves = self.running[row]
-        if leaves.output.error is not None or not self.waiting or self.waiting.first.request_id != leaves.request_id:
-            return False
-        (sequence,) = self.waiting.turn(1)
-        self._set_row(row, sequence)
-        sequence.output.metrics.first_scheduled = time.monotonic()
-        sequence.prefilled, sequence.read_by_draft = sequence.prefill_stop, leaves.read_by_draft
-        self.parts.policy.leave(row)
-        self.parts.policy.join(row)
-        for decoder in self.decoders:
-            decoder.cut_row(row, sequence.prefill_stop)
-        self._note_lag(sequence)
-        self.running[row] = sequence
-        return True
-
     def release(self, row: int) -> None:
-        """Free a row (decoding or prefilling); others move into the hole."""
+        """Free a row (decoding or prefilling), which keeps what it holds; others change places with it."""
         self.parts.policy.leave(row)
+        held = Held(self._text(row), [*self.running, *self.prefilling][row].scope)
         if row < len(self.running):
             last = len(self.running) - 1
-            self._move(last, row, self.batch.lengths[last] + self.in_flight)
+            self._move(last, row, max(self.batch.lengths[last] + self.in_flight, len(held.tokens)))
             self.prefilling.insert(0, self.running[row])  # the hole is now at the border to the prefilling rows
             self.running[row] = self.running[last]
             self.running.pop()
             row = last
-        place = row - len(self.running)
-        self._move(len(self.running) + len(self.prefilling) - 1, row, self.prefilling[-1].prefilled)
+        place, last = row - len(self.running), len(self.running) + len(self.prefilling) - 1
+        self._move(last, row, max(self.prefilling[-1].cached[0], len(held.tokens)))
         self.prefilling[place] = self.prefilling[-1]
         self.prefilling.pop()
+        self.batch.rest(last, len(held.tokens))
+        self.free.put(held)
         self.batch.set_rows(len(self.running))
 
     def _move(self, source: int, destination: int, length: int) -> None:
-        """Put a row, ``length`` positions of its caches, in the place of one that is free."""
+        """A row changes places with one that is free, ``length`` positions of their caches."""
         if source == destination:
             return
         self.batch.copy_row(source, destination)
         self.parts.policy.move(source, destination)
         for decoder in self.decoders:
-            decoder.move_row(source, destination, length)
+            decoder.swap_rows(source, destination, length)
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
         """End every unfinished sequence of a request, wherever it is; returns them."""
@@ -292,7 +383,12 @@ class Scheduler:
         self.running.clear()
         for decoder in self.decoders:
             decoder.clear()
+        self.forget()
         self.batch.set_rows(0)
+
+    def forget(self) -> None:
+        """What free rows hold is of no use any more: somebody has written there."""
+        self.free.forget(self.capacity - len(self.running) - len(self.prefilling))
 
     def overdue(self, now: float) -> list[Sequence]:
         """End the sequences whose deadline has passed; what they have so far stays theirs."""
@@ -318,7 +414,8 @@ class Scheduler:
         for decoder in self.decoders:
             decoder.check_integrity()
         assert self.batch.rows == len(self.running), "decoding rows and running sequences differ"
-        assert len(self.running) + len(self.prefilling) <= self.capacity, "more rows than there are"
+        live = len(self.running) + len(self.prefilling)
+        assert live + len(self.free.rows) == self.capacity, "rows in use and free rows are not all there are"
         lengths = self.batch.length.tolist()
         for row, sequence in enumerate([*self.running, *self.prefilling]):
             assert not sequence.output.finished, f"row {row} is finished but was not freed"
@@ -327,6 +424,8 @@ class Scheduler:
             assert 0 <= lengths[row] - size <= self.in_flight, f"row {row}: the device's length disagrees"
             text = self.batch.tokens[row, :size].tolist()
             assert text == sequence.prompt + sequence.output.token_ids, f"row {row}: tokens disagree"
+        for row, held in enumerate(self.free.rows, live):
+            assert not held.tokens or lengths[row] > len(held.tokens), f"row {row}: what it holds would be overwritten"
 
 
 def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:

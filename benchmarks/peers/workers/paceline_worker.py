@@ -29,6 +29,7 @@ class Paceline:
             max_batch_size=setup.max_batch,
             max_model_len=setup.max_tokens_of_row,
             threads=setup.threads,
+            prefix_cache=False,  # prompts come several times, and prefill is measured
             **options,
         )
         self._engines: dict[tuple[str, int, int | str], LLM] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +62,7 @@ def traffic(
             "max_batch_size",
         )
         load = Load(6, 0.02, 1.0, 8, 4)
-    llm = engine.load(model, quiet)
+    llm = replace(engine, prefix_cache=False).load(model, quiet)
     check_guesses(llm, engine.drafter)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -125,7 +125,14 @@ def traffic_http(
     _finish(document, where, output, plot, quiet)
 
 
-CHOSEN_BY_PHASES = {"drafter", "reference_document", "num_speculative_tokens", "max_batch_size", "profile"}
+CHOSEN_BY_PHASES = {
+    "drafter",
+    "reference_document",
+    "num_speculative_tokens",
+    "max_batch_size",
+    "profile",
+    "prefix_cache",
+}
 
 
 def phases(
@@ -147,7 +154,7 @@ def phases(
     plot = checked_plot(output)
     if quick:
         refuse_given(context, "left out beside --quick, which chooses it", "max_tokens", "repeats")
-    llm = engine.load(model, quiet)
+    llm = replace(engine, prefix_cache=False).load(model, quiet)
     if quick:
         stage = Stage(llm, [Phase(1, 0.9), Phase(2, 0.1)], tokens=8)
         repeats = 1

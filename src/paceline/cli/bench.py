@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -82,7 +83,7 @@ def offline(
     if not has_references(prompts):
         refuse_given(context, f"left out beside --prompts {prompts}, which have none", "references")
     each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
-    llm = engine.load(model, quiet)
+    llm = replace(engine, prefix_cache=False).load(model, quiet)
     if llm.config.drafter is None:
         refuse_given(context, _NOBODY, "lengths")
     if not llm.config.guesses or each == [0]:
@@ -112,8 +113,8 @@ _NOBODY = (
 )
 
 
-app.command()(with_flags(offline, without={"max_batch_size"}))  # it has --batch-sizes
-app.command()(with_flags(traffic, without={"num_speculative_tokens"}))  # it plays every length
+app.command()(with_flags(offline, without={"max_batch_size", "prefix_cache"}))  # it has --batch-sizes, reads all anew
+app.command()(with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"}))  # it plays every length
 app.command()(traffic_http)
 app.command()(with_flags(phases, without=CHOSEN_BY_PHASES))
 app.command()(quality)

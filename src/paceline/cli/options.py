@@ -108,6 +108,12 @@ class EngineFlags:
     max_model_len: Annotated[
         int | None, engine_option("--max-model-len", text="Most tokens of a sequence. Default: the model's limit.")
     ] = EngineConfig.max_model_len
+    prefix_cache: Annotated[
+        bool,
+        engine_option(
+            "--prefix-cache/--no-prefix-cache", text="Prompts copy what was read before, as far as they agree."
+        ),
+    ] = EngineConfig.prefix_cache
     device: Annotated[str, engine_option("--device", text="cpu, cuda, cuda:1, ...")] = EngineConfig.device
     threads: Annotated[
         int | None,
@@ -134,6 +140,7 @@ class EngineFlags:
             "draft_quantization": None if self.draft_quantization == "none" else self.draft_quantization,
             "max_batch_size": self.max_batch_size,
             "max_model_len": self.max_model_len,
+            "prefix_cache": self.prefix_cache,
             "device": self.device,
             "threads": self.threads,
         }
