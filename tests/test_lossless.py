@@ -437,6 +437,46 @@ def test_an_engine_used_again_gives_the_same_answers() -> None:
     assert answers(run(engine, PROMPTS[::-1], MIXED[::-1])) == first[::-1] == plain("toy", "mixed")[::-1]
 
 
+@functools.cache
+def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """What chats say next, and questions about one text; and what plain decoding answers that reads all of it anew."""
+    texts = zip(PROMPTS, plain(model, family), strict=True)
+    said = [[*prompt, *each[0], 3, 1 + i] for i, (prompt, each) in enumerate(texts)]
+    prompts = [said[i] if i % 3 else [*PROMPTS[6][: 20 + i], 5 + i, 2] for i in range(len(PROMPTS))]
+    alone = []
+    for prompt, params in zip(prompts, PARAMS[family], strict=True):
+        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, prefix_cache=False)
+        engine.parts.native = None
+        alone += answers(run(engine, [prompt], [unranked(params)]))
+    return prompts, alone
+
+
+@pytest.mark.parametrize(("drafter", "rows"), [("model", 3), ("hybrid", 6)])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_was_read_before_changes_no_answer(model: str, drafter: str, rows: int) -> None:
+    """Chats' next turns and texts that begin alike, some given up in the middle, in rows that move."""
+    rng, family = random.Random(rows), "mixed"
+    more = {"max_batch_size": rows, "prefill_chunk": rng.choice([4, 1000])}
+    engine = speculative_engine(model, drafter, "random", family, attention="auto", **more)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
+    prompts, expected = turns(model, family)
+    outputs = []
+    for index in (*range(len(prompts)), *range(len(prompts))):
+        outputs.append(engine.add(make_request(prompts[index], PARAMS[family][index])))
+        given_up = engine.add(replace(make_request(prompts[index][:-1], PARAMS[family][index]), request_id="up"))
+        for step in range(rng.choice([0, 2, 9])):
+            engine.step()
+            engine.scheduler.check_integrity()
+            if step == 1:
+                engine.abort("up")
+        engine.abort("up")
+        assert given_up.finished
+    while engine.busy:
+        engine.step()
+    assert answers(outputs) == [*expected, *expected]
+    assert sum(output.cached_tokens for output in outputs) > 40
+
+
 @pytest.mark.parametrize("drafter", ["model", "sometimes", "ngram"])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_logprobs_are_the_models_own_whoever_guessed(drafter: str, rule: str) -> None:
