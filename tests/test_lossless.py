@@ -635,6 +635,24 @@ def test_trees_equal_plain_decoding_at_any_length(length: int | str) -> None:
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
+    """Of scored trees ``auto`` verifies the best guesses, in an order of its own."""
+    engine = tree_engine("flat", "always", shape, "mixed", "budget", attention="auto")
+    drafter, policy = engine.parts.drafter, engine.parts.policy
+    assert isinstance(drafter, ScriptedTrees)
+    drafter.scored, select, moved = True, policy.select, []
+
+    def watched(batch: Batch, draft: Draft) -> Draft:
+        chosen = select(batch, draft)
+        moved.append(chosen.k > 1 and chosen.guesses != draft.first(chosen.counts.tolist()).guesses)
+        return chosen
+
+    policy.select = watched  # type: ignore[method-assign]
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+    assert (sum(moved) > 3) == (shape != "chain")
+
+
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 def test_every_parameter_knows_its_own_path(model: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,6 +390,7 @@ class ScriptedTrees(Scripted):
     """
 
     shape: Shape = SHAPES["random"]
+    scored: bool = False  # by chance
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         self.asked.append(wish.k)
@@ -399,7 +400,8 @@ class ScriptedTrees(Scripted):
         ]
         tokens, parents = torch.tensor(rows, dtype=torch.int64).view(batch.rows, 2, k).unbind(1)
         counts = [self.rng.randint(0, k) if self.ragged else k for _ in rows]
-        return Draft(tokens, torch.tensor(counts, dtype=torch.int64), parents=parents)
+        scores = [[self.rng.random() for _ in range(k)] for _ in rows] if self.scored else None
+        return Draft(tokens, torch.tensor(counts, dtype=torch.int64), confidence=scores, parents=parents)
 
     def _row(self, right: Sequence[int], k: int) -> tuple[list[int], list[int]]:
         """Tokens and parents."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,8 +54,15 @@ class RowStart:
     member: Member | None = None
 
 
-# Whether a draft should end, given the rows it is for and the confidence in each of their guesses so far.
-Enough = Callable[["Batch", Sequence[Sequence[float]]], bool]
+class Enough(Protocol):
+    """Whether a draft should end."""
+
+    def __call__(
+        self, batch: Batch, scores: Sequence[Sequence[float]], follows: Sequence[Sequence[int]] | None = None
+    ) -> bool:
+        """Given the rows it is for, the confidence in each of their guesses so far and, of trees, what each follows."""
+        ...
+
 
 # How many guesses to ask of a draft model in place of these, which were free; 0: these will do.
 Instead = Callable[["Batch", Draft], int]

@@ -12,6 +12,8 @@ from torch import Tensor
 from paceline.errors import ParameterError
 from paceline.nodes import Tree
 
+KINDS = 4  # most kinds of guesses that a drafter may tell apart
+
 
 def real_places(counts: Tensor, width: int) -> Tensor:
     """[B, width] bool: the first counts[i] places of row i."""
@@ -30,6 +32,8 @@ class Draft:
     logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
     parents: [B, k] int64, the guess that each guess follows, one before it, or -1: the row's unseen token. None: each
         follows the one before, a chain. Trees have no probabilities.
+    kinds: [B, k] or wider, on the host, where each guess comes from, as far as that says something about it (its
+        drafter's numbers, 0 to ``KINDS`` - 1); None: all from the same.
     """
 
     tokens: Tensor
@@ -38,6 +42,7 @@ class Draft:
     confidence: Sequence[Sequence[float]] | None = None
     logits: Tensor | None = None
     parents: Tensor | None = None
+    kinds: Sequence[Sequence[int]] | None = None
 
     @property
     def k(self) -> int:
@@ -55,6 +60,11 @@ class Draft:
         return [line[:count] for line, count in zip(self.tokens.tolist(), counts, strict=True)]
 
     @cached_property
+    def follows(self) -> list[list[int]] | None:
+        """``parents`` on the host, read once."""
+        return None if self.parents is None else self.parents.tolist()
+
+    @cached_property
     def real(self) -> Tensor:
         """[B, k + 1] bool: each row's unseen token and its real guesses."""
         return real_places(self.counts + 1, self.k + 1)
@@ -64,7 +74,7 @@ class Draft:
         """Of each row and place the guesses on the way there: none for place 0, the unseen token's."""
         tokens = self.tokens.tolist()
         chain = list(range(-1, self.k - 1))
-        parents = [chain] * len(tokens) if self.parents is None else self.parents.tolist()
+        parents = self.follows or [chain] * len(tokens)
         ways: list[list[list[int]]] = []
         for line, follows in zip(tokens, parents, strict=True):
             ways.append([[]])
@@ -105,6 +115,17 @@ class Draft:
         chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
         return chosen
 
+    def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
+        """Of a tree: row i has its real guesses in the order orders[i], in which none comes before what it follows."""
+        assert self.parents is not None
+        order = torch.arange(self.k).repeat(len(orders), 1)
+        for line, new in zip(order, orders, strict=True):
+            line[: len(new)] = torch.tensor(new, dtype=torch.int64)
+        order = order.to(self.tokens.device)
+        parents, place = self.parents.gather(1, order), order.argsort(1)
+        parents = torch.where(parents < 0, parents, place.gather(1, parents.clamp(min=0)))
+        return Draft(self.tokens.gather(1, order), self.counts, parents=parents)
+
     def spread(self, first: int, rows: int) -> Draft:
         """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
 
@@ -116,9 +137,11 @@ class Draft:
         laws = None if self.probabilities is None else widen(self.probabilities)
         parents = None if self.parents is None else widen(self.parents)
         spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
+        after = rows - first - self.tokens.shape[0]
         if self.confidence is not None:
-            spread.confidence = [[] for _ in range(rows)]
-            spread.confidence[first : first + len(self.confidence)] = self.confidence
+            spread.confidence = [*[[]] * first, *self.confidence, *[[]] * after]
+        if self.kinds is not None:
+            spread.kinds = [*[[]] * first, *self.kinds, *[[]] * after]
         return spread
 
 

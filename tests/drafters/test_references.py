@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.batch import Batch, Wish
+from paceline.draft import KINDS, Draft
 from paceline.drafters import NgramDrafter
+from paceline.drafters.lookup import REFERENCES
 from paceline.engine import Engine
 from paceline.errors import ParameterError
 from paceline.kernels import native
@@ -53,6 +56,23 @@ def test_a_right_reference_is_copied_by_every_answer(
     [output] = play(copying(), (replace(GREEDY, n=n), [[7, 7], [*PROMPT, *right]]))
     assert answers([output]) == [[right] * n]
     assert max(rounds(output)) <= 6, "24 tokens, 4 guesses a round, all of them right"
+
+
+def test_a_draft_says_where_its_guesses_come_from(right: list[int]) -> None:
+    """Else ``auto`` could not tell what copies of other texts are worth."""
+    engine, kinds = copying(), set()
+    propose = engine.parts.drafter.propose
+
+    def watched(batch: Batch, wish: Wish) -> Draft:
+        draft = propose(batch, wish)
+        kinds.update(kind for line, count in zip(draft.kinds or [], draft.counts, strict=True) for kind in line[:count])
+        assert draft.spread(1, 3 + batch.rows).kinds == [[], *(draft.kinds or []), [], []]
+        return draft
+
+    engine.parts.drafter.propose = watched  # type: ignore[method-assign]
+    play(engine, (replace(GREEDY, n=2), [[*PROMPT, *right[:12]]]))
+    assert REFERENCES in kinds
+    assert kinds <= set(range(KINDS))
 
 
 def test_a_reference_helps_its_own_request_alone(right: list[int]) -> None:

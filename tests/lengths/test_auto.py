@@ -19,6 +19,7 @@ from paceline.draft import Draft, Verdict
 from paceline.engine import Engine
 from paceline.lengths.auto import FIRST_REACH, AutoLength
 from paceline.lengths.base import LengthPolicy
+from paceline.lengths.belief import bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
 from paceline.lengths.fixed import FixedLength
@@ -295,7 +296,7 @@ def test_a_trial_asks_a_row_that_allows_guesses() -> None:
         batch.most_guesses[0] = 0
         policy.drafted.brings[2] = Mean(-100.0)
         policy.drafted.savings._ms = policy.drafted.savings._price = 1e6
-        policy.drafted.learn(None, [1] * 100, [0] * 100)
+        policy.drafted.learn([[(bins_of(1)[0], False)]] * 100)
         wish = policy.choose(batch).within(batch)
         assert wish.caps is not None
         assert wish.caps[0] == 0
@@ -415,7 +416,7 @@ def best_by_trying(
     policy: AutoLength, confidence: list[list[float]], counts: list[int], costs: CostTable
 ) -> tuple[int, ...]:
     rows, belief = len(counts), policy.copied.belief
-    survival = [belief.survivals(row, line, len(line)) for row, line in enumerate(confidence)]
+    survival = [belief.survivals(row, bins_of(len(line), line)) for row, line in enumerate(confidence)]
 
     def rate(choice: tuple[int, ...]) -> float:
         tokens = rows + sum(sum(survival[row][:n]) for row, n in enumerate(choice))
@@ -520,7 +521,7 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
     policy.observe = lambda batch, verdict: (observe(batch, verdict), found.append(chance()))[0]  # type: ignore[func-returns-value, method-assign]
 
     def chance() -> float:
-        return min(policy.copied.belief.chance(row, [0.5], 0) for row in range(4))
+        return min(policy.copied.belief.chance(row, *bins_of(1, [0.5])) for row in range(4))
 
     simulation.play(policy)
     assert not np.any([sum(counts) for counts in simulation.verified])
@@ -681,8 +682,9 @@ def test_a_draft_goes_on_while_any_row_makes_it_worth_it() -> None:
 
 def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
+    (sure,) = bins_of(1, [0.95])
     for _ in range(30):  # the last row never has luck
-        policy.drafted.belief.learn([[0.95]] * 3, [1] * 3, [1, 1, 0])
+        policy.drafted.belief.learn([[(sure, row < 2)] for row in range(3)])
 
     def asks_again(first: int, stop: int) -> bool:
         enough = policy.choose(batch).enough
@@ -691,13 +693,13 @@ def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
 
     assert asks_again(0, 2)
     assert not asks_again(2, 3)
-    chances = [policy.drafted.belief.chance(row, [0.95], 0) for row in range(3)]
+    chances = [policy.drafted.belief.chance(row, sure) for row in range(3)]
     policy.leave(0)
     policy.move(2, 0)
-    assert policy.drafted.belief.chance(0, [0.95], 0) == chances[2]
+    assert policy.drafted.belief.chance(0, sure) == chances[2]
     assert not asks_again(0, 1)
     policy.join(0)
-    assert chances[2] < policy.drafted.belief.chance(0, [0.95], 0) < chances[1]
+    assert chances[2] < policy.drafted.belief.chance(0, sure) < chances[1]
 
 
 # --- copies beside a draft model -----------------------------------------------------------------------
@@ -826,9 +828,9 @@ def test_a_round_of_the_draft_model_says_what_the_copies_would_have_been_worth()
 
 def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
     policy, batch = started()
-    policy.drafted.belief.learn([[0.9] * 8], [8], [0])  # the draft model never has luck
+    policy.drafted.belief.learn([[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]])  # the draft model never has luck
     for _ in range(20):
-        policy.copied.learn([[0.9] * 8], [8], [8])
+        policy.copied.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
     wish = policy.choose(batch)
     assert wish.instead is not None
     assert wish.instead(batch, copied(0.9)) == 0

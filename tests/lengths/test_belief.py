@@ -5,19 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.lengths.belief import Belief
+from paceline.lengths.belief import Belief, Judged, bins_of
 
 SCORES = [0.05, 0.3, 0.5, 0.7, 0.85, 0.93, 0.99]
 
 
+def at(place: int, scores: list[float] | None = None) -> int:
+    """The bin of a guess of a chain."""
+    return bins_of(place + 1, scores)[place]
+
+
 def chance(belief: Belief, score: float, row: int = 0) -> float:
-    return belief.chance(row, [score], 0)
+    return belief.chance(row, at(0, [score]))
+
+
+def outcomes(judged: list[int], right: list[int], scores: list[float] | None = None) -> list[list[Judged]]:
+    """Of chains, each row's first guesses."""
+    return [
+        [(at(place, scores), place < good) for place in range(count)] for count, good in zip(judged, right, strict=True)
+    ]
 
 
 def learn(belief: Belief, scores: list[float], right: list[bool], times: int = 1) -> None:
     """A guess a row."""
     for _ in range(times):
-        belief.learn([[score] for score in scores], [1] * len(right), [int(it) for it in right])
+        belief.learn([[(at(0, [score]), it)] for score, it in zip(scores, right, strict=True)])
 
 
 def test_before_anything_is_known_a_chance_is_about_the_score() -> None:
@@ -30,8 +42,9 @@ def test_chances_come_to_the_truth(score: float | None, truth: float) -> None:
     belief, rng, found = Belief(), np.random.default_rng(0), []
     for _ in range(300):
         right = (rng.random(8) < truth).astype(int).tolist()
-        belief.learn(None if score is None else [[score]] * 8, [1] * 8, right)
-        found.append(belief.chance(0, None if score is None else [score], 0))
+        scores = None if score is None else [score]
+        belief.learn(outcomes([1] * 8, right, scores))
+        found.append(belief.chance(0, at(0, scores)))
     assert np.mean(found[50:]) == pytest.approx(truth, abs=0.07)
 
 
@@ -61,13 +74,13 @@ def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, aft
 
     def play(rate: float) -> None:
         right = (rng.random((rows, 2)) < rate).cumprod(1).sum(1).tolist()
-        belief.learn(None, [min(good + 1, 2) for good in right], right)
+        belief.learn(outcomes([min(good + 1, 2) for good in right], right))
 
     for _ in range(100):
         play(before)
     for _ in range(rounds):
         play(after)
-    assert abs(np.mean([belief.chance(row, None, 0) for row in range(rows)]) - after) < 0.3
+    assert abs(np.mean([belief.chance(row, at(0)) for row in range(rows)]) - after) < 0.3
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -76,7 +89,7 @@ def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
     for _ in range(500):
         had = sum(belief.tried)
         right = (rng.random(8) < rate).astype(int).tolist()
-        belief.learn(None, [1] * 8, right)
+        belief.learn(outcomes([1] * 8, right))
         doubted += sum(belief.tried) < had / 2
     assert doubted <= 3
 
@@ -84,19 +97,19 @@ def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
 def test_a_later_guess_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
     belief = Belief()
     for _ in range(20):
-        belief.learn([[0.5, 0.5]], [1], [0])
-        belief.learn([[0.5, 0.5]], [2], [2])
-    assert belief.chance(0, [0.5, 0.5], 0) < 0.6
-    assert belief.chance(0, [0.5, 0.5], 1) > 0.9
+        belief.learn(outcomes([1], [0], [0.5, 0.5]))
+        belief.learn(outcomes([2], [2], [0.5, 0.5]))
+    assert belief.chance(0, at(0, [0.5])) < 0.6
+    assert belief.chance(0, at(1, [0.5, 0.5])) > 0.9
 
 
 def test_without_scores_every_place_has_a_chance_of_its_own_and_untried_ones_that_of_all() -> None:
     belief = Belief()
     for _ in range(60):
-        belief.learn(None, [2], [1])
-    assert belief.chance(0, None, 0) > 0.85
-    assert belief.chance(0, None, 1) < 0.15
-    assert 0.2 < belief.chance(0, None, 2) < 0.8
+        belief.learn(outcomes([2], [1]))
+    assert belief.chance(0, at(0)) > 0.85
+    assert belief.chance(0, at(1)) < 0.15
+    assert 0.2 < belief.chance(0, at(2)) < 0.8
 
 
 def test_rows_differ_with_the_same_score() -> None:
@@ -109,23 +122,34 @@ def test_rows_differ_with_the_same_score() -> None:
 
 def test_the_chance_of_a_guess_and_all_before_it_falls_along_a_row() -> None:
     belief = Belief()
-    survivals = belief.survivals(0, [0.9, 0.5, 0.9], 3)
-    chances = [belief.chance(0, [0.9, 0.5, 0.9], place) for place in range(3)]
+    bins = bins_of(3, [0.9, 0.5, 0.9])
+    survivals = belief.survivals(0, bins)
+    chances = [belief.chance(0, bin_) for bin_ in bins]
     assert survivals == pytest.approx(np.cumprod(chances).tolist())
 
 
 def test_what_was_not_judged_teaches_nothing() -> None:
     belief = Belief()
     before = chance(belief, 0.5)
-    belief.learn([[0.5] * 3] * 2, [0, 0], [0, 0])
+    belief.learn([[], []])
     assert chance(belief, 0.5) == before
 
 
 def test_after_a_doubt_a_few_guesses_decide() -> None:
     belief = Belief()
     for _ in range(100):
-        belief.learn(None, [1] * 4, [0] * 4)
+        belief.learn(outcomes([1] * 4, [0] * 4))
     belief.doubt()
-    assert belief.chance(0, None, 0) < 0.2
-    belief.learn(None, [1] * 16, [1] * 16)
-    assert belief.chance(0, None, 0) > 0.7
+    assert belief.chance(0, at(0)) < 0.2
+    belief.learn(outcomes([1] * 16, [1] * 16))
+    assert belief.chance(0, at(0)) > 0.7
+
+
+def test_copies_of_other_texts_are_judged_apart_from_those_of_the_rows_own() -> None:
+    belief = Belief()
+    own, other = (bins_of(2, [0.7, 0.7], kinds=[kind] * 2) for kind in (0, 2))
+    assert own == bins_of(2, [0.7, 0.7])
+    for row in range(30):
+        belief.learn([[(own[0], True)] if row % 2 else [(other[0], False)]])
+    assert belief.chance(1, own[0]) > 0.8
+    assert belief.chance(1, other[0]) < 0.3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.draft import Draft, Verdict
-from paceline.lengths.judgement import judge
+from paceline.lengths.belief import judge
 
 
 def judged(guesses: list[int], gained: list[int], accepted: int, verified: int) -> tuple[int, int]:
@@ -16,8 +16,9 @@ def judged(guesses: list[int], gained: list[int], accepted: int, verified: int) 
     tokens = torch.full((1, width), 99)  # beyond what was gained lies anything
     tokens[0, : len(gained)] = torch.tensor(gained)
     verdict = Verdict(tokens, torch.tensor([accepted]), torch.tensor([verified]))
-    counts, right = judge(draft, verdict)
-    return counts[0], right[0]
+    (line,) = judge(draft, verdict)
+    assert [place for place, _ in line] == list(range(len(line)))
+    return len(line), sum(right for _, right in line)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +63,4 @@ def test_guesses_are_judged_by_what_others_guesses_brought(guesses: list[int], e
 def test_padding_is_no_guess_and_rows_are_judged_apart() -> None:
     draft = Draft(torch.tensor([[1, 1], [1, 2], [7, 7]]), torch.tensor([1, 2, 0]))
     verdict = Verdict(torch.tensor([[1, 1, 1], [1, 3, 0], [7, 7, 7]]), torch.tensor([2, 1, 2]), torch.tensor([2, 2, 2]))
-    assert judge(draft, verdict) == ([1, 2, 0], [1, 1, 0])
+    assert judge(draft, verdict) == [[(0, True)], [(0, True), (1, False)], []]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.batch import Batch, Family, Member, Wish
-from paceline.draft import Draft
+from paceline.draft import KINDS, Draft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
@@ -20,6 +20,7 @@ _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
+_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(KINDS)]
 STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first guess after the longest match
 
 
@@ -59,7 +60,9 @@ class NgramDrafter(Drafter):
         text, length = batch.tokens[: batch.rows, : batch.longest], batch.live_length
         found = self._lookup.find(text.cpu(), length.cpu(), batch.longest, wish.k, beside)
         confidence = [_CONFIDENCE[size] for size in found.matched.tolist()]
-        return Draft(found.guesses.to(batch.device), found.counts.to(batch.device), confidence=confidence)
+        draft = Draft(found.guesses.to(batch.device), found.counts.to(batch.device), confidence=confidence)
+        draft.kinds = None if beside is None else [_KINDS[source] for source in found.sources.tolist()]
+        return draft
 
     def _beside(self, member: Member | None) -> Beside[Any] | None:
         if member is None:

@@ -29,20 +29,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy, Means
-from paceline.lengths.belief import CLUELESS, Belief, Scores
+from paceline.lengths.belief import CLUELESS, Belief, Judged, bins_of, bins_of_draft, judge
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes
-from paceline.lengths.judgement import judge
 from paceline.lengths.lately import Mean, Rate, Savings
 from paceline.lengths.lateness import Paces
 
 Clock: TypeAlias = Callable[[], float]  # seconds
+Follows: TypeAlias = Sequence[int] | None  # the guess that each guess of a row follows; None: the one before
 
 DOUBT = 1.5  # standard errors by which a draft model gets the benefit of the doubt: trials come seldom; copies get 1
 HOPE = 0.9  # chance of a guess that no draft model exceeds for long
@@ -76,11 +76,17 @@ class Source:
         """Of a guess of which nothing else is known."""
         return (self.right + CLUELESS_TRIALS * CLUELESS) / (self.judged + CLUELESS_TRIALS)
 
-    def learn(self, scores: Scores, judged: Sequence[int], right: Sequence[int]) -> None:
+    def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
         """As ``Belief.learn``."""
-        self.belief.learn(scores, judged, right)
-        self.judged = self.judged * FADE + sum(judged)
-        self.right = self.right * FADE + sum(right)
+        self.belief.learn(judged)
+        self.judged = self.judged * FADE + sum(map(len, judged))
+        self.right = self.right * FADE + sum(right for line in judged for _, right in line)
+
+    def learn_of(self, draft: Draft, verdict: Verdict) -> None:
+        """What a round shows of a draft, whose guesses may all have been left out."""
+        bins = bins_of_draft(draft)
+        judged = zip(bins, judge(draft, verdict), strict=True)
+        self.learn([[(line[place], right) for place, right in known] for line, known in judged])
 
 
 @dataclass
@@ -137,6 +143,7 @@ class AutoLength(LengthPolicy):
         self.costs, self.decoders, self.clock = costs, decoders, clock
         self.selects = not costs.whole
         self.drafted, self.copied = Source(), Source()
+        self._shape: Follows = None  # of the trees that were drafted lately
         self._searches = self.selects and (copies or not decoders)
         self._sources = [self.drafted] if decoders or costs.whole else []
         self._sources += [self.copied] if self._searches else []
@@ -256,7 +263,7 @@ class AutoLength(LengthPolicy):
         """
         now, best, tokens = self._round, (float("-inf"), 0.0, 1), 0.0
         most = [min(LONGEST_AUTO, most) for most in now.batch.most_guesses[: now.rows]]
-        lines = self._lines(self.drafted, None, most)
+        lines = self._lines(self.drafted, [bins_of(each) for each in most], [self._shape] * now.rows)
         for k in range(1, LONGEST_AUTO + 1):
             tokens += sum(line[k - 1] for line in lines if len(line) >= k)
             value = tokens - now.rate * now.times.more(now.rows * k)
@@ -281,20 +288,32 @@ class AutoLength(LengthPolicy):
         """Copies, or a draft of so many guesses."""
         now = self._round
         now.drafts.append((self.copied, copied))
-        value, _ = self._best(self._lines(self.copied, copied.confidence, copied.counts.tolist()), self.copied)
+        value, _ = self._best(self._ranked(self.copied, copied)[1], self.copied)
         if value <= max(0.0, self._brings(self.drafted).value) * now.rows:
             return now.k
         now.source, now.feed = self.copied, 0.0
         return 0
 
-    def _lines(self, source: Source, scores: Scores, counts: Sequence[int], first: int = 0) -> list[list[float]]:
+    def _lines(
+        self, source: Source, bins: Sequence[Sequence[int]], follows: Sequence[Follows], first: int = 0
+    ) -> list[list[float]]:
         """What each guess is expected to bring, row by row, from row ``first`` on."""
         worth, lines = self._round.worth, []
-        for line, count in enumerate(counts):
-            row = first + line
-            survivals = source.belief.survivals(row, None if scores is None else scores[line], count)
+        for row, (line, parents) in enumerate(zip(bins, follows, strict=True), first):
+            survivals = source.belief.survivals(row, line, parents)
             lines.append(survivals if worth[row] == 1 else [worth[row] * survival for survival in survivals])
         return lines
+
+    def _ranked(self, source: Source, draft: Draft) -> tuple[Draft, list[list[float]]]:
+        """The draft with each row's guesses in the order of what they bring, and that.
+
+        Nothing brings more than what it follows: chains are in order, and the first guesses of a tree are a tree.
+        """
+        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * draft.counts.shape[0])
+        if draft.follows is None:
+            return draft, lines
+        orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in lines]
+        return draft.ordered(orders), [sorted(line, reverse=True) for line in lines]
 
     def _best(self, lines: list[list[float]], source: Source, cheaper: float = 1.0) -> tuple[float, list[int]]:
         """The value of the best guesses, and how many of each row those are. cheaper: of the times believed."""
@@ -308,28 +327,39 @@ class AutoLength(LengthPolicy):
             value, counts = now.times.best(lines, rate, min(most, plain * (1 + gain)))
         return value, counts
 
-    def _enough(self, batch: Batch, scores: Sequence[Sequence[float]]) -> bool:
-        """Whether one more guess a row is expected to bring less than its pass takes."""
+    def _enough(
+        self, batch: Batch, scores: Sequence[Sequence[float]], follows: Sequence[Sequence[int]] | None = None
+    ) -> bool:
+        """Whether one more pass is expected to bring less than it takes: a guess after each that nothing follows."""
         now, clock = self._round, self.clock()
         now.passes.append(1000 * (clock - now.ready))
         now.ready = clock
-        lines = self._lines(self.drafted, scores, [len(line) for line in scores], batch.first)
-        more = [[*line, line[-1] * self.drafted.chance] for line in lines]
-        gain = self._best(more, self.drafted)[0] - self._best(lines, self.drafted)[0]
+        trees: Sequence[Follows] = follows or [None] * len(scores)
+        bins = [bins_of(len(line), line, tree) for line, tree in zip(scores, trees, strict=True)]
+        lines, chance = self._lines(self.drafted, bins, trees, batch.first), self.drafted.chance
+        new = [[chance * end for end in _ends(line, tree)] for line, tree in zip(lines, trees, strict=True)]
+        values = [
+            self._best([sorted(line, reverse=True) for line in each], self.drafted)[0]
+            for each in (lines, [[*line, *more] for line, more in zip(lines, new, strict=True)])
+        ]
+        gain = values[1] - values[0]
         return gain <= now.rate * self.costs.pass_ms(len(lines), first=False)
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         now = self._round
+        if not self.selects and draft.follows is not None:  # of trees only the last one's shape is known beforehand
+            shape = draft.follows[0]
+            self._shape = [*shape, *range(len(shape) - 1, LONGEST_AUTO - 1)]
+            now.drafts.append((self.drafted, replace(draft, confidence=None)))
         if not self.selects or now.source is None:
             return draft
         counts = draft.counts.tolist()
         if not now.drafts or now.source is self.drafted:
             now.drafts.append((now.source, draft))
         if draft.probabilities is None and not (now.trial and now.source is self.drafted):
-            lines = self._lines(now.source, draft.confidence, counts)
+            draft, lines = self._ranked(now.source, draft)
             counts = self._worth_verifying(now.source, lines)
             now.expected = [sum(line[:n]) / w for line, n, w in zip(lines, counts, now.worth, strict=True)]
-        now.guesses = sum(counts)
         now.ready = self.clock()
         return draft.first(counts)
 
@@ -353,6 +383,8 @@ class AutoLength(LengthPolicy):
         now, ended = self._round, self.clock()
         accepted, ms = verdict.host.accepted, 1000 * (ended - now.began)
         drafting = 1000 * (now.ready - now.began)
+        if self.selects:
+            now.guesses = sum(verdict.host.drafted)
         self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
         self._guessed = now.guesses > 0
         self._paces.learn(accepted, now.expected or accepted, 1 + now.times.more(now.guesses) / now.times.plain)
@@ -389,14 +421,18 @@ class AutoLength(LengthPolicy):
         """Of all guesses that were seen; else a guess that was asked for and never came is wrong: it was paid for."""
         now, accepted = self._round, verdict.host.accepted
         for seen, draft in now.drafts:
-            seen.learn(draft.confidence, *judge(draft, verdict))
-        if self.costs.whole:
+            seen.learn_of(draft, verdict)
+        if self.costs.whole and not now.drafts:
             asked = now.asked or range(now.rows)
             most = [
                 min(now.k, most) if row in asked else 0 for row, most in enumerate(now.batch.most_guesses[: now.rows])
             ]
-            judged = [min(kept + 1, count) for kept, count in zip(accepted, most, strict=True)]
-            source.learn(None, judged, [min(kept, count) for kept, count in zip(accepted, judged, strict=True)])
+            source.learn(
+                [
+                    [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, count)))]
+                    for kept, count in zip(accepted, most, strict=True)
+                ]
+            )
 
     # --- rows ----------------------------------------------------------------------------
 
@@ -418,3 +454,8 @@ class AutoLength(LengthPolicy):
         yield self._paces.rows
         yield self.drafted.belief.rows
         yield self.copied.belief.rows
+
+
+def _ends(line: Sequence[float], follows: Follows) -> Sequence[float]:
+    """Those of a row's guesses that no other follows."""
+    return line[-1:] if follows is None else [each for place, each in enumerate(line) if place not in follows]

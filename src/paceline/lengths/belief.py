@@ -1,4 +1,4 @@
-"""What a drafter's score of a guess is worth, learned from what became of guesses.
+"""What a drafter's score of a guess is worth, learned from what became of guesses, verified or not.
 
 All of it lives on the host, in plain numbers: a round has a few guesses, for which numpy's calls would take longer than
 the arithmetic.
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from paceline.draft import KINDS, Draft, Verdict
 from paceline.lengths import lately
 from paceline.lengths.cost import LONGEST_AUTO
 
-Scores: TypeAlias = Sequence[Sequence[float]] | None  # of each row's guesses; None: a drafter without any
+Judged: TypeAlias = tuple[int, bool]  # a guess's bin or place, and whether it is right
 
 BIN = 0.75  # width of a bin of scores, a log of odds
 BINS = 9
@@ -30,9 +31,9 @@ DOUBTED = 5.0  # guesses of a bin, or of any, that what was known before such a 
 _LOW = -2 * BIN  # log of odds at the upper edge of the first bin
 _EDGES = tuple(1 / (1 + math.exp(-(_LOW + BIN * edge))) for edge in range(BINS - 1))
 _CENTRES = tuple(1 / (1 + math.exp(-(_LOW + BIN * (place - 0.5)))) for place in range(BINS))
-PLACES = 2 * BINS  # the first bin of those without scores
-# Of first guesses; of those after a guess that was right, which is evidence, too; of guesses without scores, by place.
-_BELIEVED = (*_CENTRES, *_CENTRES, *[CLUELESS] * LONGEST_AUTO)
+PLACES = 2 * BINS * KINDS  # the first bin of those without scores
+# Of each kind: first guesses; those after a guess that was right, which is evidence, too. Without scores: by place.
+_BELIEVED = (*_CENTRES * 2 * KINDS, *[CLUELESS] * LONGEST_AUTO)
 ROW_FADE = math.exp(-1 / ROW_MEMORY)
 
 
@@ -63,53 +64,52 @@ class Belief:
         self.all_missed = self.all_expected = 0.0
         self.rows: dict[int, _Luck] = {}
         self._fresh = _Luck()
-        self._misses = [0.0] * len(_BELIEVED)  # the chance of a miss in each bin, whatever the row
-        self._work_out()
+        self._misses: dict[int, float] = {}  # what ``_miss`` has worked out since anything was learned
 
-    def chance(self, row: int, scores: Sequence[float] | None, place: int) -> float:
-        """That the guess at ``place`` of this row's draft is right if all before it are."""
-        miss = self._misses[_bin(scores, place)]
+    def chance(self, row: int, bin_: int) -> float:
+        """That a guess of this row is right if those that it follows are."""
+        miss = self._miss(bin_)
         return (1 - miss) / (1 - miss + miss * self.rows.get(row, self._fresh).bad)
 
     def error(self) -> float:
         """A standard error of the first guess's chance where there are no scores, over that chance; 0 before any."""
-        chance, tried = 1 - self._misses[PLACES], self.tried[PLACES]
+        chance, tried = 1 - self._miss(PLACES), self.tried[PLACES]
         return math.sqrt((1 - chance) / chance / (tried + 1)) if tried else 0.0
 
-    def survivals(self, row: int, scores: Sequence[float] | None, count: int) -> list[float]:
-        """Of the first ``count`` guesses of a row's draft: the chance that each and all before it are right."""
-        survival, all_ = 1.0, []
-        for place in range(count):
-            survival *= self.chance(row, scores, place)
-            all_.append(survival)
-        return all_
+    def survivals(self, row: int, bins: Sequence[int], follows: Sequence[int] | None = None) -> list[float]:
+        """Of a row's guesses: the chance that each and all that it follows are right. follows: of a tree."""
+        survivals: list[float] = []
+        for place, bin_ in enumerate(bins):
+            parent = place - 1 if follows is None else follows[place]
+            survivals.append(self.chance(row, bin_) * (survivals[parent] if parent >= 0 else 1.0))
+        return survivals
 
-    def learn(self, scores: Scores, judged: Sequence[int], right: Sequence[int]) -> None:
-        """From a round: of row i's guesses, the first judged[i] were judged and the first right[i] were right."""
+    def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
+        """From a round: of each row, the bins of the guesses that could be judged."""
         if not any(judged):
             return
-        bins = [
-            [_bin(None if scores is None else scores[row], place) for place in range(count)]
-            for row, count in enumerate(judged)
-        ]
-        if self._surprised(bins, right):  # few rows cannot be so far off
+        if self._surprised(judged):  # few rows cannot be so far off
             self.doubt()
-        for row, (line, good) in enumerate(zip(bins, right, strict=True)):
+        for row, line in enumerate(judged):
             if line:
-                self._learn_row(row, line, good)
-        self._learn_bins(bins, right)
-        self._work_out()
+                self._learn_row(row, line)
+        self._learn_bins(judged)
+        self._misses.clear()
 
-    def _work_out(self) -> None:
-        of_all = (self.all_missed + PRIOR_MISSES) / (self.all_expected + PRIOR_MISSES)
-        for bin_, believed in enumerate(_BELIEVED):
-            tried, prior = self.tried[bin_], PRIOR * min((1 - believed) * of_all, 1.0)
-            self._misses[bin_] = (tried - self.kept[bin_] + prior) / (tried + PRIOR)
+    def _miss(self, bin_: int) -> float:
+        """The chance of a miss, whatever the row; worked out when it is first asked for."""
+        miss = self._misses.get(bin_)
+        if miss is None:
+            of_all = (self.all_missed + PRIOR_MISSES) / (self.all_expected + PRIOR_MISSES)
+            tried, prior = self.tried[bin_], PRIOR * min((1 - _BELIEVED[bin_]) * of_all, 1.0)
+            miss = self._misses[bin_] = (tried - self.kept[bin_] + prior) / (tried + PRIOR)
+        return miss
 
-    def _surprised(self, bins: Sequence[Sequence[int]], right: Sequence[int]) -> bool:
+    def _surprised(self, judged: Sequence[Sequence[Judged]]) -> bool:
         """Whether what is known cannot explain this round's first guesses, which are each row's own."""
-        misses = [self._misses[line[0]] for line in bins if line]
-        missed = sum(not good for line, good in zip(bins, right, strict=True) if line)
+        firsts = [line[0] for line in judged if line]
+        misses = [self._miss(bin_) for bin_, _ in firsts]
+        missed = sum(not right for _, right in firsts)
         variance = sum(miss * (1 - miss) for miss in misses)
         return abs(missed - sum(misses)) > SURPRISE * math.sqrt(variance + 1)
 
@@ -121,35 +121,77 @@ class Belief:
         share = DOUBTED / max(self.all_expected, DOUBTED)
         self.all_missed, self.all_expected = share * self.all_missed, share * self.all_expected
         self.rows.clear()
-        self._work_out()
+        self._misses.clear()
 
-    def _learn_row(self, row: int, bins: Sequence[int], right: int) -> None:
+    def _learn_row(self, row: int, judged: Sequence[Judged]) -> None:
         luck = self.rows.setdefault(row, _Luck())
-        luck.judged = luck.judged * ROW_FADE + len(bins)
-        luck.missed = luck.missed * ROW_FADE + len(bins) - right
-        luck.expected = luck.expected * ROW_FADE + sum(self._misses[bin_] for bin_ in bins)
+        luck.judged = luck.judged * ROW_FADE + len(judged)
+        luck.missed = luck.missed * ROW_FADE + sum(not right for _, right in judged)
+        luck.expected = luck.expected * ROW_FADE + sum(self._miss(bin_) for bin_, _ in judged)
         luck.judge()
 
-    def _learn_bins(self, bins: Sequence[Sequence[int]], right: Sequence[int]) -> None:
+    def _learn_bins(self, judged: Sequence[Sequence[Judged]]) -> None:
         """Places tell least of what comes next: guesses without scores are forgotten as rounds are."""
         news: dict[int, list[int]] = {}  # by bin: tried, kept
-        for line, good in zip(bins, right, strict=True):
-            for place, bin_ in enumerate(line):
+        for line in judged:
+            for bin_, right in line:
                 new = news.setdefault(bin_, [0, 0])
                 new[0] += 1
-                new[1] += place < good
-        judged, kept = map(sum, zip(*news.values(), strict=True))
-        fade = math.exp(-judged / MEMORY)
-        self.all_missed = self.all_missed * fade + judged - kept
+                new[1] += right
+        tried, kept = map(sum, zip(*news.values(), strict=True))
+        fade = math.exp(-tried / MEMORY)
+        self.all_missed = self.all_missed * fade + tried - kept
         self.all_expected = self.all_expected * fade + sum(n * (1 - _BELIEVED[bin_]) for bin_, (n, _) in news.items())
-        for bin_, (tried, good) in news.items():
-            fade = math.exp(-tried / MEMORY)
+        for bin_, (count, good) in news.items():
+            fade = math.exp(-count / MEMORY)
             fade = min(fade, lately.MEMORY) if bin_ >= PLACES else fade
-            self.tried[bin_] = self.tried[bin_] * fade + tried
+            self.tried[bin_] = self.tried[bin_] * fade + count
             self.kept[bin_] = self.kept[bin_] * fade + good
 
 
-def _bin(scores: Sequence[float] | None, place: int) -> int:
+def bins_of(
+    count: int,
+    scores: Sequence[float] | None = None,
+    follows: Sequence[int] | None = None,
+    kinds: Sequence[int] | None = None,
+) -> list[int]:
+    """Of the first ``count`` guesses of a row: by their scores, or by their places where there are none."""
     if scores is None:
-        return PLACES + min(place, LONGEST_AUTO - 1)
-    return bisect_left(_EDGES, scores[place]) + (BINS if place else 0)
+        return [PLACES + min(place, LONGEST_AUTO - 1) for place in range(count)]
+    bins = []
+    for place in range(count):
+        first = place == 0 if follows is None else follows[place] < 0
+        kind = 0 if kinds is None else 2 * BINS * kinds[place]
+        bins.append(bisect_left(_EDGES, scores[place]) + (0 if first else BINS) + kind)
+    return bins
+
+
+def bins_of_draft(draft: Draft) -> list[list[int]]:
+    """Of each row's guesses."""
+    nothing = [None] * draft.counts.shape[0]
+    scores, follows, kinds = draft.confidence or nothing, draft.follows or nothing, draft.kinds or nothing
+    rows = zip(draft.guesses, scores, follows, kinds, strict=True)
+    return [bins_of(len(guesses), score, parents, kind) for guesses, score, parents, kind in rows]
+
+
+def judge(draft: Draft, verdict: Verdict) -> list[list[Judged]]:
+    """Which guesses of each row can be judged by what the row gained, as (place, right), verified or not.
+
+    Those whose ancestors are all right, as far as what was gained reaches. Of equal siblings the first counts.
+    """
+    judged = []
+    for row, (guesses, gained) in enumerate(zip(draft.guesses, verdict.host.tokens, strict=True)):
+        follows = range(-1, len(guesses) - 1) if draft.follows is None else draft.follows[row]
+        line: list[Judged] = []
+        after = {-1: 0}  # the guesses that are right so far, and where in ``gained`` those after them stand
+        followed = set()
+        for place, guess in enumerate(guesses):
+            at = after.get(parent := follows[place], len(gained))
+            if at < len(gained):
+                right = guess == gained[at] and parent not in followed
+                line.append((place, right))
+                if right:
+                    after[place] = at + 1
+                    followed.add(parent)
+        judged.append(line)
+    return judged

@@ -1,0 +1,216 @@
+"""``auto`` and trees: what is known of a guess of a tree, which guesses are verified, and what they teach."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.batch import Batch, RowStart, Wish
+from paceline.draft import Draft, Verdict
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.belief import Belief, bins_of, bins_of_draft, judge
+from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
+from paceline.params import SamplingParams
+from simulation import linear_costs
+from toy import SHAPES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Tree = list[int]  # the guess that each guess follows
+
+
+def path_to(tree: Sequence[int], guess: int) -> list[int]:
+    """The guess and those that it follows."""
+    return [] if guess < 0 else [*path_to(tree, tree[guess]), guess]
+
+
+def draft_of(
+    trees: list[Tree], scores: list[list[float]] | None = None, tokens: list[list[int]] | None = None
+) -> Draft:
+    """Rows of trees; those with fewer guesses have padding."""
+    k = max(map(len, trees))
+    parents = torch.tensor([[*tree, *[-1] * (k - len(tree))] for tree in trees])
+    filled = torch.tensor([[*line, *[0] * (k - len(line))] for line in tokens or [list(range(k))] * len(trees)])
+    return Draft(filled, torch.tensor([len(tree) for tree in trees]), None, scores, parents=parents)
+
+
+def batch_of(rows: int) -> Batch:
+    batch = Batch(rows, 200, 64)
+    for row in range(rows):
+        batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=100), row))
+    batch.set_rows(rows)
+    return batch
+
+
+trees = (
+    st.integers(1, 7).flatmap(lambda size: st.tuples(*(st.integers(-1, guess - 1) for guess in range(size)))).map(list)
+)
+
+
+@given(trees, st.data())
+def test_a_guess_survives_with_all_that_it_follows(tree: Tree, data: st.DataObject) -> None:
+    scores = data.draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
+    belief, bins = Belief(), bins_of(len(tree), scores, tree)
+    survivals = belief.survivals(0, bins, tree)
+    for guess, survival in enumerate(survivals):
+        chance = 1.0
+        for step in path_to(tree, guess):
+            chance *= belief.chance(0, bins[step])
+        assert survival == pytest.approx(chance)
+
+
+def test_of_scores_alone_a_chain_is_the_same_as_a_tree_without_branches() -> None:
+    scores, chain = [0.9, 0.2, 0.7], [-1, 0, 1]
+    assert bins_of(3, scores) == bins_of(3, scores, chain)
+    assert bins_of(3, scores, [-1, -1, 0]) != bins_of(3, scores)  # the second is a first guess, too
+
+
+@given(trees, st.data())
+def test_guesses_are_judged_whose_ancestors_are_right_as_far_as_is_known(tree: Tree, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(0, 2), min_size=len(tree), max_size=len(tree)))
+    gained = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    verdict = Verdict(torch.tensor([gained]), torch.tensor([len(gained) - 1]), torch.tensor([0]))
+    (judged,) = judge(draft_of([tree], tokens=[tokens]), verdict)
+
+    def is_first(guess: int) -> bool:
+        return (tree[guess], tokens[guess]) not in list(zip(tree, tokens, strict=True))[:guess]
+
+    def is_right(guess: int) -> bool:
+        path = path_to(tree, guess)
+        return all(is_first(step) for step in path) and [tokens[step] for step in path] == gained[: len(path)]
+
+    expected = [
+        (guess, is_right(guess))
+        for guess in range(len(tree))
+        if len(path_to(tree, guess)) <= len(gained) and all(map(is_right, path_to(tree, guess)[:-1]))
+    ]
+    assert judged == expected
+
+
+def closed(tree: Tree, chosen: Sequence[bool]) -> bool:
+    return all(parent < 0 or chosen[parent] for parent, taken in zip(tree, chosen, strict=True) if taken)
+
+
+def best_by_trying(lines: list[list[float]], trees: list[Tree], costs: CostTable) -> float:
+    """The most tokens a millisecond of all choices of guesses, each with what it follows."""
+    rows, best = len(trees), 0.0
+    each = [[c for c in product((False, True), repeat=len(tree)) if closed(tree, c)] for tree in trees]
+    for choice in product(*each):
+        tokens = rows + sum(
+            s for line, c in zip(lines, choice, strict=True) for s, it in zip(line, c, strict=True) if it
+        )
+        best = max(best, tokens / costs.verify_ms(rows, sum(map(sum, choice)) / rows))
+    return best
+
+
+@pytest.mark.parametrize("token", [0.5, 3.0, 8.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: float) -> None:
+    rng, costs = random.Random(seed), linear_costs(verify=30.0, token=token)
+    for _ in range(4):
+        trees = [SHAPES["random"](rng, rng.randint(1, 5)) for _ in range(2)]
+        scores = [[rng.random() for _ in tree] for tree in trees]
+        draft, policy, batch = draft_of(trees, scores), AutoLength(CostModel(costs)), batch_of(2)
+        policy.copied.judged = 1000  # says nothing about any guess, but makes bold
+        policy.choose(batch)
+        chosen = policy.select(batch, draft)
+        lines = [policy.copied.belief.survivals(0, *each) for each in zip(bins_of_draft(draft), trees, strict=True)]
+        taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.counts.tolist(), strict=True)]
+        rate = (2 + sum(map(sum, taken))) / costs.verify_ms(2, int(chosen.counts.sum()) / 2)
+        assert rate == pytest.approx(best_by_trying(lines, trees, costs))
+        for row, (guesses, follows) in enumerate(zip(chosen.guesses, chosen.follows or [[], []], strict=True)):
+            assert all(parent < place for place, parent in enumerate(follows))
+            ways = [[draft.guesses[row][step] for step in path_to(trees[row], guess)] for guess in guesses]
+            assert [[guesses[step] for step in path_to(follows, place)] for place in range(len(guesses))] == ways
+
+
+@given(st.lists(trees, min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random.Random) -> None:
+    orders = []
+    for tree in trees:
+        left, order = set(range(len(tree))), list[int]()
+        while left:
+            order.append(rng.choice([guess for guess in sorted(left) if tree[guess] not in left]))
+            left.remove(order[-1])
+        orders.append(order)
+    draft = draft_of(trees)
+    new = draft.ordered(orders)
+    assert sorted(map(sorted, new.ways)) == sorted(map(sorted, draft.ways))
+    assert new.guesses == [[line[guess] for guess in order] for line, order in zip(draft.guesses, orders, strict=True)]
+
+
+def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, costs: CostTable) -> list[int]:
+    """Static trees whose guess i is right with chances[i], if what it follows is; guesses verified, round by round."""
+    rng, batch, verified = random.Random(1), batch_of(1), []
+    for _ in range(rounds):
+        batch.lengths[0] = 10
+        wish, size = policy.choose(batch), 0
+        truth, here = [], -1
+        while True:  # the path that is right: of siblings one at most
+            children, luck = [guess for guess, parent in enumerate(tree) if parent == here], rng.random()
+            here = next((g for n, g in enumerate(children) if luck < sum(chances[c] for c in children[: n + 1])), -2)
+            if here == -2:
+                break
+            truth.append(here)
+        kept: list[int] = []
+        if wish.k:
+            draft = policy.select(batch, draft_of([tree]).capped([wish.k]))
+            size, guesses = int(draft.counts[0]), draft.guesses[0]
+            kept = truth[: next((n for n, guess in enumerate(truth) if guess not in guesses), len(truth))]
+        NOW[0] += costs.verify_ms(1, size) / 1000
+        gained = [*truth[: len(kept)], truth[len(kept)] if len(kept) < len(truth) else 63]
+        policy.observe(batch, Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size])))
+        verified.append(size)
+    return verified
+
+
+NOW = [0.0]
+
+
+def test_what_places_of_a_tree_are_worth_is_learned_from_those_whose_parents_were_right() -> None:
+    """Of two roots the second is right more often; what follows the first is nearly sure."""
+    costs = linear_costs(token=0.05)
+    policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
+    play(policy, [0.2, 0.6, 0.95, 0.1], [-1, -1, 0, 1], 300, costs)
+    found = [policy.copied.belief.chance(1, bin_) for bin_ in bins_of(4)]
+    assert found == pytest.approx([0.2, 0.6, 0.95, 0.1], abs=0.15)
+
+
+@pytest.mark.parametrize(("token", "most"), [(0.05, 4), (2.5, 2)])
+def test_where_verification_is_dear_only_the_likely_part_of_a_tree_is_verified(token: float, most: int) -> None:
+    costs = linear_costs(token=token)
+    policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
+    sizes = play(policy, [0.05, 0.85, 0.05, 0.8], [-1, -1, 0, 1], 200, costs)
+    assert sum(sizes[100:]) / 100 == pytest.approx(most, abs=0.4)
+
+
+def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
+    """A star and a chain of guesses that are all right in one case of two: of a star each is worth as much."""
+    costs, best = linear_costs(token=0.6), {}
+    for name, tree in (("star", [-1] * 4), ("chain", [-1, 0, 1, 2])):
+        policy, batch = AutoLength(CostModel(costs, whole=True)), batch_of(1)
+        policy.choose(batch)
+        policy.select(batch, draft_of([tree]))
+        best[name] = policy._lines(policy.drafted, [bins_of(4)], [policy._shape])[0]
+    assert best["star"] == pytest.approx([best["star"][0]] * 4)
+    assert best["chain"] == pytest.approx([best["star"][0] ** n for n in range(1, 5)])
+    assert policy._shape is not None
+    assert len(policy._shape) == LONGEST_AUTO
+
+
+def test_a_draft_of_a_tree_goes_on_while_any_leaf_makes_it_worth_it() -> None:
+    costs = linear_costs(verify=37.0, token=3.0, draft_step=10.0)
+    policy, batch = AutoLength(CostModel(costs), copies=False), batch_of(1)
+    policy.decoders = ()
+    policy._sources = [policy.drafted]
+    enough = policy.choose(batch).enough
+    assert enough is not None
+    assert not enough(batch, [[0.05, 0.99]], [[-1, -1]])
+    assert enough(batch, [[0.05, 0.99]])  # a chain, which ends with a guess that hardly survives
+    assert enough(batch, [[0.05, 0.05]], [[-1, -1]])
+    assert Wish(1).enough is None
