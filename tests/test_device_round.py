@@ -26,7 +26,20 @@ from paceline.gpu.state import read_record
 from paceline.models.base import Model
 from paceline.params import SamplingParams
 from paceline.sampling import sequence_seed
-from toy import POSITIONS, VOCAB, FlatToy, RandomCaps, RandomLength, ToyModel, answers, make_engine, run, tiny_llama
+from toy import (
+    POSITIONS,
+    VOCAB,
+    FlatToy,
+    RandomCaps,
+    RandomLength,
+    RandomSelection,
+    Scripted,
+    ToyModel,
+    answers,
+    make_engine,
+    run,
+    tiny_llama,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,13 +139,19 @@ def test_auto_times_its_rounds_so_none_is_late() -> None:
     assert engine.scheduler.in_flight == 0
 
 
-def test_the_draft_cache_catches_up_after_many_plain_rounds() -> None:
-    """With the target as its own drafter, one stale key anywhere would cost acceptance."""
+@pytest.mark.parametrize("needs_host", [False, True])
+@pytest.mark.parametrize("reads_prompts", [True, False])
+def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool, needs_host: bool) -> None:
+    """With the target as its own drafter, one stale key anywhere would cost acceptance.
+
+    Of prompts that it did not read it lacks everything, and while a row needs the host that plays for all.
+    """
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
     engine.parts.policy.choose = lambda batch: Wish(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
-    params = [SamplingParams(seed=i, max_tokens=60) for i in range(9)]
+    engine.parts.policy.hopeful = lambda _: reads_prompts  # type: ignore[method-assign]
+    params = [SamplingParams(seed=i, max_tokens=60, top_k=5 * (needs_host and i == 4)) for i in range(9)]
     outputs = run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params)
     drafted = sum(output.outputs[0].metrics.drafted for output in outputs)
     assert drafted == sum(output.outputs[0].metrics.accepted for output in outputs) > 0
@@ -339,3 +358,16 @@ def test_the_cpu_kernels_play_their_own_rounds() -> None:
 def test_the_start_line_says_who_plays() -> None:
     assert "rounds by the device (uncaptured, torch kernels)" in engine_on("device").describe()
     assert "rounds by" not in engine_on("auto").describe()
+
+
+@pytest.mark.parametrize("part", [{"drafter": Scripted({})}, {"policy": RandomSelection()}])
+def test_the_start_line_says_who_plays_whatever_was_exchanged(part: dict[str, Any]) -> None:
+    engine = engine_on("device")
+    for name, other in part.items():
+        setattr(engine.parts, name, other)
+    assert "rounds by the device" not in engine.describe()
+
+
+def test_a_length_policy_that_looks_at_guesses_does_not_fit_the_device() -> None:
+    with pytest.raises(ParameterError, match="looks at guesses"):
+        engine_on("device", num_speculative_tokens=RandomSelection())

@@ -43,7 +43,6 @@ class Decoder:
             range(rows)
         )  # of the rows in the cache; only a FlatModel, told each token's row, has others
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        self.lag = 1  # of a drafter's: no decoding row's cache lacks more tokens than this
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
 
     def forward(

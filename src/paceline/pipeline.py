@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.decoder import Decoder
 from paceline.device_round import USUAL_LAG, DeviceRound
 from paceline.draft import HostVerdict, Logprobs, ReadVerdict, Verdict
 from paceline.gpu.graphs import Ticket
@@ -65,6 +66,8 @@ class Pipeline:
         self.player, self.parts, self.scheduler = player, parts, scheduler
         self.batch = scheduler.batch
         self._flights: deque[_Flight] = deque()
+        self._guessed: list[Sequence] = []  # for whom the last round with guesses was, if nobody else has played since
+        self._plain = 0  # rounds without guesses since then
         self.last_verdict: Verdict | None = None  # of the last round settled
 
     def suits(self) -> bool:
@@ -86,12 +89,14 @@ class Pipeline:
         return self.drain()
 
     def drain(self) -> list[Sequence]:
-        """Settle everything: from now on the host knows what the device knows."""
+        """Settle everything: from now on the host knows what the device knows, and may play."""
+        self._guessed = []
         return self._settle_all_but(0)
 
     def forget(self) -> None:
         """Whatever is in flight concerns nobody any more."""
         self._flights.clear()
+        self._guessed = []
         self.scheduler.in_flight = 0
 
     def _anyone_goes_on(self) -> bool:
@@ -114,12 +119,19 @@ class Pipeline:
 
     def _mind_the_lag(self, k: int, longest: int) -> None:
         """The draft model's cache falls behind while rounds have no guesses."""
+        if k == 0:
+            self._plain += 1
+            return
         for decoder in self.parts.drafter.decoders:
-            if k == 0:
-                decoder.lag += 1
-            else:
-                self.player.catch_up(self.batch.rows, decoder.lag, longest)
-                decoder.lag = USUAL_LAG
+            self.player.catch_up(self.batch.rows, self._lag(decoder), longest)
+        self._guessed, self._plain = list(self.scheduler.running), 0
+
+    def _lag(self, decoder: Decoder) -> int:
+        """Most tokens that a row's cache lacks. Of rows that had guesses lately the host knows; of others it asks."""
+        known = {id(sequence) for sequence in self._guessed}
+        if all(id(sequence) in known for sequence in self.scheduler.running):
+            return USUAL_LAG + self._plain
+        return max(decoder.lags(self.batch))
 
     def _count_in_flight(self) -> None:
         self.scheduler.in_flight = sum(flight.k + 1 for flight in self._flights)

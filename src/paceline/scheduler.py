@@ -288,15 +288,9 @@ class Scheduler:
             if sequence.is_prefilled:
                 self._swap(ready, place)
                 ready += 1
-                self._note_lag(sequence)
         self.running += self.prefilling[:ready]
         del self.prefilling[:ready]
         self.batch.set_rows(len(self.running))
-
-    def _note_lag(self, sequence: Sequence) -> None:
-        """Draft models have not read its prompt, or have, and then lack nothing."""
-        for decoder in self.decoders[1:] if not sequence.read_by_draft else ():
-            decoder.lag = max(decoder.lag, len(sequence.prompt))
 
     def _swap(self, first: int, place: int) -> None:
         """Two prefilling rows change places, of which the one at ``first`` has nothing yet but its prompt."""

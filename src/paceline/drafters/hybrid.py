@@ -41,7 +41,6 @@ class HybridDrafter(Drafter):
         asked = self._asked(batch, copied, wish)
         if asked > 0:
             return self._model.propose(batch, replace(wish, k=asked))
-        self._model.sit_out()
         return copied
 
     def _asked(self, batch: Batch, copied: Draft, wish: Wish) -> int:

@@ -32,7 +32,6 @@ class ModelDrafter(Drafter):
     def __init__(self, decoder: Decoder, acceptance: str) -> None:
         self.decoder = decoder
         self._independent = acceptance == "rejection"
-        self._drafted = 0  # guesses of the last draft, if it was for every row
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> ModelDrafter:
@@ -45,19 +44,13 @@ class ModelDrafter(Drafter):
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         first, stop = wish.stretch(batch.rows)
         if stop - first == batch.rows:
-            draft = self._propose(batch, wish)
-            self._drafted = draft.k
-            return draft
-        self._drafted = 0
+            return self._propose(batch, wish)
         if first == stop:
             return batch.no_guesses
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
-        decoder = self.decoder
-        if decoder.lag > USUAL_LAG:
-            decoder.catch_up(batch)
-        hidden = decoder.next_hidden(batch, 1 if decoder.lag > USUAL_LAG else decoder.lag)
+        decoder, hidden = self.decoder, self._read_up(batch)
         guesses = batch.tokens.new_empty((batch.rows, 0))
         laws: list[Tensor] = []
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
@@ -75,6 +68,14 @@ class ModelDrafter(Drafter):
         counts = guesses.new_full((batch.rows,), drafted)
         return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None, scores if scores[0] else None)
 
+    def _read_up(self, batch: Batch) -> Tensor:
+        """Feed what the cache lacks -> hidden [B, width] at each row's last token."""
+        lag = max(self.decoder.lags(batch))
+        if lag > USUAL_LAG:
+            self.decoder.catch_up(batch)
+            lag = 1
+        return self.decoder.next_hidden(batch, lag)
+
     def _stops(self, enough: Enough, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
         """Whether the guesses just drawn, of these chances [B, 1], are the last; the chances join the rows' scores."""
         for row, (chance,) in zip(scores, chances.tolist(), strict=True):
@@ -88,18 +89,8 @@ class ModelDrafter(Drafter):
         laws.append(choices.law())
         return choices.draw(Purpose.GUESS)
 
-    def sit_out(self) -> None:
-        """This round's guesses are another's, whatever was drafted before."""
-        self._drafted = 0
-
     def describe(self, draft: str | None) -> str:
         return str(draft)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.decoder.rewind(batch)
-        most = max(verdict.host.accepted)
-        if self._drafted == 0 or not any(verdict.host.drafted):  # a draft of before: timed only, or its round failed
-            self.decoder.lag += most + 1
-        else:  # whatever part of the draft was verified
-            self.decoder.lag = USUAL_LAG if most == self._drafted else 1
-        self._drafted = 0
