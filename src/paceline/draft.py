@@ -59,6 +59,11 @@ class Draft:
             raise ParameterError("counts", counts, f"from 0 to the {self.k} guesses that a row has; mend the drafter")
         return [line[:count] for line, count in zip(self.tokens.tolist(), counts, strict=True)]
 
+    @property
+    def drafted(self) -> list[int]:
+        """How many guesses of each row are real, on the host."""
+        return [len(line) for line in self.guesses]
+
     @cached_property
     def follows(self) -> list[list[int]] | None:
         """``parents`` on the host, read once."""
@@ -145,10 +150,55 @@ class Draft:
         return spread
 
 
+class ReadDraft(Draft):
+    """A draft of chains that the host has from the start; its tensors are made if anybody asks for them."""
+
+    @staticmethod
+    def of(
+        guesses: list[list[int]],
+        device: torch.device,
+        confidence: Sequence[Sequence[float]] | None = None,
+        kinds: Sequence[Sequence[int]] | None = None,
+    ) -> ReadDraft:
+        """guesses: of each row."""
+        draft = ReadDraft.__new__(ReadDraft)
+        draft.guesses, draft._device, draft.confidence, draft.kinds = guesses, device, confidence, kinds
+        return draft
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return self.tokens.device
+
+    @property
+    def k(self) -> int:
+        known = self.__dict__.get("tokens")
+        return max(map(len, self.guesses), default=0) if known is None else known.shape[1]
+
+    def capped(self, caps: Sequence[int] | None) -> Draft:
+        return self if caps is None else ReadDraft.of(self._lines(caps), self._device, self.confidence, self.kinds)
+
+    def first(self, counts: Sequence[int]) -> Draft:
+        return ReadDraft.of(self._lines(counts), self._device)
+
+    def _lines(self, counts: Sequence[int]) -> list[list[int]]:
+        return [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "counts":
+            made = torch.tensor(self.drafted, dtype=torch.int64, device=self._device)
+        elif name == "tokens":
+            k = self.k
+            lines = [line + [0] * (k - len(line)) for line in self.guesses]
+            made = torch.tensor(lines, dtype=torch.int64, device=self._device).view(len(lines), k)
+        else:
+            raise AttributeError(name)
+        setattr(self, name, made)
+        return made
+
+
 @cache
 def _no_guesses(rows: int, device: torch.device) -> Draft:
-    counts = torch.zeros(rows, dtype=torch.int64, device=device)
-    return Draft(counts.new_empty((rows, 0)), counts)
+    return ReadDraft.of([[] for _ in range(rows)], device)
 
 
 @dataclass

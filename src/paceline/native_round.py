@@ -69,8 +69,7 @@ class NativeRound:
         return ReadVerdict(verdict)
 
     def _play(self, draft: Draft) -> HostVerdict:
-        batch, call, guesses = self._batch, self._call, draft.guesses
-        drafted = [len(line) for line in guesses]
+        batch, call, guesses, drafted = self._batch, self._call, draft.guesses, draft.drafted
         rows, width = batch.rows, max(drafted)
         numbers = [*self._target.places(rows), *drafted]
         for line in guesses:

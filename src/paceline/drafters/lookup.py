@@ -11,11 +11,12 @@ some hundred.
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,12 +53,11 @@ class Beside(NamedTuple, Generic[T]):
 
 
 class Found(NamedTuple):
-    """guesses [B, <= k], counts [B], tokens matched [B], sources [B]. Guesses beyond a row's count are 0."""
+    """Of each row: its guesses, at most k; tokens matched; the source."""
 
-    guesses: Tensor
-    counts: Tensor
-    matched: Tensor
-    sources: Tensor
+    guesses: list[list[int]]
+    matched: list[int]
+    sources: list[int]
 
 
 class Lookup(Protocol[T]):
@@ -68,11 +68,18 @@ class Lookup(Protocol[T]):
         ...
 
     def find(
-        self, text: Tensor, length: Tensor, longest: int, k: int, beside: Sequence[Beside[T] | None] | None = None
+        self,
+        text: Tensor,
+        length: Tensor,
+        rows: int,
+        longest: int,
+        k: int,
+        beside: Sequence[Beside[T] | None] | None = None,
     ) -> Found:
-        """For text [B or more, T], whose row i ends at length[i] [B]; longest: the greatest length.
+        """For the first ``rows`` = B rows of text [R, T], of which row i ends at length[i] [R].
 
-        beside: of each row; their siblings learn what the rows have gained first. All of it lies on the CPU.
+        longest: the greatest of their lengths. beside: of each row; their siblings learn what the rows have gained
+        first. All of it lies on the CPU, in int64, a text's tokens side by side.
         """
         ...
 
@@ -109,6 +116,8 @@ class NativeLookup:
     def __init__(self, documents: Sequence[Sequence[int]], kernels: native.Kernels) -> None:
         self._search, self._kernels = kernels.library.pl_lookup, kernels
         self._documents = self.texts(documents)
+        self._found = memoryview(array("q"))
+        self._address = 0
 
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> NativeTexts:
         """As ``Lookup`` says."""
@@ -118,23 +127,38 @@ class NativeLookup:
         self,
         text: Tensor,
         length: Tensor,
+        rows: int,
         longest: int,
         k: int,
         beside: Sequence[Beside[NativeTexts] | None] | None = None,
     ) -> Found:
         """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
-        rows, width = len(length), min(longest, text.shape[1])
-        guesses, counts, matched, sources = (text.new_empty(shape) for shape in ((rows, k), rows, rows, rows))
-        given = None if beside is None else np.array([_numbers(each) for each in beside], dtype=np.int64)
+        width, step = min(longest, text.shape[1]), 8 * rows
+        self._make_room(rows * (3 + k))
+        place = self._address  # of counts, tokens matched, sources and guesses
+        given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
         widest = self._search(
             self._documents.handle,
-            None if given is None else given.ctypes.data,
+            None if given is None else given.buffer_info()[0],
             *(text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, k),
-            *(each.data_ptr() for each in (guesses, counts, matched, sources)),
+            *(place + 3 * step, place, place + step, place + 2 * step),
         )
         if widest < 0:
-            raise ValueError(f"the rows' lengths {length.tolist()} do not lie between 0 and {width}")
-        return Found(guesses if widest == k else guesses[:, :widest], counts, matched, sources)
+            raise ValueError(f"the rows' lengths {length[:rows].tolist()} do not lie between 0 and {width}")
+        return self._read(rows, k)
+
+    def _make_room(self, numbers: int) -> None:
+        if numbers > len(self._found):
+            made = array("q", bytes(8 * numbers))
+            self._found, self._address = memoryview(made), made.buffer_info()[0]
+
+    def _read(self, rows: int, k: int) -> Found:
+        numbers = self._found[: 3 * rows].tolist()
+        starts = range(3 * rows, (3 + k) * rows, k)
+        guesses = [
+            self._found[start : start + count].tolist() for start, count in zip(starts, numbers[:rows], strict=True)
+        ]
+        return Found(guesses, numbers[rows : 2 * rows], numbers[2 * rows :])
 
 
 def _numbers(beside: Beside[NativeTexts] | None) -> tuple[int, int, int, int]:
@@ -208,40 +232,36 @@ class HostLookup:
         self,
         text: Tensor,
         length: Tensor,
+        rows: int,
         longest: int,
         k: int,
         beside: Sequence[Beside[HostTexts] | None] | None = None,
     ) -> Found:
         """As ``Lookup`` says."""
-        numbers, lengths = text.numpy()[: len(length), :longest], length.numpy()
-        each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * len(lengths)]
+        numbers, lengths = text[:rows, :longest].numpy(), length[:rows].numpy()
+        each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * rows]
         for row, (one, end) in enumerate(zip(each, lengths.tolist(), strict=True)):
             if one.siblings is not None:
                 _catch_up(one.siblings, one.number, numbers[row, one.first : end].tolist())
-        found = self._find(numbers, lengths, k, each)
-        return Found(*(torch.from_numpy(array) for array in found))
+        return self._find(numbers, lengths, k, each)
 
-    def _find(
-        self, text: Tokens, length: Tokens, k: int, beside: Sequence[Beside[HostTexts]]
-    ) -> tuple[Tokens, Tokens, Tokens, Tokens]:
+    def _find(self, text: Tokens, length: Tokens, k: int, beside: Sequence[Beside[HostTexts]]) -> Found:
         suffix = _suffixes(text, length)
         row, place = np.nonzero(text == suffix[:, :1])
         before = place < length[row] - 1
         row, place = row[before], place[before]
         matched, at = _longest(text, row, place, suffix)
-        guesses = _continued(text, length, at, k)
-        counts, sources = np.where(matched > 0, k, 0), np.full_like(matched, OWN)
+        own = zip(matched.tolist(), _continued(text, length, at, k).tolist(), strict=True)
+        found = [(size, OWN, guesses if size else []) for size, guesses in own]
         for number, one in enumerate(beside):
             for source, texts in ((REFERENCES, one.references), (SIBLINGS, one.siblings), (DOCUMENTS, self._documents)):
                 if texts is None or length[number] == 0:
                     continue
-                size, following = texts.longer(suffix[number].tolist(), int(matched[number]))
-                if size > matched[number]:
-                    many = min(k, len(following))
-                    guesses[number, :many] = following[:many]
-                    matched[number], counts[number], sources[number] = size, many, source
-        guesses[np.arange(k) >= counts[:, None]] = 0
-        return guesses[:, : counts.max()], counts, matched, sources
+                size, following = texts.longer(suffix[number].tolist(), found[number][0])
+                if size > found[number][0]:
+                    found[number] = size, source, following[:k]
+        sizes, sources, guesses = map(list, zip(*found, strict=True))
+        return Found(guesses, sizes, sources)
 
 
 def _catch_up(siblings: HostTexts, number: int, text: list[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.batch import Batch, Family, Member, Wish
-from paceline.draft import KINDS, Draft
+from paceline.draft import KINDS, Draft, ReadDraft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
@@ -57,12 +57,13 @@ class NgramDrafter(Drafter):
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         members = batch.members[: batch.rows]
         beside = None if not any(members) else [self._beside(member) for member in members]
-        text, length = batch.tokens[: batch.rows, : batch.longest], batch.live_length
-        found = self._lookup.find(text.cpu(), length.cpu(), batch.longest, wish.k, beside)
-        confidence = [_CONFIDENCE[size] for size in found.matched.tolist()]
-        draft = Draft(found.guesses.to(batch.device), found.counts.to(batch.device), confidence=confidence)
-        draft.kinds = None if beside is None else [_KINDS[source] for source in found.sources.tolist()]
-        return draft
+        rows, longest, device = batch.rows, batch.longest, batch.device
+        text, length = batch.tokens, batch.length
+        if device.type != "cpu":
+            text, length = text[:rows, :longest].cpu(), length[:rows].cpu()
+        found = self._lookup.find(text, length, rows, longest, wish.k, beside)
+        kinds = None if beside is None else [_KINDS[source] for source in found.sources]
+        return ReadDraft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
 
     def _beside(self, member: Member | None) -> Beside[Any] | None:
         if member is None:

@@ -309,7 +309,7 @@ class AutoLength(LengthPolicy):
 
         Nothing brings more than what it follows: chains are in order, and the first guesses of a tree are a tree.
         """
-        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * draft.counts.shape[0])
+        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * len(draft.guesses))
         if draft.follows is None:
             return draft, lines
         orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in lines]
@@ -353,7 +353,7 @@ class AutoLength(LengthPolicy):
             now.drafts.append((self.drafted, replace(draft, confidence=None)))
         if not self.selects or now.source is None:
             return draft
-        counts = draft.counts.tolist()
+        counts = draft.drafted
         if not now.drafts or now.source is self.drafted:
             now.drafts.append((now.source, draft))
         if draft.probabilities is None and not (now.trial and now.source is self.drafted):
