@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +24,12 @@ from paceline.errors import ParameterError
 from paceline.gpu.graphs import Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, TritonOps, TwinOps
 from paceline.gpu.state import read_record
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.params import SamplingParams
 from paceline.sampling import sequence_seed
+from simulation import linear_costs
 from toy import (
     POSITIONS,
     VOCAB,
@@ -132,11 +136,59 @@ def test_lengths_that_change_every_round_and_rows_that_wait_for_a_place_change_n
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
 
 
-def test_auto_times_its_rounds_so_none_is_late() -> None:
-    engine = engine_on("device", num_speculative_tokens="auto")
+def test_auto_learns_one_round_late_from_the_rounds_that_are_played() -> None:
+    """Rows wait, move and end while rounds are in flight. Its costs are of such rounds: nobody has to time them."""
+    engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)
+    policy, late, judged = engine.parts.policy, [], []
+    assert isinstance(policy, AutoLength)
+    assert not policy.costs.table.draft_step[0]
+    policy.costs = CostModel(linear_costs(token=0.3), whole=True)
+    observe, learn = policy.observe, policy.drafted.learn
+    policy.observe = lambda *given: (late.append(len(policy._chosen)), observe(*given))[1]  # type: ignore[method-assign]
+    policy.drafted.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
     plain = make_engine(ToyModel(), eos=EOS)
-    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
-    assert engine.scheduler.in_flight == 0
+    outputs = run(engine, PROMPTS, PARAMS)
+    assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
+    assert late.count(2) > len(late) / 2
+    assert len(policy._chosen) == engine.scheduler.in_flight == 0
+    kept = sum(answer.metrics.accepted for output in outputs for answer in output.outputs)
+    assert sum(right for line in judged for _, right in line) >= kept > 20  # what was cut is right, too
+    assert policy.drafted.chance == pytest.approx(sum(r for x in judged for _, r in x) / sum(map(len, judged)), abs=0.2)
+
+
+@pytest.mark.parametrize("when", ["its rows have left", "everything was cleared"])
+def test_auto_forgets_a_round_that_nobody_is_left_for(when: str) -> None:
+    engine = engine_on("device", num_speculative_tokens="auto")
+    policy = engine.parts.policy
+    assert isinstance(policy, AutoLength)
+    request = Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0), request_id="x")
+    engine.add(request)
+    engine.step()
+    assert len(policy._chosen) == 1
+    if when == "everything was cleared":
+        engine.clear()
+    else:
+        chosen, choose = [], policy.choose
+        policy.choose = lambda batch: (choose(batch), chosen.append(policy._round))[0]  # type: ignore[func-returns-value, method-assign]
+        engine.abort("x")
+        engine.add(replace(request, request_id="y"))
+        engine.step()
+        engine.step()
+        assert list(policy._chosen) == chosen[-1:]
+        engine.clear()
+    assert not policy._chosen
+
+
+def test_auto_measures_what_the_device_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[int, int]] = []
+    play = DeviceRound.play
+    monkeypatch.setattr(DeviceRound, "play", lambda *given: (played.append(given[1:3]), play(*given))[1])
+    engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=2)
+    assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(played)
+    assert engine.batch.rows == 0
+    assert engine.identity().attention != engine_on("host").identity().attention
+    found = answers(run(engine, PROMPTS, PARAMS))
+    assert found == answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, PARAMS))
 
 
 @pytest.mark.parametrize("needs_host", [False, True])
@@ -250,8 +302,9 @@ def test_the_watchdog_bites(read: Callable[[Tensor], object]) -> None:
         read(torch.arange(3))
 
 
-def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_on("device")
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.MonkeyPatch, k: int | str) -> None:
+    engine = engine_on("device", num_speculative_tokens=k)
     for prompt in PROMPTS[:4]:
         engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
     engine.step()

@@ -122,10 +122,11 @@ class Engine:
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
         target = self._decoder(models.target)
         drafter = self._drafter(target)
-        self._profile = self._load_profile()
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
-        self.parts.policy = self._policy()
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
+        self._player = self._make_player()
+        self._profile = self._load_profile()
+        self.parts.policy = self._policy()
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept)
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks)
@@ -138,17 +139,26 @@ class Engine:
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
     def _make_pipeline(self) -> Pipeline | None:
-        """For rounds that the device plays alone; None where the host plays them."""
+        """None where the host plays all rounds."""
+        player = self._player
+        return Pipeline(player, self.parts, self.scheduler) if player is not None and self._device_plays() else None
+
+    def _make_player(self) -> DeviceRound | None:
+        """Of rounds that the device plays alone; None where the host plays them."""
         config, parts = self.config, self.parts
-        obstacle = why_not_device(parts)
-        if config.rounds == "device" and obstacle is not None:
-            raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
-        wanted = config.rounds == "device" or (config.rounds == "auto" and self.models.target.device.type == "cuda")
-        if not wanted or obstacle is not None:
+        if not self._device_plays():
             return None
         draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
         rule = Rule(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
-        return Pipeline(DeviceRound(parts.target, draft, self.batch, rule), parts, self.scheduler)
+        return DeviceRound(parts.target, draft, self.batch, rule)
+
+    def _device_plays(self) -> bool:
+        """As far as is known: the length policy comes last. Raises ParameterError where it was asked for and cannot."""
+        rounds, obstacle = self.config.rounds, why_not_device(self.parts)
+        if rounds == "device" and obstacle is not None:
+            raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
+        wanted = rounds == "device" or (rounds == "auto" and self.models.target.device.type == "cuda")
+        return wanted and obstacle is None
 
     def _decoder(self, model: AnyModel) -> Decoder:
         backend = self._backend()
@@ -168,7 +178,8 @@ class Engine:
     def _policy(self) -> LengthPolicy:
         """No drafter is the length 0."""
         config, drafter = self.config, self.parts.drafter
-        means = Means(self._costs, self._need_profile, drafter.decoders, self._on_kernels, drafter.copies)
+        overlaps = self._player is not None
+        means = Means(self._costs, self._need_profile, drafter.decoders, self._on_kernels, drafter.copies, overlaps)
         return make_policy(config.num_speculative_tokens if config.guesses else 0, means)
 
     def _load_profile(self) -> Profile | None:
@@ -190,7 +201,7 @@ class Engine:
             return self._calibration(grid).run(progress)
 
     def _calibration(self, grid: Grid) -> Calibration:
-        return Calibration(self.parts.target, self.parts.drafter, self.parts.accept, grid)
+        return Calibration(self.parts.target, self.parts.drafter, self.parts.accept, grid, self._player)
 
     def _costs(self) -> CostTable:
         """From the profile, from an engine before this one on the same models, from disk, or measured now."""
@@ -198,7 +209,7 @@ class Engine:
             return self._profile.costs
         config, known = self.config, self.models.costs
         sizes = config.max_batch_size, self.max_model_len, self.threads
-        key = (config.drafter, config.attention, config.acceptance, *sizes)
+        key = (config.drafter, config.attention, config.acceptance, self._player is None, *sizes)
         if key not in known:
             with self._own_threads():
                 known[key] = kept_or_measured(self._calibration(Grid.coarse(config.max_batch_size)), self._keep())
@@ -221,9 +232,14 @@ class Engine:
             target=model_hash(target),
             drafter=_drafter_identity(self.config, draft),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
-            attention="native" if isinstance(target, FlatModel) else self._backend().name,
+            attention=self._played_with(target),
             acceptance=self.config.acceptance,
         )
+
+    def _played_with(self, target: AnyModel) -> str:
+        """Attention, and who plays rounds: both decide what a round takes."""
+        attention = "native" if isinstance(target, FlatModel) else self._backend().name
+        return attention if self._player is None else f"{attention}, rounds by the device"
 
     def describe(self) -> str:
         """What runs and why, in one line."""

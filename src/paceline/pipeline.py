@@ -95,7 +95,9 @@ class Pipeline:
 
     def forget(self) -> None:
         """Whatever is in flight concerns nobody any more."""
-        self._flights.clear()
+        while self._flights:
+            self._flights.popleft()
+            self.parts.policy.lost()
         self._guessed = []
         self.scheduler.in_flight = 0
 
@@ -152,6 +154,7 @@ class Pipeline:
             self.batch.lengths[row] += verdict.gained[line]
         self._count_in_flight()
         if not known:
+            self.parts.policy.lost()
             return []
         self.last_verdict = _verdict(verdict, [lines.get(id(sequence)) for sequence in running], logprobs)
         self.parts.policy.observe(self.batch, self.last_verdict)

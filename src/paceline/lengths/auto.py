@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -125,7 +126,8 @@ class AutoLength(LengthPolicy):
     """Measures time from ``choose`` to ``observe`` (both on the host).
 
     costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
-    fall behind in rounds without them. copies: whether there are guesses without them, too. clock: seconds.
+    fall behind in rounds without them. copies: whether there are guesses without them, too. clock: seconds. times: else
+    rounds may be observed one late, and take what the costs say.
     """
 
     name = "auto"
@@ -139,7 +141,9 @@ class AutoLength(LengthPolicy):
         decoders: Sequence[Decoder] = (),
         copies: bool = True,
         clock: Clock = time.perf_counter,
+        times: bool = True,
     ) -> None:
+        self.times = times
         self.costs, self.decoders, self.clock = costs, decoders, clock
         self.selects = not costs.whole
         self.drafted, self.copied = Source(), Source()
@@ -151,11 +155,14 @@ class AutoLength(LengthPolicy):
         self._savings = Savings()  # for rounds that show what others take
         self._search_ms = 0.0  # what the last search for copies took
         self._guessed = False  # whether guesses were verified in the last round
+        self._unasked = 0  # rounds without guesses since the last with any
         self._round: Round
+        self._chosen: deque[Round] = deque()  # and not observed yet; the last is ``_round``
 
     @classmethod
     def build(cls, means: Means, /) -> AutoLength:
-        return cls(CostModel(means.costs(), whole=not means.ragged), means.decoders, means.copies)
+        costs = CostModel(means.costs(), whole=not means.ragged)
+        return cls(costs, means.decoders, means.copies, times=not means.overlaps)
 
     # --- before the round ------------------------------------------------------------
 
@@ -163,11 +170,16 @@ class AutoLength(LengthPolicy):
         began = self.clock()
         times = self.costs.times(batch.rows, batch.longest)
         self._round = Round(batch, began, began, times, self._paces.worth_of_tokens(batch))
+        while len(self._chosen) > (not self.times):  # the round before failed
+            self.lost()
+        self._chosen.append(self._round)
         for source in self._sources:
             if self._pays(source):
+                self._unasked = 0
                 return self._ask(source)
             if self._round.reviews:
                 break
+        self._unasked += 1
         return Wish(0)
 
     def _pays(self, source: Source) -> bool:
@@ -192,7 +204,7 @@ class AutoLength(LengthPolicy):
 
     def _reviews_plain(self, loss: float) -> bool:
         """Whether to see what a plain round takes, which loses so many ms, unless that is far from what is believed."""
-        unsure = loss < 2 * self._round.times.error and self._guessed
+        unsure = self.times and loss < 2 * self._round.times.error and self._guessed
         return unsure and self._savings.pay(loss)
 
     def _price(self, source: Source, backlog: list[int]) -> float:
@@ -200,7 +212,7 @@ class AutoLength(LengthPolicy):
         now = self._round
         if source is self.copied:
             return self._search_ms
-        if self.decoders and now.rows > 1:
+        if self.decoders and now.rows > 1 and self.times:  # a device's rounds are for all rows
             row = min(range(now.rows), key=lambda row: (now.batch.most_guesses[row] == 0, backlog[row]))
             now.asked = range(row, row + 1)
         now.feed = self.costs.feed_ms(min(backlog) if now.asked is None else backlog[now.asked.start])
@@ -279,7 +291,10 @@ class AutoLength(LengthPolicy):
 
     def _backlog(self) -> list[int]:
         """Tokens that each row's caches lack, beyond the one that a draft feeds anyway."""
-        lags = [decoder.lags(self._round.batch) for decoder in self.decoders]
+        now = self._round
+        if not self.times:  # the device is not asked: a plain round gives each row a token
+            return [len(self.decoders) * self._unasked] * now.rows
+        lags = [decoder.lags(now.batch) for decoder in self.decoders]
         return [sum(each) - len(lags) for each in zip(*lags, strict=True)] or [0]
 
     # --- while it is played ----------------------------------------------------------
@@ -380,16 +395,20 @@ class AutoLength(LengthPolicy):
     # --- after the round ---------------------------------------------------------------
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        now, ended = self._round, self.clock()
+        now, ended = self._chosen.popleft(), self.clock()
+        self._round = now
         accepted, ms = verdict.host.accepted, 1000 * (ended - now.began)
         drafting = 1000 * (now.ready - now.began)
+        if not self.times:
+            ms = now.feed + now.times.plain + now.times.more(now.guesses)
         if self.selects:
             now.guesses = sum(verdict.host.drafted)
-        self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
+        if self.times:
+            self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
         self._guessed = now.guesses > 0
         self._paces.learn(accepted, now.expected or accepted, 1 + now.times.more(now.guesses) / now.times.plain)
         if now.source is not None:
-            self._learn_worth(now.source, accepted, ms, drafting)
+            self._learn_worth(now.source, verdict, ms, drafting)
             self._learn_chances(now.source, verdict)
         for savings in (self._savings, *(source.savings for source in self._sources)):
             savings.save(ms)
@@ -404,10 +423,12 @@ class AutoLength(LengthPolicy):
         if now.feed < ms:  # else the time says little about such rounds
             self.costs.observe(now.rows, now.guesses, now.context, ms)
 
-    def _learn_worth(self, source: Source, accepted: Sequence[int], ms: float, drafting: float) -> None:
+    def _learn_worth(self, source: Source, verdict: Verdict, ms: float, drafting: float) -> None:
         """The rate that the round reached, and what it brought; of one row, as if all had been asked."""
-        now = self._round
-        kept = sum(worth * good for worth, good in zip(now.worth, accepted, strict=True))
+        now, accepted = self._round, verdict.host.accepted
+        kept = sum(worth * good for worth, good in zip(now.worth, accepted, strict=self.times))
+        if not self.times:  # rows may have come and gone meanwhile
+            kept *= now.rows / max(1, sum(map(bool, verdict.host.tokens)))
         if not now.trial:
             source.rates.setdefault(now.rows, Rate()).learn(sum(now.worth) + kept, ms - now.feed)
         spent = now.times.more(round(now.scale * now.guesses))
@@ -423,10 +444,7 @@ class AutoLength(LengthPolicy):
         for seen, draft in now.drafts:
             seen.learn_of(draft, verdict)
         if self.costs.whole and not now.drafts:
-            asked = now.asked or range(now.rows)
-            most = [
-                min(now.k, most) if row in asked else 0 for row, most in enumerate(now.batch.most_guesses[: now.rows])
-            ]
+            most = verdict.host.drafted if not self.times else self._asked_of_rows()
             source.learn(
                 [
                     [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, count)))]
@@ -434,7 +452,16 @@ class AutoLength(LengthPolicy):
                 ]
             )
 
+    def _asked_of_rows(self) -> list[int]:
+        now = self._round
+        asked, most = now.asked or range(now.rows), now.batch.most_guesses[: now.rows]
+        return [min(now.k, allowed) if row in asked else 0 for row, allowed in enumerate(most)]
+
     # --- rows ----------------------------------------------------------------------------
+
+    def lost(self) -> None:
+        if self._chosen:
+            self._chosen.popleft()
 
     def join(self, row: int) -> None:
         for known in self._of_rows():

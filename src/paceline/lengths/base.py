@@ -48,6 +48,9 @@ class LengthPolicy:
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """Learn from a round."""
 
+    def lost(self) -> None:
+        """The oldest round that was chosen and not observed will not be: nobody is left whom it was for."""
+
     def hopeful(self, rows: int) -> bool:
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
@@ -69,6 +72,7 @@ class Means:
     costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
     decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
     over the rows. copies: whether the drafter has guesses for nothing (beside its decoders', if it has any).
+    overlaps: whether a device plays rounds that are chosen before the one before is observed; costs are of such rounds.
     """
 
     costs: Callable[[], CostTable]
@@ -76,3 +80,4 @@ class Means:
     decoders: Sequence[Decoder] = ()
     ragged: bool = False
     copies: bool = False
+    overlaps: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.drafters.base import Drafter
+from paceline.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.params import SamplingParams
 
@@ -67,16 +69,33 @@ class Point:
         self.ms = min(self.ms, 1000 * (time.perf_counter() - started))
 
 
-class Calibration:
-    """Plays rounds without committing them. The engine must be idle: its caches' first rows are written to."""
+class Player(Protocol):
+    """Plays whole rounds on a batch of its own (``device_round.DeviceRound``)."""
 
-    def __init__(self, target: Decoder, drafter: Drafter, accept: AcceptanceRule, grid: Grid) -> None:
-        self.target, self.drafter, self.accept, self.grid = target, drafter, accept, grid
+    batch: Batch
+
+    def play(self, rows: int, k: int, longest: int) -> Ticket: ...
+
+    def catch_up(self, rows: int, lag: int, longest: int) -> None: ...
+
+
+class Calibration:
+    """Plays rounds that no request sees. The engine must be idle: its caches' first rows are written to.
+
+    player: who plays rounds; then what is verified and what is drafted cannot be told apart, and verification takes the
+    time of both. None: the host does, and nothing is committed.
+    """
+
+    def __init__(
+        self, target: Decoder, drafter: Drafter, accept: AcceptanceRule, grid: Grid, player: Player | None = None
+    ) -> None:
+        self.target, self.drafter, self.accept, self.grid, self.player = target, drafter, accept, grid, player
         positions = target.cache.positions
         longest = max(grid.lengths)
         self.context = max(1, min(CONTEXT, positions - longest - 2))
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - longest - 2))
-        self.batch = Batch(max(grid.batch_sizes), positions, target.vocab_size, target.model.device)
+        rows = max(grid.batch_sizes)
+        self.batch = player.batch if player else Batch(rows, positions, target.vocab_size, target.model.device)
 
     @torch.inference_mode()
     def run(self, progress: Progress = iter) -> CostTable:
@@ -93,6 +112,7 @@ class Calibration:
         near = {k: self._verify(rows, k, self.context) for k in (0, max(lengths))}
         far = {k: self._verify(rows, k, self.long_context) for k in (0, max(lengths))}
         self._measure([*(p for group in (verify, draft, feed, near, far) for p in group.values())], progress)
+        self.batch.set_rows(0)
         steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
         return CostTable(
@@ -168,6 +188,8 @@ class Calibration:
             decoder.seen[:rows] = context - 1
 
     def _verify(self, rows: int, k: int, context: int) -> Point:
+        if self.player is not None:
+            return self._round(self.player, rows, k, context)
         guesses: Tensor = torch.zeros(rows, k, dtype=torch.int64, device=self.batch.device)
         draft = Draft(guesses, torch.full((rows,), k, device=self.batch.device))
 
@@ -176,7 +198,14 @@ class Calibration:
 
         return Point(run, lambda: self._rows(rows, context))
 
+    def _round(self, player: Player, rows: int, k: int, context: int) -> Point:
+        """A whole one, and the host's reading of it. The first time of each is that of its capture, if there is one."""
+        guesses = k if self.drafter.decoders else 0
+        return Point(lambda: player.play(rows, guesses, context).read(), lambda: self._rows(rows, context))
+
     def _draft(self, rows: int, k: int) -> Point:
+        if self.player is not None:
+            return Point(lambda: None)
         wish = Wish(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
 
         def run() -> object:
@@ -188,7 +217,16 @@ class Calibration:
         start, stop = self.context - 1 - tokens, self.context - 1
 
         def run() -> None:
+            if self.player is not None:
+                self.player.catch_up(1, tokens + 1, self.context)
+                self.batch.length[:1].tolist()  # when it has been done
+                return
             for decoder in self.drafter.decoders:
                 decoder.prefill(self.batch, 0, [start], [stop])
 
-        return Point(run, lambda: self._rows(1, self.context))
+        def prepare() -> None:
+            self._rows(1, self.context)
+            for decoder in self.drafter.decoders:
+                decoder.seen[:1] = start
+
+        return Point(run, prepare)
