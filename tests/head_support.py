@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.heads import FeatureHead, HeadConfig, HeadModel
+from paceline.models.base import AnyModel
+
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -215,3 +218,23 @@ def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, 
             found[step].append(logits)
         reading.forget(place + 1)
     return found
+
+
+# Heads for the tests' tiny targets
+
+
+def tiny_head(target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0) -> HeadModel:
+    """A random head that can say two thirds of the target's tokens."""
+    vocabulary = target.vocab_size
+    tensors = random_head(
+        width=16,
+        target_width=target_width,
+        streams=len(taps),
+        vocabulary=vocabulary,
+        drafted=2 * vocabulary // 3,
+        seed=seed,
+    )
+    shape = {"model_type": "llama", **layers(hidden_size=16, vocab_size=vocabulary)}
+    head = FeatureHead(HeadConfig(shape, target_width, 2 * vocabulary // 3, tuple(taps)))
+    head.load_state_dict(tensors)
+    return HeadModel(head.requires_grad_(False), "tiny head", taps, target.max_positions)

@@ -20,6 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from head_support import tiny_head
 from paceline import acceptance, rules
 from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
@@ -27,6 +28,7 @@ from paceline.draft import Draft, Verdict
 from paceline.drafters import Drafter, NgramDrafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
+from paceline.heads import HeadModel
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength
@@ -78,7 +80,14 @@ DRAFTS: dict[str, Callable[[], Model]] = {
 }
 MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # whose rounds the kernels play
 DRAFTS["native"] = lambda: tiny_native(1, 1)
+HEADS: dict[str, Callable[[], HeadModel]] = {
+    "toy": lambda: tiny_head(ToyModel(), 8),
+    "flat": lambda: tiny_head(FlatToy(), 8),
+    "llama": lambda: tiny_head(tiny_llama(), 32),
+    "native": lambda: tiny_head(tiny_native(1), 72),
+}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
+DRAFTERS += ["head", "head hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
     *(("padded", length) for length in LENGTHS),
@@ -168,13 +177,14 @@ def nearly_the_answers(model: str, family: str) -> list[list[int]]:
 
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
-    draft = {"model": DRAFTS[model], "hybrid": DRAFTS[model], "self": MODELS[model]}.get(drafter, lambda: None)()
-    same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid"}
+    drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
+    draft = drafts[drafter][model]() if drafter in drafts else None
+    same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # gives way to the script
     named = (same | others).get(drafter)
     documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
-    if drafter == "hybrid":
+    if drafter in ("hybrid", "head hybrid"):
         documents = nearly_the_answers(model, family)
     policies: dict[str, Callable[[], LengthPolicy]] = {
         "random": lambda: RandomLength(seed=len(drafter)),
@@ -259,6 +269,14 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: st
     assert played["natively"] > 0 or family == "everything"  # whose rows want log-probabilities
     assert "rounds by the kernels" in engine.describe()
     assert family != "greedy" or not played["by the host"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["head", "head hybrid"])
+def test_a_head_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str) -> None:
+    engine = speculative_engine("native", drafter, "random", "mixed", prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
+    assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
 
 
 def count_native_rounds(engine: Engine) -> Counter[str]:

@@ -72,7 +72,6 @@ class ToyModel:
         return ((mixed >> 13) % 16).float()
 
     def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
-        assert not taps, "a toy has no streams"
         rows, length = tokens.shape
         total = torch.zeros(rows, self.HEADS, length, self.head_dim)
         nothing = torch.zeros(rows, self.kv_heads, length, self.head_dim)
@@ -80,7 +79,13 @@ class ToyModel:
             out = attend(layer, torch.zeros_like(total), nothing, self._code(layer, tokens, positions))
             sums = (out * (positions + 1)[:, None, :, None]).round()
             total += (layer + 1) * sums
-        return Streams(total.transpose(1, 2).reshape(rows, length, -1))
+        return Streams(total.transpose(1, 2).reshape(rows, length, -1), self._features(tokens, positions, taps))
+
+    def _features(self, tokens: Tensor, positions: Tensor, taps: Sequence[int]) -> Tensor | None:
+        """[B, L, taps, G x D], of the token and its position."""
+        if not taps:
+            return None
+        return torch.stack([self._code(tap, tokens, positions).transpose(1, 2).flatten(2) / 8 - 1 for tap in taps], 2)
 
     def logits(self, hidden: Tensor) -> Tensor:
         weights = torch.arange(1, hidden.shape[-1] + 1) * 40503 % 997
@@ -98,7 +103,6 @@ class FlatToy(ToyModel):
     quantization = None
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
-        assert not taps, "a toy has no streams"
         tokens, rows, positions = nodes[:3]
         slots = self._slots(nodes)
         seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in seen_by(nodes)]
@@ -110,7 +114,8 @@ class FlatToy(ToyModel):
             for i, row in enumerate(rows.tolist()):
                 sums = cache.values[layer, row][:, seen[i]].sum(1)
                 total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
-        return Streams(total.reshape(len(tokens), -1))
+        features = self._features(tokens[None], positions[None], taps)
+        return Streams(total.reshape(len(tokens), -1), None if features is None else features[0])
 
     def _slots(self, nodes: Nodes) -> Tensor:
         """[N]; raises AssertionError unless the list is what ``Nodes`` promises."""

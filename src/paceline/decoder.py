@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,39 @@ from paceline.nodes import Nodes, Tree
 CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
 
 
+class Reader(Protocol):
+    """Keeps what a target's inner streams say of each token: they exist only while the target reads it.
+
+    taps: the layers whose entering streams it reads. Rows are the batch's, slots those of the target's cache.
+    """
+
+    @property
+    def taps(self) -> Sequence[int]: ...
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        """N tokens that the target has just read: rows, slots [N], features [N, taps, width]."""
+        ...
+
+    def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        """Of trees the accepted paths stay; as ``KVCache.keep``."""
+        ...
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        """The target's row is copied, its first ``length`` positions."""
+        ...
+
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        """Two of the target's rows change places, ``length`` positions of them."""
+        ...
+
+
 class Decoder:
     """Runs a model over the rows of a batch, each at its own position. B rows, L tokens a row, V vocabulary.
 
     backend: how attention is run; a FlatModel runs its own and leaves it idle.
     seen [R] int64: how many tokens of each row the cache holds. For the target that is length - 1 between rounds; a
     draft model may lag further behind.
+    reader: gets the streams of every token that is read; None: nobody does.
     """
 
     def __init__(
@@ -43,6 +70,8 @@ class Decoder:
             range(rows)
         )  # of the rows in the cache; only a FlatModel, told each token's row, has others
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self.reader: Reader | None = None
+        self._taps: tuple[int, ...] = ()
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
 
     def forward(
@@ -74,7 +103,12 @@ class Decoder:
         model, positions = cast(Model, self.model), plan.positions
         packs = self.packs and plan.ancestors is None  # the one launch writes keys at their positions
         attend = (PackedCachedAttend if packs else CachedAttend)(self.cache, self.backend, plan, first_row)
-        return model.streams(tokens, positions, attend).hidden
+        streams = model.streams(tokens, positions, attend, self._taps)
+        if self.reader is not None and streams.features is not None:
+            rows = torch.arange(first_row, first_row + len(tokens), device=tokens.device)
+            rows = rows[:, None].expand_as(tokens).flatten()
+            self.reader.read(rows, plan.slots.flatten(), streams.features.flatten(0, 1))
+        return streams.hidden
 
     def _forward_flat(
         self, model: FlatModel, tokens: Tensor, positions: Tensor, first_row: int, counts: Tensor | None
@@ -83,10 +117,22 @@ class Decoder:
         real = None if counts is None else real_places(counts, tokens.shape[1])
         rows = torch.tensor(self._places[first_row : first_row + tokens.shape[0]])[:, None].expand_as(tokens)
         if real is None or bool(real.all()):
-            flat = model.forward(Nodes(tokens.flatten(), rows.flatten(), positions.flatten()), self.cache).hidden
+            flat = self._read(model, Nodes(tokens.flatten(), rows.flatten(), positions.flatten()))
             return flat.view(*tokens.shape, -1)
-        flat = model.forward(Nodes(tokens[real], rows[real], positions[real]), self.cache).hidden
+        flat = self._read(model, Nodes(tokens[real], rows[real], positions[real]))
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
+
+    def _read(self, model: FlatModel, nodes: Nodes) -> Tensor:
+        """-> hidden [N, width]."""
+        streams = model.forward(nodes, self.cache, self._taps)
+        if self.reader is not None and streams.features is not None:
+            rows = torch.tensor(self._places).argsort()[nodes.rows]
+            self.reader.read(rows, nodes.positions if nodes.slots is None else nodes.slots, streams.features)
+        return streams.hidden
+
+    def show(self, reader: Reader) -> None:
+        """From now on ``reader`` gets the streams of every token that is read."""
+        self.reader, self._taps = reader, tuple(reader.taps)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
         """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow.
@@ -116,7 +162,7 @@ class Decoder:
         nodes = Nodes(*torch.tensor([tokens, rows, *(tree or [positions])]))
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
-        logits = self.logits(model.forward(nodes, self.cache).hidden)
+        logits = self.logits(self._read(model, nodes))
         return logits.view(batch.rows, draft.k + 1, -1) if len(tokens) == batch.rows * (draft.k + 1) else logits
 
     def keep(self, batch: Batch, verdict: Verdict) -> None:
@@ -129,7 +175,10 @@ class Decoder:
             moved = [row for row, path in enumerate(verdict.path.tolist()) if path != order]
         if moved and width > 0:
             places = torch.tensor([self._places[batch.first + row] for row in moved], device=self.cache.keys.device)
-            self.cache.keep(places, batch.live_length[moved], verdict.path[moved, :width])
+            text, paths = batch.live_length[moved], verdict.path[moved, :width]
+            self.cache.keep(places, text, paths)
+            if self.reader is not None:
+                self.reader.keep_paths(batch.first + places.new_tensor(moved), text, paths)
 
     def places(self, rows: int) -> list[int]:
         """Where the first rows lie in the cache."""
@@ -166,7 +215,7 @@ class Decoder:
         if model.vocab_size < self.vocab_size:
             tokens = tokens.clamp(max=model.vocab_size - 1)
         places = torch.cat([torch.full((stop - start,), self._places[row]) for row, start, stop in parts])
-        model.forward(Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts])), self.cache)
+        self._read(model, Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts])))
 
     def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         """Neighbouring rows."""
@@ -212,6 +261,16 @@ class Decoder:
         seen.copy_(batch.live_length)
         return hidden.gather(1, last).squeeze(1)
 
+    def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
+        """Feed the last of guesses [B, n], those before it being fed -> hidden [B, width] at it."""
+        step = guesses.shape[1]
+        start, longest = batch.live_length + step - 1, batch.longest + step
+        return self.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
+
+    def note_guesses(self, batch: Batch, count: int) -> None:
+        """So many guesses a row were drawn, of which the last was not fed."""
+        self.seen_by(batch).add_(count - 1)
+
     def rewind(self, batch: Batch) -> None:
         """Forget guesses that were not kept: nothing moves, the row is just shorter."""
         seen = self.seen_by(batch)
@@ -220,6 +279,8 @@ class Decoder:
     def copy_row(self, source: int, destination: int, length: int) -> None:
         """Put the first ``length`` positions of a row in the place of another row."""
         self.cache.copy_row(self._places[source], self._places[destination], length)
+        if self.reader is not None:
+            self.reader.copy_row(source, destination, length)
         self.seen[destination] = self.seen[source].clamp(max=length)
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
@@ -228,6 +289,8 @@ class Decoder:
             self.cache.swap_rows(one, other, length)
         else:
             self._places[one], self._places[other] = self._places[other], self._places[one]
+        if self.reader is not None:
+            self.reader.swap_rows(one, other, length)
         self.seen[[one, other]] = self.seen[[other, one]]
 
     def cut_row(self, row: int, length: int) -> None:

@@ -26,6 +26,7 @@ from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.guard import Guarded
 from paceline.hardware import default_threads, torch_threads
+from paceline.heads import HeadDecoder, HeadModel
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
@@ -35,7 +36,7 @@ from paceline.lengths.profile import Identity, Profile, is_from_files, machine_n
 from paceline.memory import check_memory
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.prepare import why_not_native
-from paceline.native_round import NativeRound
+from paceline.native_round import NativeRound, plays_rounds
 from paceline.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.pipeline import Pipeline, why_not_device
@@ -122,6 +123,8 @@ class Engine:
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
         target = self._decoder(models.target)
         drafter = self._drafter(target)
+        if drafter.reader is not None:
+            target.show(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
         self._player = self._make_player()
@@ -162,7 +165,8 @@ class Engine:
 
     def _decoder(self, model: AnyModel) -> Decoder:
         backend = self._backend()
-        return Decoder(model, backend, self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size)
+        sizes = backend, self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+        return HeadDecoder(model, *sizes) if isinstance(model, HeadModel) else Decoder(model, *sizes)
 
     def _drafter(self, target: Decoder) -> Drafter:
         config, models, kind = self.config, self.models, self.config.drafter_kind
@@ -273,7 +277,8 @@ class Engine:
         if self.parts.native is not None:
             return "rounds by the kernels; "
         if self.models.target.device.type != "cuda":
-            return ""
+            shown = self.parts.target.reader is not None and plays_rounds(self.models.target)
+            return "rounds by the host (the drafter reads the target's streams); " if shown else ""
         why = why or "rounds='host'"
         return f"rounds by the host ({why}); "
 
@@ -487,7 +492,8 @@ class Engine:
 
 def _lookup_is_free(models: Models, config: EngineConfig) -> bool:
     """Whether n-gram lookup takes no round off the device, or somebody asked for it."""
-    return models.target.device.type != "cuda" or config.rounds == "host" or bool(models.documents)
+    on_host = models.target.device.type != "cuda" or config.rounds == "host" or isinstance(models.draft, HeadModel)
+    return on_host or bool(models.documents)
 
 
 def _check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.cache import KVCache
 from paceline.errors import CapacityError
 from paceline.hardware import available_memory
+from paceline.heads import HeadModel
 from paceline.models.base import AnyModel
 from paceline.native_round import kept_bytes
 from paceline.params import EngineConfig
@@ -39,12 +40,18 @@ def plan_memory(
     """What ``rows`` rows of ``positions`` tokens take."""
     models = [target] if draft is None else [target, draft]
     cached = models if config.asks_draft_model else [target]
-    caches = sum(KVCache.bytes_for(m.layers, rows, m.kv_heads, positions, m.head_dim, m.dtype) for m in cached)
+    caches = sum(_cache_bytes(model, rows, positions) for model in cached)
     tokens = rows * (config.most_guesses + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     workspace = logits + activations + kept_bytes(target, tokens)
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace)
+
+
+def _cache_bytes(model: AnyModel, rows: int, positions: int) -> int:
+    """Keys and values; of a head the streams that it reads, too."""
+    cache = KVCache.bytes_for(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype)
+    return cache + (model.stream_bytes(rows, positions) if isinstance(model, HeadModel) else 0)
 
 
 def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> MemoryPlan:

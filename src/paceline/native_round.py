@@ -54,6 +54,8 @@ class NativeRound:
         model = target.model
         if not plays_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
+        if target.reader is not None:  # the call gives no streams
+            return None
         return NativeRound(target, model, batch, rule) if rule in RULES.values() else None
 
     def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:

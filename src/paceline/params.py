@@ -30,7 +30,7 @@ AcceptanceName = Literal["coupled", "rejection"]
 AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
-DrafterName = Literal["auto", "model", "ngram", "hybrid"]  # ours; other packages may bring more
+DrafterName = Literal["auto", "model", "feature", "ngram", "hybrid"]  # ours; other packages may bring more
 DtypeName = Literal["auto", "float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
 RankName = Literal["mean_logprob", "logprob"]
@@ -253,11 +253,12 @@ _SPELLED: Mapping[str, Callable[[object], object]] = {
 class EngineConfig:
     """How the engine runs.
 
-    drafter: "model" (needs a draft model), "ngram" (prompt lookup, no model), "hybrid" (prompt lookup where it will do,
-        else the draft model), None (plain decoding). "auto" is hybrid with a draft model, else n-gram; where the
-        device plays rounds alone, which n-gram lookup would end, it is model or None, unless other options ask for
-        guesses. An engine's own configuration never says "auto". Or another package's name, or an object: a
-        ``paceline.drafters.Drafter``, as a class or as a pattern of which each engine plays a copy.
+    drafter: "model" (needs a draft model), "feature" (needs a trained head in its place), "ngram" (prompt lookup, no
+        model), "hybrid" (prompt lookup where it will do, else the draft model or head), None (plain decoding). "auto"
+        is hybrid with either of them, else n-gram; where the device plays rounds alone, which n-gram lookup would end,
+        it is model or None, unless other options ask for guesses. An engine's own configuration never says "auto".
+        Or another package's name, or an object: a ``paceline.drafters.Drafter``, as a class or as a pattern of which
+        each engine plays a copy.
     num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
         Or another package's name, or an object: a ``paceline.lengths.LengthPolicy``, likewise.

@@ -132,6 +132,7 @@ DRAFTERS: Registry[DrafterKind] = Registry(
         "model": "paceline.drafters.model:ModelDrafter",
         "ngram": "paceline.drafters.ngram:NgramDrafter",
         "hybrid": "paceline.drafters.hybrid:HybridDrafter",
+        "feature": "paceline.drafters.feature:FeatureDrafter",
     },
     words=("auto",),
 )

@@ -55,13 +55,15 @@ class EngineFlags:
     """How the engine runs: ``EngineConfig`` and a draft model, as options."""
 
     draft_model: Annotated[
-        str | None, engine_option("--draft-model", text="A smaller model with the same vocabulary, to guess.")
+        str | None,
+        engine_option("--draft-model", text="A smaller model of the same vocabulary, or a trained head, to guess."),
     ] = None
     drafter: Annotated[
         str,
         engine_option(
             "--drafter",
-            text="Who guesses: model, ngram, hybrid (ngram, else model), none, or a name that a package brings. "
+            text="Who guesses: model, feature (a trained head), ngram, hybrid (ngram, else model or head), none, or a "
+            "name that a package brings. "
             "auto: hybrid with a draft model, else ngram; on CUDA model, else none.",
         ),
     ] = str(EngineConfig.drafter or "none")

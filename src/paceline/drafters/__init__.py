@@ -1,6 +1,7 @@
 """Drafters: one base class; which there are, ``paceline.registry.DRAFTERS`` says."""
 
 from paceline.drafters.base import Drafter, Equipment, Wrapper, make_drafter
+from paceline.drafters.feature import FeatureDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
@@ -11,6 +12,7 @@ __all__ = [
     "DRAFTERS",
     "Drafter",
     "Equipment",
+    "FeatureDrafter",
     "HybridDrafter",
     "ModelDrafter",
     "NgramDrafter",

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from torch import Tensor
-
 from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, Reader
 from paceline.draft import Draft, Verdict
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
-from paceline.nodes import Nodes
 from paceline.registry import DrafterKind
 
 
@@ -65,9 +62,9 @@ class Drafter:
         return ()
 
     @property
-    def taps(self) -> Sequence[int]:
-        """Layers of the target whose streams it reads: the residual stream that enters each."""
-        return ()
+    def reader(self) -> Reader | None:
+        """Who gets the target's inner streams: they exist only while it reads a token. None: nobody."""
+        return None
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         """At most wish.k guesses for every row; wish.k >= 1."""
@@ -75,9 +72,6 @@ class Drafter:
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """Learn what became of the guesses; called after every round, also those without guesses (k = 0)."""
-
-    def read(self, nodes: Nodes, features: Tensor) -> None:
-        """What the target has just read, [N, taps, width]: prompts, and guesses of which some will not be kept."""
 
     def describe(self, draft: str | None) -> str:
         """Who guesses, for the line that says what runs; empty if nobody does. draft: its draft model, in words."""
@@ -97,17 +91,14 @@ class Wrapper(Drafter):
         return self.inner.decoders
 
     @property
-    def taps(self) -> Sequence[int]:
-        return self.inner.taps
+    def reader(self) -> Reader | None:
+        return self.inner.reader
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         return self.inner.propose(batch, wish)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
-
-    def read(self, nodes: Nodes, features: Tensor) -> None:
-        self.inner.read(nodes, features)
 
     def describe(self, draft: str | None) -> str:
         return f"{self.inner.describe(draft)} ({self.name})"

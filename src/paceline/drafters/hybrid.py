@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, Reader
 from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter, Equipment
+from paceline.drafters.feature import drafting_model
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
 
@@ -30,11 +31,15 @@ class HybridDrafter(Drafter):
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:
-        return cls(NgramDrafter.build(equipment), ModelDrafter.build(equipment))
+        return cls(NgramDrafter.build(equipment), drafting_model(equipment))
 
     @property
     def decoders(self) -> Sequence[Decoder]:
         return self._model.decoders
+
+    @property
+    def reader(self) -> Reader | None:
+        return self._model.reader
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         copied = self._copying.propose(batch, wish).capped(wish.caps)

@@ -11,6 +11,8 @@ from paceline.batch import Batch, Enough, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter, Equipment
+from paceline.errors import ParameterError
+from paceline.heads import HeadDecoder
 from paceline.sampling import Choices, Purpose
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
@@ -28,6 +30,7 @@ class ModelDrafter(Drafter):
     name = "model"
     needs_draft_model = True
     on_device = True
+    at_once = USUAL_LAG  # tokens a row that are read side by side; of more, those before are read in chunks
 
     def __init__(self, decoder: Decoder, acceptance: str) -> None:
         self.decoder = decoder
@@ -35,7 +38,10 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> ModelDrafter:
-        return cls(equipment.draft_decoder(), equipment.acceptance)
+        decoder = equipment.draft_decoder()
+        if isinstance(decoder, HeadDecoder):
+            raise ParameterError("drafter", cls.name, "'feature' or 'hybrid' with a trained head, which this draft is")
+        return cls(decoder, equipment.acceptance)
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -56,22 +62,21 @@ class ModelDrafter(Drafter):
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
         for step in range(wish.k):
             if step:
-                start, longest = batch.live_length + step - 1, batch.longest + step
-                hidden = decoder.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
+                hidden = decoder.hidden_after(batch, guesses)
             choices = Choices(decoder.logits(hidden)[:, None], batch, guesses, step)
             guess = self._draw(choices, batch, laws)
             guesses = torch.cat([guesses, guess], dim=1)
             if wish.enough is not None and self._stops(wish.enough, batch, choices.likelihood(guess), scores):
                 break
         drafted = guesses.shape[1]
-        decoder.seen_by(batch).add_(drafted - 1)
+        decoder.note_guesses(batch, drafted)
         counts = guesses.new_full((batch.rows,), drafted)
         return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None, scores if scores[0] else None)
 
     def _read_up(self, batch: Batch) -> Tensor:
         """Feed what the cache lacks -> hidden [B, width] at each row's last token."""
         lag = max(self.decoder.lags(batch))
-        if lag > USUAL_LAG:
+        if lag > self.at_once:
             self.decoder.catch_up(batch)
             lag = 1
         return self.decoder.next_hidden(batch, lag)

@@ -2,11 +2,14 @@
 
 from paceline.heads.checkpoint import is_head, load_head, read_head_config, save_head
 from paceline.heads.config import HeadConfig
+from paceline.heads.decoder import HeadDecoder, HeadModel
 from paceline.heads.feature import FeatureHead, Step, Unrolled
 
 __all__ = [
     "FeatureHead",
     "HeadConfig",
+    "HeadDecoder",
+    "HeadModel",
     "Step",
     "Unrolled",
     "is_head",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ def check_taps(taps: Sequence[int], layers: int) -> None:
         raise ParameterError("taps", tuple(taps), f"layers, from 0 to {layers - 1}")
 
 
-class _AnyModel(Protocol):
+class AnyModel(Protocol):
+    """What any model tells of itself, and its head."""
+
     name: str
     vocab_size: int
     layers: int
@@ -52,7 +54,7 @@ class _AnyModel(Protocol):
         ...
 
 
-class Model(_AnyModel, Protocol):
+class Model(AnyModel, Protocol):
     """A causal language model whose keys, values and attention are somebody else's."""
 
     def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
@@ -64,7 +66,7 @@ class Model(_AnyModel, Protocol):
 
 
 @runtime_checkable
-class FlatModel(_AnyModel, Protocol):
+class FlatModel(AnyModel, Protocol):
     """A model that runs its own attention over our cache, for any set of tokens: no padding, no backend."""
 
     kernels: str  # what it runs on, for the start line
@@ -82,6 +84,3 @@ class Counted(Protocol):
     def multiply_adds(self) -> int:
         """Of its matrices for one token, the head included, attention over the cache not."""
         ...
-
-
-AnyModel: TypeAlias = Model | FlatModel

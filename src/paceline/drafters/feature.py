@@ -1,0 +1,54 @@
+"""A trained head guesses, token by token, from the target's own streams."""
+
+from __future__ import annotations
+
+from paceline.batch import Batch, Wish
+from paceline.decoder import Reader
+from paceline.draft import Draft
+from paceline.drafters.base import Equipment
+from paceline.drafters.model import ModelDrafter
+from paceline.errors import ParameterError
+from paceline.heads import HeadDecoder, HeadModel
+
+
+class FeatureDrafter(ModelDrafter):
+    """An EAGLE-3 head (arXiv 2503.01840) in a draft model's place: it draws, scores and reports laws as one does.
+
+    What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
+    A row whose text is one token has no streams yet and gets no guess.
+    """
+
+    name = "feature"
+    at_once = 16  # after a round it reads all kept tokens: guesses never counted as read
+    on_device = False  # its guesses take streams that rounds of the device do not export
+
+    def __init__(self, decoder: HeadDecoder, acceptance: str) -> None:
+        super().__init__(decoder, acceptance)
+        self.head = decoder
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> FeatureDrafter:
+        decoder = equipment.draft_decoder()
+        if not isinstance(decoder, HeadDecoder):
+            allowed = f"'model' or 'hybrid' with {decoder.model.name}, which is no trained head"
+            raise ParameterError("drafter", cls.name, allowed)
+        return cls(decoder, equipment.acceptance)
+
+    @property
+    def reader(self) -> Reader:
+        return self.head.streams
+
+    def describe(self, draft: str | None) -> str:
+        return f"head {draft}"
+
+    def _propose(self, batch: Batch, wish: Wish) -> Draft:
+        draft = super()._propose(batch, wish)
+        if min(batch.lengths[: batch.rows]) < 2:
+            draft.counts[batch.live_length < 2] = 0
+        return draft
+
+
+def drafting_model(equipment: Equipment) -> ModelDrafter:
+    """Who guesses with the engine's draft: a model or a head. Raises ParameterError if none was given."""
+    kind = FeatureDrafter if isinstance(equipment.draft, HeadModel) else ModelDrafter
+    return kind.build(equipment)

@@ -1,0 +1,161 @@
+"""A head with its cache: what a ``Decoder`` is to a model, for one that reads a target's streams instead of text alone.
+
+The streams of a token exist only while the target reads it; fused, they are kept for every position of every row. So a
+head's cache may lag behind the text, be cut and be copied as a draft model's may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.attention import AttentionBackend
+from paceline.attention.cached import CachedAttend
+from paceline.batch import Batch
+from paceline.decoder import Decoder
+from paceline.heads.feature import FeatureHead, Step
+from paceline.nodes import Tree
+
+_NEVER = (
+    -1e30
+)  # a logit whose probability is 0 in float32 beside any other; a floor of -inf would make 0 / 0 of nothing
+
+
+class HeadModel:
+    """A head as the engine sees a draft model: V the target's vocabulary.
+
+    taps: the target's layers whose entering streams it reads. max_positions: what its target allows; with rotary
+    positions nothing but its guesses' quality depends on them.
+    """
+
+    def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
+        shape = head.config.decoder
+        self.head, self.name, self.taps, self.max_positions = head, name, tuple(taps), max_positions
+        self.vocab_size, self.layers = shape.vocab_size, shape.layers
+        self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
+        self.dtype, self.device = head.fc.weight.dtype, head.fc.weight.device
+        self._targets = head.targets
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
+        own = self.head.logits(hidden).float()
+        logits = own.new_full((*own.shape[:-1], self.vocab_size), _NEVER)
+        return logits.index_copy_(-1, self._targets, own)
+
+    def weight_bytes(self) -> int:
+        """Memory of its tensors, in bytes."""
+        return sum(tensor.nbytes for tensor in self.head.state_dict().values())
+
+    def stream_bytes(self, rows: int, positions: int) -> int:
+        """Memory of the fused streams, beside keys and values, in bytes."""
+        return rows * (positions + 1) * self.width * self.dtype.itemsize
+
+
+class KeptStreams:
+    """A head's view of its target's rows: the streams of every position, fused. It moves as the target's cache moves.
+
+    fused [R, P + 1, width]; at the last place lands what lies beyond a row's end.
+    """
+
+    def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
+        self.taps, self._head, self._end = model.taps, model.head, positions
+        self.fused = torch.zeros(rows, positions + 1, model.width, dtype=model.dtype, device=model.device)
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        """N tokens: rows, slots [N], features [N, taps, target width]."""
+        self.fused[rows, slots.clamp(max=self._end)] = self._head.fuse(features)
+
+    def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        order = torch.arange(paths.shape[1], device=paths.device)
+        source, place = ((text[:, None] + nodes).clamp(max=self._end) for nodes in (paths, order))
+        self.fused[rows[:, None], place] = self.fused[rows[:, None], source]
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        self.fused[destination, :length] = self.fused[source, :length]
+
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        held = self.fused[one, :length].clone()
+        self.fused[one, :length] = self.fused[other, :length]
+        self.fused[other, :length] = held
+
+    def at(self, first_row: int, places: Tensor) -> Tensor:
+        """places [B, L] of rows first_row, ... -> [B, L, width]."""
+        index = places.clamp(max=self._end)[..., None].expand(-1, -1, self.fused.shape[-1])
+        return self.fused[first_row : first_row + len(places)].gather(1, index)
+
+
+class HeadDecoder(Decoder):
+    """Token j of a row is read at place j - 1, with the streams of the token before it; the first is never read.
+
+    seen [R]: the tokens read, the first counted in: at least 1.
+    """
+
+    def __init__(
+        self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, backend, rows, positions, vocab_size)
+        self.head, self.streams = model.head, KeptStreams(model, rows, positions)
+        self.seen.fill_(1)
+        self._last: Step  # of the last forward pass, [B, L, width]
+        self._state: Tensor  # [B, width], what the next guess is read with
+
+    # Its own passes
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        longest: int,
+        first_row: int = 0,
+        counts: Tensor | None = None,
+        tree: Tree | None = None,
+    ) -> Tensor:
+        """Tokens [B, L] of the text from ``start`` [B] on, each with the streams before it -> normed [B, L, width]."""
+        assert tree is None, "a head reads chains"
+        places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
+        return self._run(tokens, self.streams.at(first_row, places), places, longest, first_row)
+
+    def _run(self, tokens: Tensor, hidden: Tensor, places: Tensor, longest: int, first_row: int) -> Tensor:
+        plan = self.backend.plan(places, min(longest, self.cache.positions + 1))
+        attend = CachedAttend(self.cache, self.backend, plan, first_row)
+        self._last = self.head.step(tokens.clamp(max=self.model.vocab_size - 1), hidden, places, attend)
+        return self._last.normed
+
+    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
+        """Feed what the cache lacks, at most ``lag`` tokens a row -> normed [B, width] at each row's last token.
+
+        A row of one token has nothing to read yet: what it gives means nothing.
+        """
+        seen, lag = self.seen_by(batch), max(1, lag)
+        place = seen[:, None] + torch.arange(lag, device=batch.device)
+        tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
+        self.forward(tokens, seen, batch.longest, batch.first)
+        last = (batch.live_length - seen - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.head.config.width)
+        seen.copy_(batch.live_length)
+        state, normed = (part.gather(1, last).squeeze(1) for part in self._last)
+        self._state = state
+        return normed
+
+    def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
+        """A guess has no streams yet: the state at the token before it stands in. None of them counts as seen."""
+        step = guesses.shape[1]
+        places = (batch.live_length + step - 2).clamp(min=0)[:, None]
+        normed = self._run(guesses[:, -1:], self._state[:, None], places, batch.longest + step, batch.first)
+        self._state = self._last.state[:, 0]
+        return normed[:, 0]
+
+    def note_guesses(self, batch: Batch, count: int) -> None:
+        """They were read without streams: those that are kept are read again, with theirs."""
+
+    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        """After the target, whose streams of these tokens and of those before them it reads."""
+        super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        super().copy_row(source, destination, length)
+        self.seen[destination].clamp_(min=1)
+
+    def cut_row(self, row: int, length: int) -> None:
+        super().cut_row(row, max(1, length))

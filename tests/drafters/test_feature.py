@@ -1,0 +1,157 @@
+"""A trained head as a drafter: its guesses are those of an independent reading, whatever happened to its row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from head_support import Reading, tiny_head
+from paceline.attention.reference import ReferenceAttention
+from paceline.batch import Batch, Wish
+from paceline.decoder import Decoder
+from paceline.draft import Draft
+from paceline.engine import Engine
+from paceline.heads import HeadDecoder, HeadModel
+from paceline.lengths.fixed import FixedLength
+from paceline.memory import plan_memory
+from paceline.models.base import AnyModel
+from paceline.params import EngineConfig, SamplingParams
+from toy import POSITIONS, VOCAB, RandomLength, make_engine, run, tiny_llama, tiny_native
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[(7 * i + 3 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 9, 2, 17, 5, 30, 3))]
+PARAMS = [SamplingParams(temperature=0, max_tokens=5 + 2 * row, n=1 + 2 * (row == 3)) for row in range(len(PROMPTS))]
+
+
+class Recorder:
+    """A reader that keeps what it is shown of one row."""
+
+    def __init__(self, taps: Sequence[int]) -> None:
+        self.taps, self.shown = taps, {}
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        self.shown |= dict(zip(slots.tolist(), features, strict=True))
+
+    def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        raise AssertionError("there are no trees here")
+
+    copy_row = swap_rows = keep_paths
+
+
+def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
+    """[taps, width] of each token, from one plain pass."""
+    decoder, recorder = Decoder(target, ReferenceAttention(), 1, len(text)), Recorder(taps)
+    decoder.show(recorder)
+    decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
+    return [recorder.shown[place] for place in range(len(text))]
+
+
+def guesses_of(head: HeadModel, features: list[Tensor], text: list[int], k: int) -> list[int]:
+    """What the format's description says that a head guesses after a text."""
+    reading = Reading(head.head.state_dict())
+    for place, token in enumerate(text[1:]):
+        state, logits = reading.step(token, reading.fused(features[place]), place)
+    guesses: list[int] = []
+    for step in range(k):
+        best = int(logits.argmax())
+        guesses.append(best + int(head.head.d2t[best]))
+        state, logits = reading.step(guesses[-1], state, len(text) - 1 + step)
+    return guesses
+
+
+class Watched:
+    """Compares the head's guesses of every greedy row with the independent reading's."""
+
+    def __init__(self, engine: Engine, target: AnyModel, head: HeadModel) -> None:
+        self.target, self.head, self.compared = target, head, Counter[str]()
+        self.drafter = engine.parts.drafter
+        self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
+
+    def check(self, batch: Batch, wish: Wish) -> Draft:
+        draft = self.propose(batch, wish).capped(wish.caps)
+        for row, guesses in enumerate(draft.guesses):
+            text = batch.tokens[row, : batch.lengths[row]].tolist()
+            if len(text) < 2:
+                assert guesses == []
+                self.compared["short"] += 1
+            elif not batch.sampling.temperature[row]:
+                features = features_of(self.target, text[:-1], self.head.taps)
+                assert guesses == guesses_of(self.head, features, text, len(guesses))
+                self.compared["guesses"] += len(guesses)
+        return draft
+
+
+TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
+    "llama": (tiny_llama, 32),
+    "native": (lambda: tiny_native(1), 72),
+}
+
+
+@pytest.mark.parametrize("chunk", [4, 256])
+@pytest.mark.parametrize("model", TARGETS)
+def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int) -> None:
+    """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
+    make, width = TARGETS[model]
+    target = make()
+    head = tiny_head(target, width)
+    engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
+    engine.parts.policy = RandomLength(seed=chunk)
+    watched = Watched(engine, target, head)
+    run(engine, PROMPTS, PARAMS)
+    assert watched.compared["guesses"] > 100
+    assert watched.compared["short"] > 0
+
+
+def test_a_head_that_was_not_asked_for_long_reads_what_it_missed() -> None:
+    target = tiny_llama()
+    head = tiny_head(target, 32)
+    engine = make_engine(target, head, drafter="feature")
+    watched, lengths = Watched(engine, target, head), [0] * 30 + [3] * 3 + [0] * 2 + [3] * 100
+
+    class Scheduled(FixedLength):
+        def choose(self, batch: Batch) -> Wish:
+            return Wish(lengths.pop(0))
+
+    engine.parts.policy = Scheduled(3)
+    run(engine, [[1, 2, 3], [4, 5]], [SamplingParams(temperature=0, max_tokens=60)] * 2)
+    assert watched.compared["guesses"] > 50
+
+
+def test_what_the_head_cannot_say_has_probability_0() -> None:
+    target = tiny_llama()
+    head = tiny_head(target, 32)
+    laws = head.logits(torch.randn(5, head.width)).softmax(-1)
+    assert bool((laws[:, ~head.head.t2d] == 0).all())
+    assert laws.sum(-1).tolist() == pytest.approx([1.0] * 5)
+    own = head.head.logits(torch.zeros(1, head.width))
+    assert head.logits(torch.zeros(1, head.width))[0, head.head.targets].tolist() == own[0].tolist()
+
+
+def test_the_streams_of_a_tree_follow_the_path_that_is_kept() -> None:
+    target = tiny_llama()
+    decoder = HeadDecoder(tiny_head(target, 32), ReferenceAttention(), 3, 20)
+    decoder.streams.fused[1, 5:9] = torch.arange(4.0)[:, None]
+    decoder.streams.keep_paths(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 3, 2]]))
+    assert decoder.streams.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
+
+
+def test_memory_counts_the_streams_that_are_kept() -> None:
+    target = tiny_llama()
+    head = tiny_head(target, 32)
+    config = EngineConfig(drafter="feature", max_batch_size=3, max_model_len=POSITIONS, dtype="float32", device="cpu")
+    engine = make_engine(target, head, drafter="feature", max_batch_size=3)
+    (decoder,) = engine.parts.drafter.decoders
+    assert isinstance(decoder, HeadDecoder)
+    tables = [
+        engine.parts.target.cache.keys,
+        engine.parts.target.cache.values,
+        decoder.cache.keys,
+        decoder.cache.values,
+    ]
+    expected = sum(table.nbytes for table in (*tables, decoder.streams.fused))
+    assert plan_memory(target, head, config, 3, POSITIONS).caches == expected
