@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
+from paceline.drafters import Drafter
 from paceline.engine import Engine
 from paceline.errors import ParameterError
 from paceline.kernels import native
@@ -31,20 +31,16 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=12, seed=row) for row in rang
 Guess = Callable[[int, int], Draft]  # rows, k
 
 
-class Guesses:
+class Guesses(Drafter):
     """A drafter made of one function."""
 
     name = "scripted"
-    decoders: tuple[Decoder, ...] = ()
 
     def __init__(self, guess: Guess) -> None:
         self._guess = guess
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         return self._guess(batch.rows, wish.k)
-
-    def observe(self, batch: Batch, verdict: Verdict) -> None:
-        pass
 
 
 def engine_with(guess: Guess, **options: Any) -> Engine:
@@ -128,3 +124,41 @@ def test_room_for_logits_is_kept_from_round_to_round_and_planned(monkeypatch: py
     monkeypatch.setattr(player._model, "_packed", None)  # as on a machine without the kernels
     assert with_room - plan().workspace == written
     assert kept_bytes(ToyModel(), 100) == 0
+
+
+def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of every round: rows that decode, and whether torch was in its mode for inference; and who has what threads."""
+    modes, choose, pools = [], engine.parts.policy.choose, set[int | None]()
+    current_pool = native.current_pool
+
+    def watched(batch: Batch) -> Wish:
+        modes.append((batch.rows, torch.is_inference_mode_enabled()))
+        return choose(batch)
+
+    def counted(kernels: native.Kernels, threads: int | None = None) -> native.Pool:
+        pool = current_pool(kernels, threads)
+        pools.add(pool.threads)
+        return pool
+
+    engine.parts.policy.choose = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(native, "current_pool", counted)
+    run(engine, PROMPTS[: len(params)], params)
+    assert pools == {engine.threads}, "the model was loaded for another number"
+    return modes
+
+
+def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the kernels and of copies: unless a row comes, or somebody wants what the host alone can do."""
+    options: dict[str, Any] = {"drafter": "ngram", "threads": 2}
+    modes = modes_of(make_engine(tiny_native(1), **options), PARAMS, monkeypatch)
+    assert modes[0] == (4, True), "they have just come"
+    assert not any(mode for _, mode in modes[1:])
+    waiting = modes_of(make_engine(tiny_native(1), max_batch_size=3, **options), PARAMS, monkeypatch)
+    assert (3, False) in waiting, "one waits, and there is no row for it"
+    assert [mode for _, mode in waiting].count(True) == 2
+    scored = [SamplingParams(temperature=0, max_tokens=6, logprobs=0)]
+    assert all(mode for _, mode in modes_of(make_engine(tiny_native(1), **options), scored, monkeypatch))
+    tensors = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)), threads=2)
+    assert all(mode for _, mode in modes_of(tensors, PARAMS, monkeypatch))
+    plain = modes_of(make_engine(tiny_native(1), threads=2), PARAMS, monkeypatch)
+    assert not any(mode for _, mode in plain[1:])

@@ -130,7 +130,7 @@ class Engine:
         self._player = self._make_player()
         self._profile = self._load_profile()
         self.parts.policy = self._policy()
-        self.parts.native = NativeRound.of(target, self.batch, self.parts.accept)
+        self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks)
         self._pipeline = self._make_pipeline()
@@ -385,11 +385,19 @@ class Engine:
         for tokens in request.references:
             _check_tokens("references", tokens, self.models.target.vocab_size)
 
-    @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
-        with self._own_threads():
+        if self._goes_without_torch():
             return self._step()
+        with torch.inference_mode(), self._own_threads():
+            return self._step()
+
+    def _goes_without_torch(self) -> bool:
+        """Whether the kernels play the next round and nothing else is to do: then torch's modes, 80 us, are not set."""
+        scheduler, parts = self.scheduler, self.parts
+        comes = scheduler.prefilling or (scheduler.waiting and len(scheduler.running) < scheduler.capacity)
+        lean = not comes and parts.native is not None and not parts.native.needs_host(parts.accept)
+        return lean and not parts.drafter.uses_torch
 
     @contextmanager
     def _own_threads(self) -> Iterator[None]:

@@ -30,8 +30,10 @@ _BLOCK = MAX_SPECULATION_LENGTH + 1
 class NativeRound:
     """Plays rounds of the batch's decoding rows. The coupled rule, and the other one for guesses without a law."""
 
-    def __init__(self, target: Decoder, model: NativeModel, batch: Batch, rule: AcceptanceRule) -> None:
-        self._target, self._model, self._batch, self._rule = target, model, batch, rule
+    def __init__(
+        self, target: Decoder, model: NativeModel, batch: Batch, rule: AcceptanceRule, threads: int | None
+    ) -> None:
+        self._target, self._model, self._batch, self._rule, self._threads = target, model, batch, rule, threads
         rows = batch.length.shape[0]
         record = array("q", bytes(8 * rows * (_BLOCK + 2)))
         self._record = memoryview(record)
@@ -49,20 +51,26 @@ class NativeRound:
         self._work: tuple[Tensor, ...] = ()  # hidden states and logits of the largest round, or of a larger one
 
     @staticmethod
-    def of(target: Decoder, batch: Batch, rule: AcceptanceRule) -> NativeRound | None:
-        """None where the host plays the parts: on other models, and under rules that the kernels do not have."""
+    def of(target: Decoder, batch: Batch, rule: AcceptanceRule, threads: int | None = None) -> NativeRound | None:
+        """None where the host plays the parts: on other models, and under rules that the kernels do not have.
+
+        threads: of the kernels, where nobody says otherwise (``kernel_threads``); None: the model's.
+        """
         model = target.model
         if not plays_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
         if target.reader is not None:  # the call gives no streams
             return None
-        return NativeRound(target, model, batch, rule) if rule in RULES.values() else None
+        return NativeRound(target, model, batch, rule, threads) if rule in RULES.values() else None
 
     def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:
-        """Whether it can play the next round: no grammar, no log-probabilities; a chain whose guesses have no law."""
+        """Whether it can play the next round: one that needs no host, of chains whose guesses have no law."""
+        return not self.needs_host(rule) and draft.probabilities is None and draft.parents is None
+
+    def needs_host(self, rule: AcceptanceRule) -> bool:
+        """Whether the rows want what only the host can do: another rule, a grammar, log-probabilities."""
         rows = self._batch.sampling
-        needs_host = rows.any_constraint or rows.logprobs is not None
-        return rule is self._rule and not needs_host and draft.probabilities is None and draft.parents is None
+        return rule is not self._rule or rows.any_constraint or rows.logprobs is not None
 
     def play(self, draft: Draft) -> Verdict:
         """Raises ParameterError if a guess is no token; then no row has gained any."""
@@ -82,7 +90,7 @@ class NativeRound:
         call.places = place = given.buffer_info()[0]
         call.counts, call.guesses = place + 8 * rows, place + 16 * rows
         call.guess_stride, call.rows = width, rows
-        self._model.play(call, self._target.cache)
+        self._model.play(call, self._target.cache, self._threads)
         return self._read(drafted)
 
     def _describe_rows(self) -> None:

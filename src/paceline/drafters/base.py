@@ -43,13 +43,14 @@ class Drafter:
 
     needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings, which
     cost nothing. on_device: whether what it guesses is what rounds of the device guess: its one decoder's draws, or
-    nothing.
+    nothing. uses_torch: whether it works with tensors; where it does not, rounds of the CPU kernels go without torch.
     """
 
     name: ClassVar[str]
     needs_draft_model: ClassVar[bool] = False
     copies: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
+    uses_torch: ClassVar[bool] = True
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003

@@ -44,6 +44,7 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     copies = True
+    uses_torch = False
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)

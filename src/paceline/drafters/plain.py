@@ -12,6 +12,7 @@ class NoDrafter(Drafter):
 
     name = "none"
     on_device = True
+    uses_torch = False
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         return batch.no_guesses

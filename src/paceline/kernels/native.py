@@ -255,10 +255,11 @@ class NativeDecoder:
         problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps)
         return None if problem is None else str(problem.decode())
 
-    def round(self, call: CRound, cache: CCache, seconds: Tensor | None) -> str | None:
+    def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
         """Verify, accept, commit; returns what is wrong with the input, or None."""
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
-        problem = self._library.pl_round(self._handle, self._pool, *given)
+        pool = current_pool(self.kernels, threads or self._threads).handle
+        problem = self._library.pl_round(self._handle, pool, *given)
         return None if problem is None else str(problem.decode())
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:

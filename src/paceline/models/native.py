@@ -117,10 +117,14 @@ class NativeModel:
         """Whether ``play`` may be called: the twin has no rounds."""
         return self._packed is not None
 
-    def play(self, call: abi.CRound, cache: KVCache) -> None:
-        """A round in one call: verify, accept, commit. Raises ParameterError for what is no token or no row."""
+    def play(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
+        """A round in one call: verify, accept, commit. Raises ParameterError for what is no token or no row.
+
+        threads: where ``kernel_threads`` says nothing; None: the model's.
+        """
         assert self._packed is not None
-        problem = self._packed.decoder.round(call, self._describe(cache), self.seconds if self.timed else None)
+        seconds = self.seconds if self.timed else None
+        problem = self._packed.decoder.round(call, self._describe(cache), seconds, threads)
         if problem is not None:
             raise ParameterError("tokens", f"[{call.rows} rows]", problem)
 
