@@ -76,7 +76,9 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) ->
             metrics = answer.metrics
             rate = metrics.acceptance_rate
             kept = "" if rate is None else f", {rate:.0%} of the guesses kept"
-            note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}")
+            known = metrics.cached_tokens
+            read = f", {known} of the prompt's {metrics.prompt_tokens} tokens read before" if known else ""
+            note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}{read}")
     except KeyboardInterrupt:
         typer.echo()
     return shown

@@ -188,6 +188,7 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
 def _metrics(output: CompletionOutput) -> dict[str, Any]:
     metrics = output.metrics
     return {
+        "cached_tokens": metrics.cached_tokens,
         "output_tokens": metrics.output_tokens,
         "rounds": metrics.rounds,
         "drafted": metrics.drafted,

@@ -32,7 +32,7 @@ from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
 from paceline.server.protocol import GenerationRequest
 from paceline.server.quotas import Quotas
-from paceline.server.replies import CompletionTokensDetails, Usage
+from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
 from paceline.server.structures import structured
 from paceline.tokenizer import Tokenizer
@@ -285,7 +285,12 @@ def usage_of(
     """Every prompt once, every answer that was made; details, where there was a prediction."""
     prompt = sum(map(len, prompts))
     answers = sum(answer.metrics.output_tokens for output in outputs for answer in output.candidates)
-    usage = Usage(prompt_tokens=prompt, completion_tokens=answers, total_tokens=prompt + answers)
+    usage = Usage(
+        prompt_tokens=prompt,
+        completion_tokens=answers,
+        total_tokens=prompt + answers,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(output.cached_tokens for output in outputs)),
+    )
     if details is not None:
         usage.completion_tokens_details = details
     return usage
@@ -305,6 +310,7 @@ def log_request(request_id: str, outputs: Sequence[RequestOutput], user: str | N
         "request": request_id,
         "user": user,
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "cached_tokens": sum(output.cached_tokens for output in outputs),
         "output_tokens": sum(answer.metrics.output_tokens for answer in answers),
         "rounds": total.rounds,
         "drafted": total.drafted,

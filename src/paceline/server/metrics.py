@@ -98,6 +98,8 @@ class Meter:
             "spec_decode_num_accepted_tokens_per_pos", "Guesses kept, by their place in the draft.", "position"
         )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts whose answer has begun.")
+        self._asked_of_cache = counter("prefix_cache_queries", "Tokens of prompts, each answer's counted.")
+        self._found_in_cache = counter("prefix_cache_hits", "Those of them that were copied from what was read before.")
         self._generation_tokens = counter("generation_tokens", "Tokens of answers.")
         self._answers = counter("request_success", "Answers that ended, by reason.", "finished_reason")
         self._errors = counter("request_errors", "Requests answered with an error, by HTTP status.", "status")
@@ -202,6 +204,8 @@ class Meter:
         self._generation_tokens.inc(fresh)
         if pace.tokens[place] == 0:
             self._prompt_tokens.inc(measured.prompt_tokens if place == 0 else 0)
+            self._asked_of_cache.inc(measured.prompt_tokens)
+            self._found_in_cache.inc(measured.cached_tokens)
             self._ttft.observe(measured.time_to_first_token or 0.0)
             if measured.first_scheduled is not None:
                 self._queue.observe(measured.first_scheduled - measured.arrival_time)

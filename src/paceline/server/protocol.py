@@ -107,7 +107,7 @@ _SAMPLING = (
     "n", "best_of", "rank_by", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "num_speculative_tokens",
+    "logit_bias", "num_speculative_tokens", "keep_prefix", "cache_salt",
 )  # fmt: skip
 
 
@@ -141,6 +141,8 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = None
     logit_bias: Bias | None = None
     num_speculative_tokens: int | None = None
+    keep_prefix: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label | None = None

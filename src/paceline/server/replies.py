@@ -18,18 +18,26 @@ class CompletionTokensDetails(BaseModel):
     rejected_prediction_tokens: int
 
 
+class PromptTokensDetails(BaseModel):
+    """cached_tokens: of the prompts' tokens those that were copied from what had been read before."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens. A prompt counts once, however many answers it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class AnswerMetrics(BaseModel):
     """What one answer cost; ``outputs.Metrics`` says how it is counted. mean_logprob: where answers are ranked."""
 
+    cached_tokens: int
     output_tokens: int
     rounds: int
     drafted: int
@@ -46,6 +54,7 @@ class AnswerMetrics(BaseModel):
         measured = answer.metrics
         first, started = measured.time_to_first_token, measured.first_scheduled
         return AnswerMetrics(
+            cached_tokens=measured.cached_tokens,
             output_tokens=measured.output_tokens,
             rounds=measured.rounds,
             drafted=measured.drafted,

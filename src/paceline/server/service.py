@@ -213,7 +213,9 @@ class EngineService:
         """A short batch as wide as the engine's, half of it greedy: what is made on first use is made now."""
         tokens = max(1, min(_WARM_UP_TOKENS, self.engine.max_model_len - 2))
         for row in range(self.engine.config.max_batch_size):
-            params = SamplingParams(temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True)
+            params = SamplingParams(
+                temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True, keep_prefix=False
+            )
             self.engine.add(Request([0, 0], params))
         while self.engine.busy:
             self.engine.step()
