@@ -45,3 +45,15 @@ def test_a_line_that_is_no_text_is_refused_and_the_conversation_goes_on(paceline
     first, second = result.stdout.splitlines()
     assert first == second
     assert paceline("chat", tiny, "--system", "\udcff").exit_code == 2
+
+
+def test_notes_say_what_was_read_before(paceline: Any, tiny: str) -> None:
+    options = [option for option in OPTIONS if option != "--quiet"]
+    stdin = "a first question that is long enough\nmore\n"
+    result = paceline("chat", tiny, *options, stdin=stdin)
+    assert ", prefixes reused" in result.stderr
+    assert result.stderr.count(" tokens read before") == 1, "the second turn's"
+    anew = paceline("chat", tiny, "--no-prefix-cache", *options, stdin=stdin)
+    assert ", prompts read anew (prefix_cache=False)" in anew.stderr
+    assert " tokens read before" not in anew.stderr
+    assert anew.stdout == result.stdout
