@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
         "batch",
         "nodes",
         "rows",
+        "row_keeper",
         "cache",
         "sampling",
         "rules",

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.batch import Batch, Wish
 from paceline.cli.options import EngineFlags
-from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter
+from paceline.draft import Draft
+from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter, Wrapper
+from paceline.engine import Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
-from paceline.params import EngineConfig, engine_config
+from paceline.params import EngineConfig, SamplingParams, engine_config
 from paceline.registry import DRAFTERS, LENGTHS
+from paceline.row_keeper import PerRow, RowKeeper, RowKeepers
 from toy import ToyModel, make_engine
 
 SAMPLE = Path(__file__).parent / "sample_package"
@@ -129,6 +135,54 @@ def test_an_object_is_a_pattern_of_which_each_engine_plays_a_copy() -> None:
     assert (
         make_engine(ToyModel(), drafter="ngram", num_speculative_tokens=FixedLength(3)).parts.policy.name == "fixed(3)"
     )
+
+
+class Witness(RowKeepers, Drafter):
+    """Knows of every row whose it is, and looks whether that stays so; some of its guesses are kept."""
+
+    name = "witness"
+
+    def __init__(self) -> None:
+        self.owners: PerRow[int] = PerRow()
+        self.most = 0
+
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return (self.owners,)
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        owners = batch.sampling.seed[: batch.rows].tolist()
+        assert [self.owners.setdefault(row, owner) for row, owner in enumerate(owners)] == owners
+        assert set(self.owners) == set(range(batch.rows)), "rows that ended are forgotten"
+        self.most = max(self.most, batch.rows)
+        return Draft(batch.pending().expand(-1, wish.k), torch.full_like(batch.live_length, wish.k))
+
+
+WRAPS: dict[str, Callable[[Drafter], Drafter]] = {
+    "alone": lambda drafter: drafter,
+    "wrapped": Wrapper,
+    "hybrid": lambda drafter: HybridDrafter(drafter, NoDrafter()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_drafter_is_told_whose_rows_begin_move_and_end(wrap: Callable[[Drafter], Drafter]) -> None:
+    engine = make_engine(ToyModel(), drafter="ngram", max_batch_size=3, prefill_chunk=5)
+    witness = Witness()
+    engine.parts.drafter = wrap(witness)
+    engine.parts.policy = FixedLength(2)
+    params = [SamplingParams(seed=i, max_tokens=3 + 7 * (i % 4), n=1 + i % 3) for i in range(12)]
+    outputs = [engine.add(Request([1 + i % 5] * (1 + 6 * (i % 4)), each)) for i, each in enumerate(params)]
+    while engine.busy:
+        engine.step()
+        if len(outputs[7].outputs[0].token_ids) == 2:
+            engine.abort(outputs[7].request_id)
+    assert witness.most == 3
+    assert not witness.owners
+    engine.add(Request([1, 2, 3], SamplingParams(seed=1)))
+    engine.step()
+    engine.clear()
+    assert not witness.owners
 
 
 @pytest.mark.usefixtures("sample")

@@ -11,17 +11,25 @@ from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter
 from paceline.lengths.base import LengthPolicy
 from paceline.native_round import NativeRound
+from paceline.row_keeper import RowKeeper, RowKeepers
 
 
 @dataclass
-class Speculation:
-    """Who takes part in a round. native: plays most rounds of its batch, if the target runs on the CPU kernels."""
+class Speculation(RowKeepers):
+    """Who takes part in a round. native: plays most rounds of its batch, if the target runs on the CPU kernels.
+
+    Who keeps what it knows of rows is told of them here.
+    """
 
     target: Decoder
     drafter: Drafter
     policy: LengthPolicy
     accept: AcceptanceRule
     native: NativeRound | None = None
+
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return self.drafter, self.policy
 
     def play(self, batch: Batch, draft: Draft) -> Verdict:
         """Verify, accept, commit: in one call of the CPU kernels where nothing in between needs the host."""

@@ -100,7 +100,7 @@ class Scheduler:
     places without their caches being copied. A row that begins has copied the longest beginning of its prompt that any
     row holds.
 
-    parts: their decoders keep the rows' caches; the policy is told when rows begin, move and end.
+    parts: their decoders keep the rows' caches; they are told when rows begin, move and end.
     chunks: decides what is prefilled next.
     in_flight: most tokens that a row may have gained on the device without the host knowing yet.
     """
@@ -159,7 +159,7 @@ class Scheduler:
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.read_by_draft = self.parts.policy.hopeful(self._rows_soon)
-        self.parts.policy.join(row)
+        self.parts.join(row)
         for decoder in self.decoders:
             decoder.cut_row(row, has)
         sequence.cached, sequence.output.metrics.cached_tokens = self._cached(row, has), has
@@ -301,8 +301,8 @@ class Scheduler:
         for decoder in self.decoders:
             decoder.swap_rows(start + first, start + place, length)
         self.batch.copy_row(start + place, start + first)
-        self.parts.policy.move(start + place, start + first)
-        self.parts.policy.join(start + place)
+        self.parts.move(start + place, start + first)
+        self.parts.join(start + place)
         prefilling[first], prefilling[place] = prefilling[place], prefilling[first]
         self._set_row(start + place, prefilling[place])
 
@@ -330,7 +330,7 @@ class Scheduler:
 
     def release(self, row: int) -> None:
         """Free a row (decoding or prefilling), which keeps what it holds; others change places with it."""
-        self.parts.policy.leave(row)
+        self.parts.leave(row)
         held = Held(self._text(row), [*self.running, *self.prefilling][row].scope)
         if row < len(self.running):
             last = len(self.running) - 1
@@ -352,7 +352,7 @@ class Scheduler:
         if source == destination:
             return
         self.batch.copy_row(source, destination)
-        self.parts.policy.move(source, destination)
+        self.parts.move(source, destination)
         for decoder in self.decoders:
             decoder.swap_rows(source, destination, length)
 
@@ -371,7 +371,7 @@ class Scheduler:
             if not sequence.output.finished:
                 finish(sequence, "abort", time.monotonic())
         for row in range(len(self.running) + len(self.prefilling)):
-            self.parts.policy.leave(row)
+            self.parts.leave(row)
         self.waiting.clear()
         self.prefilling.clear()
         self.running.clear()

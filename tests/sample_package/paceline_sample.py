@@ -8,26 +8,34 @@ from paceline.batch import Batch, Wish
 from paceline.draft import Draft, Verdict
 from paceline.drafters import Drafter
 from paceline.lengths import LengthPolicy
+from paceline.row_keeper import PerRow, RowKeeper, RowKeepers
 
 NOT_A_DRAFTER = 3
 
 
-class Echo(Drafter):
-    """Guesses that each row repeats what it said ``period`` tokens before."""
+class Echo(RowKeepers, Drafter):
+    """Guesses that each row repeats what it said some tokens before: ``period``, one more after every wrong guess."""
 
     name = "echo"
 
     def __init__(self, period: int = 1) -> None:
         self.period = period
-        self.rounds = 0
+        self.periods: PerRow[int] = PerRow()
+
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return (self.periods,)
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
-        back = torch.arange(wish.k, device=batch.device) % self.period - self.period
-        place = (batch.live_length[:, None] + back).clamp(min=0)
+        periods = [self.periods.setdefault(row, self.period) for row in range(batch.rows)]
+        back = torch.tensor([[step % period - period for step in range(wish.k)] for period in periods])
+        place = (batch.live_length[:, None] + back.to(batch.device)).clamp(min=0)
         return Draft(batch.tokens[: batch.rows].gather(1, place), torch.full_like(batch.live_length, wish.k))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        self.rounds += 1
+        for row, (kept, guessed) in enumerate(zip(verdict.host.accepted, verdict.host.drafted, strict=True)):
+            if kept < guessed and row in self.periods:
+                self.periods[row] += 1
 
 
 class Careful(LengthPolicy):

@@ -10,6 +10,7 @@ from paceline.batch import Batch, Wish
 from paceline.draft import Draft, Verdict
 from paceline.lengths import LengthPolicy
 from paceline.outputs import Latency
+from paceline.row_keeper import RowKeeper, RowKeepers
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Round:
 
 
 @dataclass
-class Recorder(LengthPolicy):
+class Recorder(RowKeepers, LengthPolicy):
     """A length policy that lets ``inner`` choose and notes what came of it; rounds are played as under ``inner``."""
 
     inner: LengthPolicy
@@ -67,14 +68,9 @@ class Recorder(LengthPolicy):
     def hopeful(self, rows: int) -> bool:
         return self.inner.hopeful(rows)
 
-    def join(self, row: int) -> None:
-        self.inner.join(row)
-
-    def move(self, source: int, destination: int) -> None:
-        self.inner.move(source, destination)
-
-    def leave(self, row: int) -> None:
-        self.inner.leave(row)
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return (self.inner,)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)

@@ -13,6 +13,7 @@ from paceline.draft import Draft, Verdict
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
 from paceline.registry import DrafterKind
+from paceline.row_keeper import RowKeeper, RowKeepers
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class Equipment:
         return self.decoder(self.draft)
 
 
-class Drafter:
+class Drafter(RowKeeper):
     """Guesses the next tokens of every row. Whatever it guesses, answers stay what they are; only the speed changes.
+
+    A drafter owns what it knows of rows, and is told when they begin, move and end (``RowKeeper``). Caches that follow
+    the text it gives as ``decoders``: they are fed, copied and cut with the target's.
 
     What it needs is said by its class, before anything is loaded:
 
@@ -59,7 +63,7 @@ class Drafter:
 
     @property
     def decoders(self) -> Sequence[Decoder]:
-        """The models it runs, whose caches the engine prefills and copies with the target's."""
+        """The models it runs, whose caches the scheduler keeps as it does the target's."""
         return ()
 
     @property
@@ -79,7 +83,7 @@ class Drafter:
         return self.name if draft is None else f"{self.name} with {draft}"
 
 
-class Wrapper(Drafter):
+class Wrapper(RowKeepers, Drafter):
     """Another drafter with something about it changed; the rest is the ``inner`` one's."""
 
     name = "wrapper"
@@ -94,6 +98,10 @@ class Wrapper(Drafter):
     @property
     def reader(self) -> Reader | None:
         return self.inner.reader
+
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return (self.inner,)
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         return self.inner.propose(batch, wish)

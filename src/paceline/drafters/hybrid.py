@@ -12,9 +12,10 @@ from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.feature import drafting_model
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
+from paceline.row_keeper import RowKeeper, RowKeepers
 
 
-class HybridDrafter(Drafter):
+class HybridDrafter(RowKeepers, Drafter):
     """Looks for copies first, which costs nothing; where they do not suffice, the draft model guesses for all rows.
 
     Whether they suffice the length policy says (``Wish.instead``); where it does not, they must follow a match of the
@@ -40,6 +41,10 @@ class HybridDrafter(Drafter):
     @property
     def reader(self) -> Reader | None:
         return self._model.reader
+
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return self._copying, self._model
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         copied = self._copying.propose(batch, wish).capped(wish.caps)

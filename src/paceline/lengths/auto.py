@@ -29,9 +29,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
@@ -41,6 +41,7 @@ from paceline.lengths.belief import CLUELESS, Belief, Judged, bins_of, bins_of_d
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes
 from paceline.lengths.lately import Mean, Rate, Savings
 from paceline.lengths.lateness import Paces
+from paceline.row_keeper import RowKeeper, RowKeepers
 
 Clock: TypeAlias = Callable[[], float]  # seconds
 Follows: TypeAlias = Sequence[int] | None  # the guess that each guess of a row follows; None: the one before
@@ -122,7 +123,7 @@ class Round:
         return 1.0 if self.asked is None else self.rows / len(self.asked)
 
 
-class AutoLength(LengthPolicy):
+class AutoLength(RowKeepers, LengthPolicy):
     """Measures time from ``choose`` to ``observe`` (both on the host).
 
     costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
@@ -463,24 +464,9 @@ class AutoLength(LengthPolicy):
         if self._chosen:
             self._chosen.popleft()
 
-    def join(self, row: int) -> None:
-        for known in self._of_rows():
-            known.pop(row, None)
-
-    def leave(self, row: int) -> None:
-        self.join(row)
-
-    def move(self, source: int, destination: int) -> None:
-        for known in self._of_rows():
-            known.pop(destination, None)
-            if source in known:
-                known[destination] = known.pop(source)
-
-    def _of_rows(self) -> Iterator[dict[int, Any]]:
-        """What is known of each."""
-        yield self._paces.rows
-        yield self.drafted.belief.rows
-        yield self.copied.belief.rows
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return self._paces.rows, self.drafted.belief.rows, self.copied.belief.rows
 
 
 def _ends(line: Sequence[float], follows: Follows) -> Sequence[float]:

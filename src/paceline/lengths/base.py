@@ -11,13 +11,13 @@ from paceline.draft import Draft, Verdict
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
 from paceline.params import MAX_SPECULATION_LENGTH
+from paceline.row_keeper import RowKeeper
 
 
-class LengthPolicy:
+class LengthPolicy(RowKeeper):
     """Chooses how far to speculate, round by round: ``choose``, perhaps ``select``, ``observe``.
 
-    A policy owns what it knows about rows, and is told when a row begins (``join``), gets another place (``move``) and
-    ends (``leave``). It may take over while rows run, of which it was not told.
+    A policy owns what it knows about rows, and is told when they begin, move and end (``RowKeeper``).
 
     needs_profile: whether it cannot do without a profile; reads_profile: whether it makes use of one.
     most_guesses: that it asks for, of a row in a round.
@@ -54,15 +54,6 @@ class LengthPolicy:
     def hopeful(self, rows: int) -> bool:
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
-
-    def join(self, row: int) -> None:
-        """A new text begins in this row."""
-
-    def move(self, source: int, destination: int) -> None:
-        """The text of the row ``source`` goes on in the place of ``destination``, whose own has ended."""
-
-    def leave(self, row: int) -> None:
-        """The text of this row has ended."""
 
 
 @dataclass(frozen=True)

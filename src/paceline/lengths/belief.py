@@ -15,6 +15,7 @@ from typing import TypeAlias
 from paceline.draft import KINDS, Draft, Verdict
 from paceline.lengths import lately
 from paceline.lengths.cost import LONGEST_AUTO
+from paceline.row_keeper import PerRow
 
 Judged: TypeAlias = tuple[int, bool]  # a guess's bin or place, and whether it is right
 
@@ -62,7 +63,7 @@ class Belief:
     def __init__(self) -> None:
         self.tried, self.kept = [0.0] * len(_BELIEVED), [0.0] * len(_BELIEVED)
         self.all_missed = self.all_expected = 0.0
-        self.rows: dict[int, _Luck] = {}
+        self.rows: PerRow[_Luck] = PerRow()
         self._fresh = _Luck()
         self._misses: dict[int, float] = {}  # what ``_miss`` has worked out since anything was learned
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from paceline.batch import Batch
 from paceline.lengths.belief import ROW_FADE
+from paceline.row_keeper import PerRow
 
 PRIOR_ROUNDS = 2.0  # of one token, that a row's pace begins with
 
@@ -29,7 +30,7 @@ class Paces:
     """How fast each row comes on."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, _Pace] = {}
+        self.rows: PerRow[_Pace] = PerRow()
 
     def learn(self, accepted: Sequence[int], expected: Sequence[float], took: float) -> None:
         """From a round: guesses kept and expected to be, and its time over a plain one's. Bad luck is no debt."""
