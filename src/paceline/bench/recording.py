@@ -65,6 +65,9 @@ class Recorder(RowKeepers, LengthPolicy):
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return self.inner.select(batch, draft)
 
+    def lost(self) -> None:
+        self.inner.lost()
+
     def hopeful(self, rows: int) -> bool:
         return self.inner.hopeful(rows)
 
