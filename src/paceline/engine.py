@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -205,7 +206,9 @@ class Engine:
             return self._calibration(grid).run(progress)
 
     def _calibration(self, grid: Grid) -> Calibration:
-        return Calibration(self.parts.target, self.parts.drafter, self.parts.accept, grid, self._player)
+        parts = self.parts
+        natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
+        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._player, natively)
 
     def _costs(self) -> CostTable:
         """From the profile, from an engine before this one on the same models, from disk, or measured now."""

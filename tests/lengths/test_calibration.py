@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.batch import Batch
+from paceline.draft import Draft, Verdict
+from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
-from toy import ToyModel, make_engine
+from paceline.native_round import NativeRound
+from toy import ToyModel, make_engine, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,3 +47,24 @@ def test_a_table_comes_from_real_rounds() -> None:
     table = calibration(Grid((1, 3), (0, 2), seconds=0.0)).run()
     assert table.batch_sizes == (1, 3)
     assert all(0 < ms < 60_000 for line in table.verify for ms in line)
+
+
+@pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
+def test_rounds_that_the_kernels_play_are_measured_as_they_play_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, played, by_host = make_engine(tiny_native(1), drafter="ngram"), set[tuple[int, int, int]](), list[Batch]()
+    play = NativeRound.play
+
+    def watched(player: NativeRound, draft: Draft) -> Verdict:
+        verdict = play(player, draft)
+        played.add((player._batch.rows, draft.k, len(verdict.host.gained)))
+        assert player._batch is not engine.batch, "no request sees it"
+        return verdict
+
+    monkeypatch.setattr(NativeRound, "play", watched)
+    monkeypatch.setattr(engine.parts.target, "verify", lambda batch, _draft: by_host.append(batch))
+    table = engine.measure_costs(Grid((1, 3), (0, 2), seconds=0.0))
+    assert {place[:2] for place in played} == {(1, 0), (1, 2), (3, 0), (3, 2)}
+    assert all(rows == gained for rows, _, gained in played)
+    assert not by_host
+    assert all(0 < ms < 60_000 for line in table.verify for ms in line)
+    engine.scheduler.check_integrity()

@@ -9,12 +9,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.acceptance import AcceptanceRule
 from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
-from paceline.draft import Draft
+from paceline.draft import Draft, ReadDraft, Verdict
 from paceline.drafters.base import Drafter
 from paceline.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
@@ -79,15 +78,28 @@ class Player(Protocol):
     def catch_up(self, rows: int, lag: int, longest: int) -> None: ...
 
 
+class Kernels(Protocol):
+    """Verifies, accepts and commits in one call (``native_round.NativeRound``)."""
+
+    def play(self, draft: Draft) -> Verdict: ...
+
+
 class Calibration:
     """Plays rounds that no request sees. The engine must be idle: its caches' first rows are written to.
 
     player: who plays rounds; then what is verified and what is drafted cannot be told apart, and verification takes the
-    time of both. None: the host does, and nothing is committed.
+    time of both. None: the host does, by the kernels that ``natively`` gives for a batch, or, where it gives none,
+    part by part without a commit.
     """
 
     def __init__(
-        self, target: Decoder, drafter: Drafter, accept: AcceptanceRule, grid: Grid, player: Player | None = None
+        self,
+        target: Decoder,
+        drafter: Drafter,
+        accept: AcceptanceRule,
+        grid: Grid,
+        player: Player | None = None,
+        natively: Callable[[Batch], Kernels | None] = lambda _batch: None,
     ) -> None:
         self.target, self.drafter, self.accept, self.grid, self.player = target, drafter, accept, grid, player
         positions = target.cache.positions
@@ -96,6 +108,7 @@ class Calibration:
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - longest - 2))
         rows = max(grid.batch_sizes)
         self.batch = player.batch if player else Batch(rows, positions, target.vocab_size, target.model.device)
+        self._kernels = None if player else natively(self.batch)
 
     @torch.inference_mode()
     def run(self, progress: Progress = iter) -> CostTable:
@@ -190,10 +203,11 @@ class Calibration:
     def _verify(self, rows: int, k: int, context: int) -> Point:
         if self.player is not None:
             return self._round(self.player, rows, k, context)
-        guesses: Tensor = torch.zeros(rows, k, dtype=torch.int64, device=self.batch.device)
-        draft = Draft(guesses, torch.full((rows,), k, device=self.batch.device))
+        draft = ReadDraft.of([[0] * k for _ in range(rows)], self.batch.device)
 
         def run() -> object:
+            if self._kernels is not None:
+                return self._kernels.play(draft)
             return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
 
         return Point(run, lambda: self._rows(rows, context))
@@ -209,7 +223,7 @@ class Calibration:
         wish = Wish(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
 
         def run() -> object:
-            return self.drafter.propose(self.batch, wish).counts.tolist()
+            return self.drafter.propose(self.batch, wish).drafted
 
         return Point(run, lambda: self._rows(rows, self.context))
 
