@@ -445,6 +445,7 @@ class ServerConfig:
     log_format: "text" for people, "json" for machines: one object a line.
     log_interval: seconds between two lines about throughput, while there is any.
     playground: whether there is a page at ``/`` to try the model on.
+    batch_dir: where files and batches are kept; None: /v1/files and /v1/batches are refused.
     """
 
     host: Name = "127.0.0.1"
@@ -470,6 +471,7 @@ class ServerConfig:
     log_format: LogFormat = "text"
     log_interval: Seconds = 10.0
     playground: bool = True
+    batch_dir: Annotated[str, FileName("the name of a directory")] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

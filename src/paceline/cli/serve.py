@@ -102,6 +102,9 @@ class ServerFlags:
     playground: Annotated[bool, _option("--playground/--no-playground", text="A page at / to try the model on.")] = (
         ServerConfig.playground
     )
+    batch_dir: Annotated[
+        str | None, _option("--batch-dir", text="Where /v1/files and /v1/batches keep everything. Default: no batches.")
+    ] = ServerConfig.batch_dir
 
     def config(self) -> ServerConfig:
         """With the keys of all three sources. Raises ParameterError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,6 +17,9 @@ from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.params import ServerConfig
 from paceline.server import errors, replies
+from paceline.server.batch.routes import add_batches
+from paceline.server.batch.runner import Runner
+from paceline.server.batch.store import Store
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
@@ -60,11 +64,16 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     on_end is called, in that thread, if the engine cannot go on; ``app.state.context.service.failure`` says why.
     """
     context = Context(config, load, on_end)
+    runner = None if config.batch_dir is None else Runner(context, Store(Path(config.batch_dir)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         context.service.start()
+        if runner is not None:
+            runner.start()
         yield
+        if runner is not None:
+            await runner.stop()
         await context.service.stop()
         context.close()
 
@@ -79,6 +88,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     _add_generation(app, context)
     _add_texts(app, context)
     _add_operations(app, context)
+    add_batches(app, context, runner)
     if config.playground:
         add_playground(app)
     return app

@@ -26,3 +26,10 @@ MAX_FAULTS = 10  # named in one answer
 MAX_SHOWN = 100  # characters of a field's name or value
 MAX_FAULT = 300  # characters of what is wrong with one field
 MAX_MESSAGE = 3000  # characters of it all
+
+# Of files and batches that are kept, for each owner.
+MAX_FILES = 2**10
+MAX_FILES_BYTES = 2**30  # of all of them; one batch's answers, too
+MAX_BATCHES = 2**10
+MAX_OPEN_BATCHES = 2**6  # have not ended
+MAX_BATCH_LINES = 50_000  # as OpenAI's

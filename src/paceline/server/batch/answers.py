@@ -28,18 +28,25 @@ R = TypeVar("R", bound=GenerationRequest)
 _LATER = 429
 
 
+async def _at_once() -> None:
+    """There is room."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What the lines of a batch have in common.
 
     seed: from it and a line's custom_id comes the seed of a line that has none. client: whose lines they are. priority:
-    added to that of each line; higher values wait while lower ones do.
+    added to that of each line; higher values wait while lower ones do. room: waits until a line may be begun. timeout:
+    seconds, of lines that do not say it; None: the server's.
     """
 
     context: Context
     seed: int
     client: str = "batch"
     priority: int = 0
+    room: Callable[[], Awaitable[None]] = _at_once
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class ApiChore:
     async def _answer(self) -> tuple[str, bytes]:
         """The answer's id and the answer. Raises ApiError."""
         context = self.batch.context
+        await self.batch.room()
         prepare = _PREPARE[self.request.url]
         job = await prepare(context, self.request.body, self._settle, self.batch.client)
         return job.id, await job.answer()
@@ -88,6 +96,8 @@ class ApiChore:
             raise errors.invalid("lines of a batch are answered whole; leave stream out", "stream")
         if body.seed in (None, -1):
             body.seed = seed_of(self.batch.seed, f"id {self.request.custom_id}")
+        if body.timeout is None:
+            body.timeout = self.batch.timeout
         body.priority = (body.priority or 0) + self.batch.priority
 
     def _document(self, status: int, request_id: str, body: bytes) -> bytes:

@@ -44,6 +44,11 @@ class OutputFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
     def has(self, line: Line) -> bool:
         """Whether it was answered. Raises ParameterError if another line stood at its place then."""
         digest = self.done.get(line.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +47,17 @@ class Scribe:
         async with self._turn:
             if self._pending:
                 lines, self._pending = b"".join(self._pending), []
-                await asyncio.to_thread(self._append, lines)
+                await _to_its_end(asyncio.to_thread(self._append, lines))
+
+
+async def _to_its_end(work: Coroutine[object, object, None]) -> None:
+    """Nobody closes a file that a thread still writes, also if nobody waits any more."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 async def play_all(

@@ -1,0 +1,291 @@
+"""Batches over HTTP, played behind all other requests; a restart goes on where the server was ended."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.errors import PacelineError
+from paceline.params import MAX_SECONDS
+from paceline.server import errors, limits
+from paceline.server.batch.answers import Batch, is_the_end, read_chore, unanswered
+from paceline.server.batch.documents import (
+    BatchCounts,
+    BatchFault,
+    BatchFaults,
+    BatchObject,
+    BatchRequest,
+    KeptBatch,
+    Status,
+)
+from paceline.server.batch.lines import BatchLine, Line, Names, Url, lines_of
+from paceline.server.batch.output import OutputFile
+from paceline.server.batch.store import Store, is_open, new_batch_id
+from paceline.server.batch.window import Outcome, Scribe, play_all
+from paceline.server.bodies import checked, parsed
+from paceline.server.clients import key_name
+from paceline.server.context import Context
+from paceline.server.quotas import read_key
+
+log = logging.getLogger("paceline.server")
+ANYBODY = "anybody"  # who owns everything where there are no keys
+BEHIND = 2**31  # added to a line's priority: what requests can ask for is less
+_WINDOW = 86400
+_LINES_PER_ROW = 2
+_KINDS = ("output", "error")
+_PAUSE = 0.05  # seconds between two looks whether there is room
+
+
+class Runner:
+    """Plays one batch of each owner at a time, the oldest first. For the event loop."""
+
+    def __init__(self, context: Context, store: Store) -> None:
+        self._context, self.store = context, store
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Go on with all that have not ended, but for those of keys that are good no more."""
+        keys = self._context.config.api_keys
+        owners = {key_name(read_key(key).secret) for key in keys} if keys else {ANYBODY}
+        for kept in self.store.batches.values():
+            if is_open(kept) and kept.owner in owners:
+                self._begin(kept)
+
+    async def stop(self) -> None:
+        """Leave all as they are; ``start`` goes on with them."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.store.close()
+
+    def _begin(self, kept: KeptBatch) -> None:
+        name = kept.document.id
+        task = self._tasks[name] = asyncio.create_task(self._run(kept), name=name)
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    # --- what clients ask for ----------------------------------------------------
+
+    async def create(self, owner: str, request: BatchRequest) -> BatchObject:
+        """Raises ApiError."""
+        self.store.file(owner, request.input_file_id)
+        now = int(time.time())
+        document = BatchObject(
+            id=new_batch_id(),
+            endpoint=request.endpoint,
+            input_file_id=request.input_file_id,
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + _WINDOW,
+            request_counts=BatchCounts(),
+            metadata=request.metadata,
+        )
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        kept = KeptBatch(owner=owner, seed=seed, document=document)
+        await self.store.add_batch(kept)
+        self._begin(kept)
+        return document
+
+    async def cancel(self, owner: str, name: str) -> BatchObject:
+        """What was answered so far is kept. Raises ApiError."""
+        kept = self.store.batch(owner, name)
+        document = kept.document
+        if document.status in ("validating", "in_progress"):
+            _mark(document, "cancelling")
+            if (task := self._tasks.get(name)) is not None:
+                task.cancel()
+            await self.store.save(kept)
+        elif document.status not in ("cancelling", "cancelled"):
+            raise errors.invalid(f"the batch is {document.status}, and nothing of it is left to cancel", "batch_id")
+        return document
+
+    # --- how it goes -------------------------------------------------------------
+
+    async def _run(self, kept: KeptBatch) -> None:
+        document = kept.document
+        try:
+            async with self._turns[kept.owner]:
+                while is_open(kept):
+                    await self._step(kept)
+        except asyncio.CancelledError:
+            if document.status != "cancelling":
+                raise  # the server ends
+            await self._step(kept)
+        except Exception as error:
+            if not (isinstance(error, errors.ApiError) and is_the_end(error)):
+                log.exception("batch %s cannot go on before the server is started again", document.id)
+
+    async def _step(self, kept: KeptBatch) -> None:
+        """From one status to the next, on disk. Raises ApiError when the engine ends, OSError."""
+        document = kept.document
+        if document.status == "validating":
+            await self._validate(kept)
+        elif document.status == "in_progress":
+            await self._play(kept)
+        else:
+            await self._finish(kept)
+        await self.store.save(kept)
+        if not is_open(kept):
+            self.store.answers(document.id).unlink(missing_ok=True)
+
+    async def _validate(self, kept: KeptBatch) -> None:
+        document = kept.document
+        path, limit = self.store.content(document.input_file_id), self._context.config.max_body_bytes
+        total, faults = await asyncio.to_thread(_looked_through, path, document.endpoint, limit)
+        document.request_counts.total = total
+        if faults:
+            document.errors = BatchFaults(data=faults)
+        _mark(document, "finalizing" if faults else "in_progress")
+
+    async def _play(self, kept: KeptBatch) -> None:
+        """All lines that are left, or as many as there is time for. Raises ApiError when the engine ends."""
+        document = kept.document
+        await self._ready()
+        try:
+            async with asyncio.timeout(document.expires_at - time.time()):
+                await self._answer(kept)
+        except TimeoutError:
+            document.expired_at = int(time.time())
+        except Exception as error:
+            if isinstance(error, errors.ApiError) and is_the_end(error):
+                raise
+            log.exception("batch %s failed", document.id)
+            message = str(error) if isinstance(error, PacelineError) else "an error in the server; its log says more"
+            document.errors = BatchFaults(data=[BatchFault(code="batch_failed", message=message)])
+        _mark(document, "finalizing")
+
+    async def _answer(self, kept: KeptBatch) -> None:
+        document, answers = kept.document, self.store.answers(kept.document.id)
+        with (
+            self.store.content(document.input_file_id).open("rb") as lines,
+            OutputFile("batch_dir", answers) as output,
+        ):
+            counts = document.request_counts
+            counts.failed = await asyncio.to_thread(_failures, answers)
+            counts.completed = len(output.done) - counts.failed
+            await self._play_lines(kept, lines, output)
+
+    async def _play_lines(self, kept: KeptBatch, lines: BinaryIO, output: OutputFile) -> None:
+        context, counts = self._context, kept.document.request_counts
+        batch = Batch(context, kept.seed, kept.owner, BEHIND, self._room, MAX_SECONDS)
+        read = functools.partial(read_chore, batch, Names())
+
+        def tell(outcome: Outcome) -> None:
+            counts.failed += outcome.failed
+            counts.completed += not outcome.failed
+            if output.size > limits.MAX_FILES_BYTES:
+                raise errors.invalid(f"the answers are longer than {limits.MAX_FILES_BYTES} bytes", code="too_long")
+
+        await play_all(
+            unanswered(lines_of(lines, context.config.max_body_bytes), read, output),
+            Scribe(output.append),
+            window=_LINES_PER_ROW * context.room.answers,
+            tell=tell,
+        )
+
+    async def _ready(self) -> None:
+        while self._context.service.is_loading:
+            await asyncio.sleep(_PAUSE)
+
+    async def _room(self) -> None:
+        """Half of the places in which requests wait are left to others, whatever their priority."""
+        context = self._context
+        while context.admission.inside >= context.room.answers + context.config.max_waiting // 2:
+            await asyncio.sleep(_PAUSE)
+
+    async def _finish(self, kept: KeptBatch) -> None:
+        """The answers become files: those that are good, and those that are errors."""
+        document, answers = kept.document, self.store.answers(kept.document.id)
+        if answers.exists():
+            names = [_name(document.id, kind) for kind in _KINDS]
+            parts = [self.store.part(name) for name in names]
+            counts = await asyncio.to_thread(_split, answers, *parts)
+            document.request_counts.completed, document.request_counts.failed = counts
+            for count, name, part, kind in zip(counts, names, parts, _KINDS, strict=True):
+                if count:
+                    await self.store.adopt(kept.owner, name, f"{document.id}_{kind}.jsonl", part)
+            document.output_file_id, document.error_file_id = (
+                name if count else None for count, name in zip(counts, names, strict=True)
+            )
+        _mark(document, _ending(document))
+
+
+def _ending(document: BatchObject) -> Status:
+    if document.cancelling_at is not None:
+        return "cancelled"
+    if document.errors is not None:
+        return "failed"
+    return "completed" if document.expired_at is None else "expired"
+
+
+def _mark(document: BatchObject, status: Status) -> None:
+    document.status = status
+    setattr(document, f"{status}_at", int(time.time()))
+
+
+def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[BatchFault]]:
+    """How many lines a file has, and what is wrong with the first bad ones: all must be requests to one endpoint."""
+    total, names, faults = 0, Names(), list[BatchFault]()
+    with path.open("rb") as file:
+        for line in lines_of(file, limit):
+            total += 1
+            if total > limits.MAX_BATCH_LINES or len(faults) >= limits.MAX_FAULTS:
+                break
+            try:
+                _look(line, names, endpoint)
+            except errors.ApiError as error:
+                code = error.code or "invalid_line"
+                faults.append(BatchFault(code=code, message=str(error), param=error.param, line=line.number))
+    if not total:
+        faults.append(BatchFault(code="empty_file", message="the file has no lines"))
+    if total > limits.MAX_BATCH_LINES:
+        faults.append(BatchFault(code="too_many_lines", message=f"at most {limits.MAX_BATCH_LINES} lines"))
+    return total, faults
+
+
+def _look(line: Line, names: Names, endpoint: Url) -> None:
+    """Raises ApiError."""
+    request = checked(BatchLine, parsed(line.text()))
+    names.take(request.custom_id)
+    if request.url != endpoint:
+        raise errors.invalid(f"the batch is for {endpoint}", "url", "mismatched_url")
+
+
+def _name(batch: str, kind: str) -> str:
+    """The same however often the batch is finished."""
+    return "file-" + hashlib.blake2b(f"{batch} {kind}".encode(), digest_size=12).hexdigest()
+
+
+def _is_good(line: bytes) -> bool:
+    """Of a line that ``ApiChore`` wrote. Within JSON's strings no quote stands alone: nobody's text looks like this."""
+    return b',"response":{"status_code":200,' in line
+
+
+def _failures(answers: Path) -> int:
+    with answers.open("rb") as file:
+        return sum(not _is_good(line) for line in file)
+
+
+def _split(answers: Path, good: Path, bad: Path) -> tuple[int, int]:
+    """Copies of the good lines and of the bad ones, on disk; how many there are of each."""
+    counts = [0, 0]
+    with OutputFile("batch_dir", answers):  # a line that was being written is cut off
+        pass
+    with answers.open("rb") as file, good.open("wb") as output, bad.open("wb") as faults:
+        for line in file:
+            failed = not _is_good(line)
+            counts[failed] += 1
+            (faults if failed else output).write(line)
+        for copy in (output, faults):
+            copy.flush()
+            os.fsync(copy.fileno())
+    return counts[0], counts[1]

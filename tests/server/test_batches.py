@@ -1,0 +1,425 @@
+"""/v1/files and /v1/batches: OpenAI's own client, owners, limits, hostile uploads, restarts in the middle."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from paceline.engine import Engine
+from paceline.errors import ParameterError
+from paceline.outputs import RequestOutput
+from paceline.params import ServerConfig
+from paceline.server import limits
+from paceline.server.batch.forms import parts_of
+from paceline.server.batch.runner import BEHIND
+from paceline.server.batch.store import Store
+from paceline.server.errors import ApiError
+from polling import wait_until
+from served import Served
+from server_support import Live, start
+from web import client
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+def line(name: str, text: str = "hello", url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "max_tokens": 4} | body
+    given = {"prompt": text} if url == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return {"custom_id": name, "method": "POST", "url": url, "body": given | body}
+
+
+def jsonl(lines: list[Any]) -> bytes:
+    return b"\n".join(each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines)
+
+
+def official(url: str, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, http_client=client, max_retries=0)
+
+
+def upload(api: OpenAI, lines: list[Any], name: str = "in.jsonl") -> str:
+    return api.files.create(file=(name, jsonl(lines)), purpose="batch").id
+
+
+def begin(api: OpenAI, lines: list[Any], endpoint: Any = COMPLETIONS, **more: Any) -> Any:
+    more = {"extra_body": {"seed": 7}} | more
+    return api.batches.create(
+        input_file_id=upload(api, lines), endpoint=endpoint, completion_window="24h", metadata={"who": "me"}, **more
+    )
+
+
+def ended(api: OpenAI, name: str) -> Any:
+    wait_until(lambda: api.batches.retrieve(name).status in ENDED)
+    return api.batches.retrieve(name)
+
+
+def content(api: OpenAI, name: str | None) -> dict[str, dict[str, Any]]:
+    """Lines by custom_id, each once."""
+    if name is None:
+        return {}
+    lines = [json.loads(text) for text in api.files.content(name).text.splitlines()]
+    found = {each["custom_id"]: each for each in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def texts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: each["response"]["body"]["choices"][0]["text"] for name, each in found.items()}
+
+
+@pytest.fixture(scope="module")
+def live(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path = tmp_path_factory.mktemp("batches")
+    config = ServerConfig(port=0, served_model_name="tiny", max_waiting=12, batch_dir=str(path), max_body_bytes=2**16)
+    yield from start(config, tiny)
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path = tmp_path_factory.mktemp("keyed")
+    yield from start(
+        ServerConfig(port=0, served_model_name="tiny", api_keys=("one", "two", "three"), batch_dir=str(path)), tiny
+    )
+
+
+def test_a_batch_from_upload_to_answers(live: Live) -> None:
+    api = official(live.url)
+    lines = [line(str(number), f"text {number}") for number in range(20)] + [line("bad", top_p=2)]
+    batch = begin(api, lines)
+    assert (batch.object, batch.endpoint, batch.metadata) == ("batch", COMPLETIONS, {"who": "me"})
+    batch = ended(api, batch.id)
+    assert (batch.status, batch.errors) == ("completed", None)
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    good, bad = content(api, batch.output_file_id), content(api, batch.error_file_id)
+    assert sorted(good, key=int) == [str(number) for number in range(20)]
+    assert bad["bad"]["response"]["status_code"] == 400
+    assert api.batches.list().data[0].id == batch.id
+    kept = api.files.retrieve(batch.output_file_id)
+    assert (kept.purpose, kept.bytes) == ("batch_output", len(api.files.content(kept.id).content))
+    again = ended(api, begin(api, lines[3:5]).id)
+    assert texts(content(api, again.output_file_id)) == {name: texts(good)[name] for name in "34"}
+
+
+def test_chats_are_batches_too(live: Live) -> None:
+    api = official(live.url)
+    batch = ended(api, begin(api, [line("a", url=CHATS, n=2)], CHATS).id)
+    assert len(content(api, batch.output_file_id)["a"]["response"]["body"]["choices"]) == 2
+
+
+def test_files_are_listed_by_age_and_deleted(live: Live) -> None:
+    api = official(live.url)
+    names = [upload(api, [line(str(number))]) for number in range(3)]
+    assert [file.id for file in api.files.list(limit=3).data] == names[::-1]
+    assert [file.id for file in api.files.list(limit=2, after=names[2]).data] == [names[1], names[0]]
+    assert {file.purpose for file in api.files.list(purpose="batch_output")} <= {"batch_output"}
+    assert api.files.delete(names[0]).deleted
+    for ask in (api.files.retrieve, api.files.content, api.files.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            ask(names[0])
+    assert live.get("/v1/files?limit=0").status_code == 400
+    assert live.get("/v1/files?colour=red").status_code == 400
+    assert live.get("/v1/files?after=nothing").status_code == 400
+
+
+BAD_FILES: dict[str, tuple[list[Any], str, int | None]] = {
+    "nothing": ([b"\n\n"], "no lines", None),
+    "no JSON": ([line("a"), b"{"], "not JSON", 2),
+    "twice": ([line("a"), line("a")], "a line before has the custom_id 'a'", 2),
+    "another endpoint": ([line("a", url=CHATS)], "the batch is for /v1/completions", 1),
+    "plain": ([{"prompt": "x"}], "custom_id: Field required", 1),
+    "no text": ([b"\xff\xfe"], "not JSON", 1),
+    "deep": ([b"[" * 3000], "", 1),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_file_fails_as_a_whole_and_says_where(live: Live, kind: str) -> None:
+    lines, why, where = BAD_FILES[kind]
+    api = official(live.url)
+    batch = ended(api, begin(api, lines).id)
+    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert why in batch.errors.data[0].message
+    assert batch.errors.data[0].line == where
+
+
+def test_what_is_not_understood_is_refused_by_name(live: Live) -> None:
+    api = official(live.url)
+    good = upload(api, [line("a")])
+    with pytest.raises(openai.BadRequestError, match="completion_window"):
+        api.batches.create(input_file_id=good, endpoint=COMPLETIONS, completion_window="1h")  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        api.batches.create(input_file_id=good, endpoint="/v1/embeddings", completion_window="24h")
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        api.batches.create(input_file_id="file-" + "0" * 24, endpoint=COMPLETIONS, completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        api.files.create(file=("x", b"x"), purpose="fine-tune")
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        api.files.create(file=("x", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+    with pytest.raises(openai.APIStatusError) as error:
+        api.files.create(file=("x", b"x" * 2**17), purpose="batch")
+    assert error.value.status_code == 413
+
+
+NAMES = ["../../etc/passwd", "/etc/passwd", "..", ".", "", "a\x00b", "a\r\nX: y", "é\u2028", "x" * 5000]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hostile_name_is_a_label_at_most(live: Live, name: str) -> None:
+    before = sorted(Path(str(live.context.config.batch_dir)).rglob("*"))
+    form = {"file": (name, b"x"), "purpose": (None, "batch")}
+    reply = client.post(f"{live.url}/v1/files", files=form)
+    assert reply.status_code in (200, 400)
+    after = set(Path(str(live.context.config.batch_dir)).rglob("*")) - set(before)
+    if reply.status_code == 200:
+        kept = reply.json()
+        assert sorted(path.name for path in after) == [f"{kept['id']}.data", f"{kept['id']}.json"]
+        assert not set(kept["filename"]) & set("/\\\r\n\0")
+        sent = client.get(f"{live.url}/v1/files/{kept['id']}/content")
+        assert sent.content == b"x"
+        assert sent.headers["x-content-type-options"] == "nosniff"
+    else:
+        assert not after
+
+
+@pytest.mark.parametrize(
+    "name", ["../lock", "..%2flock", "%2e%2e/lock", "file-", "file-" + "g" * 24, "x" * 3000, "%00"]
+)
+def test_a_hostile_id_is_not_found(live: Live, name: str) -> None:
+    for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
+        assert client.get(live.url + path).status_code == 404
+    assert client.delete(f"{live.url}/v1/files/{name}").status_code in (404, 405)
+
+
+FORM = 'multipart/form-data; boundary="b"'
+GOOD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("multipart/form-data", GOOD),
+        ("multipart/mixed; boundary=b", GOOD),
+        ("multipart/form-data; boundary=" + "b" * 71, GOOD),
+        ("text/plain", GOOD),
+        ("", GOOD),
+        (FORM, b""),
+        (FORM, b"--b--"),
+        (FORM, GOOD[:-4] + b"\r\n"),
+        (FORM, b"x" + GOOD),
+        (FORM, GOOD.replace(b"form-data;", b"attachment;")),
+        (FORM, GOOD.replace(b"\r\n\r\n", b"\r\n")),
+        (FORM, GOOD.replace(b"form-data", b"form-data" + b" " * 5000)),
+        (FORM, b"--b\r\n\r\n" * 1000 + b"--b--"),
+    ],
+)
+def test_forms_that_are_none_are_refused(kind: str, body: bytes) -> None:
+    with pytest.raises(ApiError) as refusal:
+        parts_of(kind, body)
+    assert refusal.value.status in (400, 415)
+
+
+def test_a_form_is_read_to_the_byte() -> None:
+    inside = b"x--b\r\n\r\n\x00\xff--b"
+    (part,) = parts_of(FORM, GOOD.replace(b"\r\n\r\nx", b"\r\n\r\n" + inside))
+    assert (part.name, part.filename, part.content) == ("file", "f", inside)
+
+
+def test_pages_from_elsewhere_cannot_upload(live: Live) -> None:
+    form = {"file": ("f", b"x"), "purpose": (None, "batch")}
+
+    def status(origin: str) -> int:
+        return client.post(f"{live.url}/v1/files", files=form, headers={"Origin": origin}).status_code
+
+    assert status("https://elsewhere.example") == status("null") == 403
+    assert status(live.url) == 200
+
+
+def test_everybody_has_his_own(keyed: Live) -> None:
+    one, two = official(keyed.url, "one"), official(keyed.url, "two")
+    batch = ended(one, begin(one, [line("a")]).id)
+    assert batch.status == "completed"
+    assert list(two.files.list()) == list(two.batches.list()) == []
+    for name in (batch.input_file_id, batch.output_file_id):
+        for ask in (two.files.retrieve, two.files.content, two.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                ask(name)
+    for ask in (two.batches.retrieve, two.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        two.batches.create(input_file_id=batch.input_file_id, endpoint=COMPLETIONS, completion_window="24h")
+    assert client.get(f"{keyed.url}/v1/files").status_code == 401
+
+
+def test_there_is_an_end_to_files_and_batches(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = official(keyed.url, "two")
+    monkeypatch.setattr(limits, "MAX_FILES", 2)
+    names = [upload(api, [line("a")]) for _ in range(2)]
+    with pytest.raises(openai.BadRequestError, match="delete some"):
+        upload(api, [line("a")])
+    upload(official(keyed.url, "three"), [line("a")])
+    monkeypatch.setattr(limits, "MAX_FILES", 99)
+    monkeypatch.setattr(limits, "MAX_FILES_BYTES", 300)
+    with pytest.raises(openai.BadRequestError, match="delete some"):
+        upload(api, [line("a")])
+    monkeypatch.setattr(limits, "MAX_FILES_BYTES", 2**30)
+    monkeypatch.setattr(limits, "MAX_OPEN_BATCHES", 1)
+    monkeypatch.setattr(limits, "MAX_BATCHES", 2)
+    with keyed.held():
+        first = api.batches.create(input_file_id=names[0], endpoint=COMPLETIONS, completion_window="24h")
+        with pytest.raises(openai.BadRequestError, match="wait for one"):
+            api.batches.create(input_file_id=names[0], endpoint=COMPLETIONS, completion_window="24h")
+        with pytest.raises(openai.BadRequestError, match="cancel it first"):
+            api.files.delete(names[0])
+    ended(api, first.id)
+    later = [ended(api, begin_with(api, names[1]).id).id for _ in range(2)]
+    assert [each.id for each in api.batches.list().data] == later[::-1], "the oldest made room"
+
+
+def begin_with(api: OpenAI, name: str) -> Any:
+    return api.batches.create(input_file_id=name, endpoint=COMPLETIONS, completion_window="24h")
+
+
+def test_without_a_directory_it_says_how_to_have_one(tiny: str) -> None:
+    for live in start(ServerConfig(port=0, served_model_name="tiny"), tiny):
+        for reply in (live.get("/v1/files"), live.get("/v1/batches"), live.post("/v1/files", {})):
+            assert reply.status_code == 404
+            assert "--batch-dir" in reply.json()["error"]["message"]
+
+
+def test_a_directory_has_one_server(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(ParameterError, match="no other server"):
+        Store(tmp_path)
+    store.close()
+    (tmp_path / "files" / "x.part").write_text("half")
+    (tmp_path / "files" / "y.data").write_text("nobody's")
+    Store(tmp_path).close()
+    assert list((tmp_path / "files").iterdir()) == []
+    (tmp_path / "batches" / "x.json").write_text("{}")
+    with pytest.raises(ParameterError, match="a document that this server wrote"):
+        Store(tmp_path)
+    with pytest.raises(ParameterError, match="batch_dir"):
+        Store(Path("/dev/null/x"))
+
+
+@contextmanager
+def slow_rounds(live: Live) -> Iterator[None]:
+    """As a large model's."""
+    engine, play = live.context.llm.engine, Engine.step
+
+    def step() -> list[RequestOutput]:
+        time.sleep(0.02)
+        return play(engine)
+
+    engine.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.step  # type: ignore[method-assign]
+
+
+def test_a_batch_may_be_cancelled_and_keeps_what_it_has(live: Live) -> None:
+    api = official(live.url)
+    with slow_rounds(live):
+        batch = begin(api, [line(str(number), max_tokens=16) for number in range(200)])
+        wait_until(lambda: api.batches.retrieve(batch.id).request_counts.completed >= 3)
+        assert api.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(api, batch.id)
+    assert batch.status == "cancelled"
+    found = content(api, batch.output_file_id)
+    assert 3 <= len(found) == batch.request_counts.completed < 200
+    live.wait_until_idle()
+    with pytest.raises(openai.BadRequestError, match="nothing of it is left"):
+        api.batches.cancel(ended(api, begin(api, [line("a")]).id).id)
+
+
+def test_ordinary_requests_go_before_a_batch(live: Live) -> None:
+    """Whatever they ask for, the lines that wait make way for them."""
+    api, engine = official(live.url), live.context.llm.engine
+
+    def waiting() -> list[int]:
+        with live.held():
+            return [row.priority for row in engine.scheduler.waiting]
+
+    with slow_rounds(live):
+        batch = begin(api, [line(str(number), max_tokens=32, ignore_eos=True) for number in range(100)])
+        wait_until(waiting)
+        assert min(waiting(), default=BEHIND) >= BEHIND
+        reply = api.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body={"priority": 2**31 - 1})
+        assert reply.choices
+        assert api.batches.retrieve(batch.id).status == "in_progress", "it did not wait for all of it"
+        api.batches.cancel(batch.id)
+    ended(api, batch.id)
+    live.wait_until_idle()
+
+
+def test_what_takes_too_long_expires_with_what_it_has(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = official(live.url)
+    monkeypatch.setattr("paceline.server.batch.runner._WINDOW", 2)
+    with slow_rounds(live):
+        batch = ended(api, begin(api, [line(str(number), max_tokens=100) for number in range(500)]).id)
+    assert batch.status == "expired"
+    assert len(content(api, batch.output_file_id)) == batch.request_counts.completed < 500
+    assert batch.expired_at is not None
+
+
+def test_a_server_that_is_started_again_goes_on(tiny: str, tmp_path: Path) -> None:
+    lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(60)]
+    config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
+    name, counts = "", []
+    for _ in range(3):
+        for live in start(config, tiny):
+            api = official(live.url)
+            with slow_rounds(live):
+                name = name or begin(api, lines).id
+                begun = api.batches.retrieve(name).request_counts.completed
+                wait_until(lambda: api.batches.retrieve(name).request_counts.completed > begun)  # noqa: B023
+            counts.append(api.batches.retrieve(name).request_counts.completed)
+            assert api.batches.retrieve(name).status == "in_progress"
+    for live in start(config, tiny):
+        api = official(live.url)
+        batch = ended(api, name)
+        whole = ended(api, begin(api, lines).id)
+        assert texts(content(api, batch.output_file_id)) == texts(content(api, whole.output_file_id))
+        assert batch.request_counts.completed == 60
+    assert counts == sorted(counts)
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_random_loses_and_repeats_nothing(tiny: str, tmp_path: Path) -> None:
+    lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(400)]
+    chance, flags, name = random.Random(), ("--batch-dir", str(tmp_path / "kept")), ""
+    for life in range(6):
+        served = Served(tiny, tmp_path / f"log{life}", *flags)
+        try:
+            served.wait_until_ready()
+            api = official(served.url)
+            name = name or begin(api, lines).id
+            if life == 5:
+                wait_until(lambda: api.batches.retrieve(name).status in ENDED, seconds=240)  # noqa: B023
+                batch, whole = api.batches.retrieve(name), begin(api, lines)
+                wait_until(lambda: api.batches.retrieve(whole.id).status in ENDED, seconds=240)  # noqa: B023
+                output = api.batches.retrieve(whole.id).output_file_id
+                assert batch.request_counts.completed == 400
+                assert texts(content(api, batch.output_file_id)) == texts(content(api, output))
+            else:
+                more = api.batches.retrieve(name).request_counts.completed + chance.randrange(1, 60)
+                wait_until(lambda: api.batches.retrieve(name).request_counts.completed >= more)  # noqa: B023
+                served.process.send_signal(signal.SIGKILL)
+        finally:
+            served.end()
