@@ -1,37 +1,155 @@
-"""Counts the code of the length policies: lines and named numbers."""
+"""Counts what is promised about the code.
+
+    python benchmarks/count_code.py [MODEL]
+
+Lines and named numbers of the length policies. ``isinstance`` on concrete drafters and policies, which ought to be 0.
+And the files in which something runs during some steps of the engine (admission, a round, settling), warmed up: with a
+fixed length and a draft model, with ``auto`` and one, with ``auto`` and copies. Of these it tells those that decide
+something about guesses (what to draft, to verify, to keep) from those that carry it out or go with any engine:
+``CARRIES`` says which and why. MODEL is its own draft model.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import paceline
+from paceline.engine import Engine, Request
+from paceline.params import SamplingParams
 
 SOURCE = Path(paceline.__file__).parent
+WARM_UP = 3  # steps
+STEPS = 5
+ROOTS = {"Drafter", "LengthPolicy"}
+CARRIES = {
+    "engine.py": "the loop of any engine",
+    "scheduler.py": "who has a row",
+    "waiting.py": "whose turn it is",
+    "chunks.py": "prompts",
+    "outputs.py": "what is given back",
+    "params.py": "values",
+    "ranges.py": "values",
+    "hardware.py": "threads",
+    "guard.py": "errors of one request",
+    "cache.py": "where keys and values lie",
+    "rows.py": "the rows' parameters as tensors",
+    "nodes.py": "what a pass reads, as a list",
+    "sampling.py": "a draw from logits, of plain decoding, too",
+    "models/": "the forward pass",
+    "attention/": "the forward pass",
+    "kernels/": "calls of the C++ library",
+    "gpu/": "calls of Triton",
+}
 
 
-def named_numbers(path: Path) -> Iterator[str]:
-    """Names that a module or a class binds to numbers that it writes down."""
+def named_numbers(path: Path) -> Iterator[tuple[str, bool]]:
+    """What a module or a class binds to numbers, and whether it follows from other names alone."""
     tree = ast.parse(path.read_text())
     bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
     for statement in (each for body in bodies for each in body):
         if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-            constants = (node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+            nodes = list(ast.walk(statement.value))
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            if ast.unparse(target).isupper() and any(type(value) in (int, float) for value in constants):
-                yield ast.unparse(statement)
+            numbers = any(isinstance(node, ast.Constant) and type(node.value) in (int, float) for node in nodes)
+            if ast.unparse(target).isupper() and numbers:
+                yield ast.unparse(statement), any(isinstance(node, ast.Name) and node.id.isupper() for node in nodes)
+
+
+def concrete_classes(source: Path) -> set[str]:
+    """Of all drafters and length policies."""
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = set(ROOTS)
+    while new := {name for name, of in bases.items() if of & found} - found:
+        found |= new
+    return found - ROOTS
+
+
+def questions(source: Path) -> Iterator[str]:
+    """Where ``isinstance`` asks for one of them."""
+    concrete = concrete_classes(source)
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                if asked & concrete:
+                    yield f"{path.relative_to(source)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def files_of(run: Callable[[], Any]) -> dict[str, set[str]]:
+    """The package's files in which functions run, and these."""
+    files: dict[str, set[str]] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCE):
+            files.setdefault(str(path.relative_to(SOURCE)), set()).add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def files_of_steps(engine: Engine, prompt: list[int]) -> dict[str, set[str]]:
+    """Some in which nobody comes or goes."""
+    engine.add(Request(prompt, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)))
+    for _ in range(WARM_UP):
+        engine.step()
+    files = files_of(lambda: [engine.step() for _ in range(STEPS)])
+    engine.clear()
+    return files
+
+
+def carries(file: str) -> bool:
+    """Whether a file decides nothing about guesses."""
+    return any(file == known or (known.endswith("/") and file.startswith(known)) for known in CARRIES)
+
+
+def describe_step(name: str, files: dict[str, set[str]]) -> str:
+    """Both kinds of files."""
+    decide, other = ([file for file in sorted(files) if carries(file) == kind] for kind in (False, True))
+    return f"{name}: {len(decide)} files decide ({', '.join(decide)}); {len(other)} carry out ({', '.join(other)})\n"
+
+
+def describe_steps(model: str) -> Iterator[str]:
+    """Of the three engines."""
+    from paceline import LLM
+
+    for name, options in {
+        "k = 4, a draft model": {"draft_model": model, "drafter": "model", "num_speculative_tokens": 4},
+        "auto, a draft model": {"draft_model": model, "drafter": "model", "num_speculative_tokens": "auto"},
+        "auto, copies": {"drafter": "ngram", "num_speculative_tokens": "auto"},
+    }.items():
+        llm = LLM(model, max_batch_size=2, max_model_len=512, **options)  # type: ignore[arg-type]
+        yield describe_step(name, files_of_steps(llm.engine, [5, 6, 7, 8] * 8))
 
 
 def main() -> None:
     """Print the counts."""
     files = sorted((SOURCE / "lengths").glob("*.py"))
     lines = {path.name: len(path.read_text().splitlines()) for path in files}
-    numbers = [(path.name, number) for path in files for number in named_numbers(path)]
-    sys.stdout.write("".join(f"{count:5} {name}\n" for name, count in lines.items()))
-    sys.stdout.write("".join(f"{name}: {number}\n" for name, number in numbers))
-    sys.stdout.write(f"{sum(lines.values())} lines, {len(numbers)} named numbers\n")
+    numbers = [(path.name, *number) for path in files for number in named_numbers(path)]
+    own = [f"{name}: {number}\n" for name, number, derived in numbers if not derived]
+    sys.stdout.write("".join(f"{count:5} {name}\n" for name, count in lines.items()) + "".join(own))
+    sys.stdout.write(f"{sum(lines.values())} lines, {len(own)} named numbers ({len(numbers) - len(own)} derived)\n")
+    asked = list(questions(SOURCE))
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in asked) + f"{len(asked)} isinstance on concrete drafters, policies\n"
+    )
+    for text in describe_steps(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"):
+        sys.stdout.write(text)
 
 
 if __name__ == "__main__":

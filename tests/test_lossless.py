@@ -32,8 +32,8 @@ from paceline.heads import HeadModel
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength
+from paceline.lengths.base import FixedLength
 from paceline.lengths.cost import CostModel
-from paceline.lengths.fixed import FixedLength
 from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
 from paceline.outputs import RequestOutput

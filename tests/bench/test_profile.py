@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.fit import fit_paper
 from paceline.bench.offline import sides_for
 from paceline.bench.profile import Sweep, acceptance_by_position, draw, run_profile
 from paceline.bench.recording import Round, latency_of, longest_stretch
 from paceline.errors import ParameterError
-from paceline.lengths.fit import fit_paper
 from paceline.lengths.profile import Profile
 from toy import make_engine
 from toy_llm import toy_llm

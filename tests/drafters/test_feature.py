@@ -16,7 +16,7 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.engine import Engine
 from paceline.heads import HeadDecoder, HeadModel
-from paceline.lengths.fixed import FixedLength
+from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
 from paceline.params import EngineConfig, SamplingParams

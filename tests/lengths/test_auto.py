@@ -18,11 +18,10 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.engine import Engine
 from paceline.lengths.auto import FIRST_REACH, AutoLength
-from paceline.lengths.base import LengthPolicy
+from paceline.lengths.base import FixedLength, LengthPolicy
 from paceline.lengths.belief import bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
-from paceline.lengths.fixed import FixedLength
 from paceline.lengths.lately import Mean
 from paceline.params import EngineConfig, SamplingParams
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.fit import PaperFit, fit_paper
 from paceline.bench.offline import versions
 from paceline.bench.plots import Axes, new_figure, save
 from paceline.bench.prompts import COPYING, OPEN
@@ -21,7 +22,6 @@ from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
 from paceline.lengths.calibration import Grid
-from paceline.lengths.fit import PaperFit, fit_paper
 from paceline.lengths.profile import Profile, SweepPoint
 from paceline.params import SamplingParams
 

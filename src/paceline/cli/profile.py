@@ -16,7 +16,7 @@ from paceline.errors import ParameterError
 from paceline.outputs import Latency
 
 if TYPE_CHECKING:
-    from paceline.lengths.fit import PaperFit
+    from paceline.bench.fit import PaperFit
     from paceline.lengths.profile import Profile, SweepPoint
 
 DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32", 8, 128, 3  # the paper's sweep

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from typing import cast
 
-from paceline.lengths.base import LengthPolicy, Means
-from paceline.lengths.fixed import FixedLength
+from paceline.lengths.base import FixedLength, LengthPolicy, Means
 from paceline.registry import LENGTHS, LengthKind
 
 

@@ -39,8 +39,7 @@ from paceline.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy, Means
 from paceline.lengths.belief import CLUELESS, Belief, Judged, bins_of, bins_of_draft, judge
 from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes
-from paceline.lengths.lately import Mean, Rate, Savings
-from paceline.lengths.lateness import Paces
+from paceline.lengths.lately import Mean, Paces, Rate, Savings
 from paceline.row_keeper import RowKeeper, RowKeepers
 
 Clock: TypeAlias = Callable[[], float]  # seconds

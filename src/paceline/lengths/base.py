@@ -1,4 +1,4 @@
-"""What a length policy is, and what it may be made of."""
+"""What a length policy is, the simplest one, and what others may be made of."""
 
 from __future__ import annotations
 
@@ -54,6 +54,17 @@ class LengthPolicy(RowKeeper):
     def hopeful(self, rows: int) -> bool:
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
+
+
+class FixedLength(LengthPolicy):
+    """k guesses for every row, every round."""
+
+    def __init__(self, k: int) -> None:
+        self.k = self.most_guesses = k
+        self.name = f"fixed({k})"
+
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.k)
 
 
 @dataclass(frozen=True)

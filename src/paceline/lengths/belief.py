@@ -15,6 +15,7 @@ from typing import TypeAlias
 from paceline.draft import KINDS, Draft, Verdict
 from paceline.lengths import lately
 from paceline.lengths.cost import LONGEST_AUTO
+from paceline.lengths.lately import ROW_FADE
 from paceline.row_keeper import PerRow
 
 Judged: TypeAlias = tuple[int, bool]  # a guess's bin or place, and whether it is right
@@ -23,7 +24,6 @@ BIN = 0.75  # width of a bin of scores, a log of odds
 BINS = 9
 CLUELESS = 0.7  # chance of a guess without a score, at first
 MEMORY = 100.0  # guesses of a bin, or of any, after which one weighs 1 / e
-ROW_MEMORY = 24.0  # rounds of a row, likewise
 PRIOR = 3.0  # guesses that a score itself weighs in its bin
 PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right guesses, too
 SURPRISE = 4.0  # standard deviations: a round's first guesses that are further from what was expected have changed
@@ -35,7 +35,6 @@ _CENTRES = tuple(1 / (1 + math.exp(-(_LOW + BIN * (place - 0.5)))) for place in 
 PLACES = 2 * BINS * KINDS  # the first bin of those without scores
 # Of each kind: first guesses; those after a guess that was right, which is evidence, too. Without scores: by place.
 _BELIEVED = (*_CENTRES * 2 * KINDS, *[CLUELESS] * LONGEST_AUTO)
-ROW_FADE = math.exp(-1 / ROW_MEMORY)
 
 
 @dataclass
