@@ -1,7 +1,9 @@
 """``paceline demo``: both sides, a table, and an honest verdict."""
 
 import io
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from rich.console import Console
 from paceline import LLM
 from paceline.bench.measure import BatchRun
 from paceline.cli.demo import compare, show, verdict
+
+README = Path(__file__).parent.parent.parent / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,17 @@ def test_the_demo_shows_texts_table_and_verdict(paceline: Any, tiny: str) -> Non
     words += ("utilisation", "float32 product")
     assert all(word in result.stdout for word in words)
     assert "copy, correct or edit a text" in " ".join(result.stdout.split())
+
+
+def test_the_readme_shows_the_demo_as_it_is(paceline: Any, tiny: str) -> None:
+    said = paceline("demo", tiny, "--max-tokens", "4", "--dtype", "float32").stdout
+    shown = README.read_text().split("```sh\nmake demo")[1].split("```")[2]
+    heads = [line.split() for line in shown.splitlines() if re.search("a sequence|first  last|acceptance  mean", line)]
+    words = {word for head in heads for word in head}
+    assert {"tokens/s", "speed-up", "utilisation", "first", "last", "all"} <= words
+    table = said[said.index("prompts in one batch") :]
+    assert {word for word in words if word not in table} == set()
+    assert {word for word in re.findall(r"[a-z/-]+", table.split("plain")[0]) if word not in shown} == set()
 
 
 def test_the_table_fits_a_terminal_of_80_columns(llm: LLM) -> None:

@@ -57,7 +57,7 @@ class Peak:
     def __str__(self) -> str:
         if self.operations_per_second is None:
             return self.source
-        return f"{self.operations_per_second / 1e12:.3g} TFLOP/s, {self.source}"
+        return f"{self.operations_per_second / 1e12:.3g} TOP/s, {self.source}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""docs/results.md says what the committed JSON says: every figure of ours in its tables is worked out here again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.utilisation import Arithmetic, Peak
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return document
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    below = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in below.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def cell(row: str, column: int = 2) -> str:
+    """Of the table of headlines."""
+    (found,) = [cells[column] for cells in table("The papers' headlines") if cells[0] == row]
+    return found
+
+
+def side(run: dict[str, Any], name: str, batch: int) -> dict[str, Any]:
+    """One side of ``bench offline`` at one batch size."""
+    (found,) = [r for r in run["results"] if (r["side"], r["batch_size"]) == (name, batch)]
+    return dict(found)
+
+
+# --- beside other engines ---------------------------------------------------------------------------------------------
+
+ANY = ("plain", "ngram", "draft")
+PEERS = {
+    "paceline, int8, plain": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("plain",)),
+    "**paceline, int8, `auto`**": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("ngram", "draft")),
+    "OpenVINO GenAI, int8": ("peers-qwen-openvino-epyc-zen4", "openvino", ANY),
+    "*in a run in which paceline had*": ("peers-qwen-vllm-epyc-zen4", "paceline-int8", ANY),
+    "vLLM, bf16": ("peers-qwen-vllm-epyc-zen4", "vllm", ANY),
+    "*one sample each, in a run in which paceline had*": ("peers-qwen-epyc-zen4", "paceline-int8", ANY),
+    "llama.cpp, 4-bit GGUF": ("peers-qwen-epyc-zen4", "llamacpp", ANY),
+    "transformers, bf16": ("peers-qwen-epyc-zen4", "transformers", ANY),
+}
+BATCHES = (1, 4, 8, 16)
+
+
+def speed(run: str, peer: str, modes: Sequence[str], batch: int) -> float:
+    played = [r for r in load(run)["results"] if r["status"] == "ok" and (r["peer"], r["batch"]) == (peer, batch)]
+    return max(float(r["tokens_per_s"]) for r in played if r["mode"] in modes)
+
+
+def test_the_table_of_peers_is_what_was_measured() -> None:
+    rows = {name: [float(number.strip("*")) for number in numbers] for name, *numbers in table("Beside other engines")}
+    assert rows.keys() == PEERS.keys()
+    for name, given in PEERS.items():
+        assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_edits_is_what_was_measured() -> None:
+    for name, rows, rounds, right, with_prefill, decoding in table("Editing, with the original as reference"):
+        run = load(f"references-edits-qwen-{rows}-{'row' if rows == '1' else 'rows'}-epyc-zen4")
+        assert "--seconds" in run["command"]
+        (found,) = [r for r in run["results"] if r["side"] == ("references" if "reference" in name else "lookup")]
+        assert len(found["seconds_of_all"]) >= 3, "medians of three repeats at least"
+        assert rounds == f"{found['tokens_a_round']:.1f}"
+        assert right == f"{found['acceptance_rate']:.0%}".replace("%", " %")
+        assert (with_prefill, decoding) == (f"{found['speed_up']:.1f}x", f"{found['speed_up_decoding']:.1f}x")
+
+
+# --- headlines --------------------------------------------------------------------------------------------------------
+
+Worked = Callable[[], list[str]]
+PAIR = "offline-qwen-int8-small-epyc-zen4"
+
+
+def at_batch_8() -> list[str]:
+    tokens = speed(*PEERS["**paceline, int8, `auto`**"], 8)
+    return [f"{1000 * 8 / tokens:.0f} ms", f"{tokens:.0f} tokens/s"]
+
+
+def over_plain(*batches: int) -> list[str]:
+    ours, plain = PEERS["**paceline, int8, `auto`**"], PEERS["paceline, int8, plain"]
+    return [f"{speed(*ours, batch) / speed(*plain, batch):.2f} at {batch}" for batch in batches]
+
+
+QWEN_MULTIPLY_ADDS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960) + 151936 * 1536  # layers, head
+
+
+def utilisations() -> list[str]:
+    """By the formula of ``bench.utilisation``; the peak is of another run."""
+    runs = {1: PAIR, 4: PAIR, 8: "offline-qwen-int8-large-epyc-zen4"}
+    peak = 2 * load("kernels-qwen-epyc-zen4")["machine"]["gmac_s"]["int8"] * 1e9
+    arithmetic = Arithmetic(QWEN_MULTIPLY_ADDS, Peak(peak, "of another run"))
+
+    def share(name: str, batch: int) -> float:
+        found = arithmetic.utilisation(side(load(runs[batch]), name, batch)["tokens_per_second"], 1.0)
+        assert found is not None
+        return found
+
+    texts = [", ".join(f"{100 * share(name, batch):.0f}" for batch in runs) for name in ("plain", "k=auto")]
+    return [f"plain {texts[0]} %", f"`auto` {texts[1]} %", f"{peak / 1e12:.2f} TOP/s"]
+
+
+def bass_and_auto() -> list[str]:
+    return [
+        f"`{name}` " + ", ".join(f"{side(load(PAIR), f'k={name}', batch)['speed_up']:.2f}" for batch in (1, 2, 4))
+        for name in ("bass", "auto")
+    ]
+
+
+def best_lengths() -> list[str]:
+    return [", ".join(map(str, load("profile-qwen-int8-epyc-zen4")["best"].values()))]
+
+
+def fitted_lengths() -> list[str]:
+    run = load("profile-qwen-int8-epyc-zen4")
+    times = {(point["batch_size"], point["k"]): point["ms_per_token"] for point in run["sweep"]}
+    fitted = {int(size): k for size, k in run["fit"]["optimum"].items()}
+    lost = max(times[size, k] / times[size, run["best"][str(size)]] - 1 for size, k in fitted.items())
+    return [", ".join(map(str, fitted.values())), f"{run['fit']['error']:.1%}".replace("%", " %"), f"{lost:.0%}"[:-1]]
+
+
+def varying_traffic() -> list[str]:
+    found = load("traffic-smollm2-int8-epyc-zen4")["summary"]["varying"]
+    return [f"{found['auto_over_best_fixed']:.2f}", f"{found['auto_over']['plain']:.2f}"]
+
+
+def equal_sequences() -> list[str]:
+    runs = [load(f"bits-{name}-epyc-zen4")["outcomes"] for name in ("smollm2", "qwen")]
+    return [f"{sum(o['equal'] for o in run)} of {sum(o['sequences'] for o in run)}" for run in runs]
+
+
+def with_references() -> list[str]:
+    found = load("references-edits-qwen-1-row-epyc-zen4")["results"][-1]
+    return [f"{found['speed_up']:.1f} times", f"decoding alone {found['speed_up_decoding']:.1f}"]
+
+
+def over_an_oracle() -> list[str]:
+    over = load("phases-smollm2-int8-epyc-zen4")["over_oracle"]
+    return [f"{over['auto']:.2f}", f"{min(over[k] for k in over if k.isdigit()):.2f}"]
+
+
+HEADLINES: dict[str, Worked] = {
+    "B1": at_batch_8,
+    "B2": lambda: over_plain(1, 4, 8),
+    "B4": utilisations,
+    "B5": bass_and_auto,
+    "S1": best_lengths,
+    "S2": fitted_lengths,
+    "S3": lambda: over_plain(1, 16),
+    "S4": varying_traffic,
+    "E1": equal_sequences,
+    "L1": with_references,
+    "A1": over_an_oracle,
+}
+
+
+@pytest.mark.parametrize("row", HEADLINES)
+def test_what_stands_beside_a_headline_is_what_was_measured(row: str) -> None:
+    said = cell(row)
+    assert [figure for figure in HEADLINES[row]() if figure not in said] == []
+
+
+def test_every_headline_has_figures_or_says_that_there_are_none() -> None:
+    for row, _, ours, verdict in table("The papers' headlines"):
+        assert verdict
+        assert (row in HEADLINES) != ("nothing of ours" in ours.lower()), row
+
+
+def test_every_run_is_the_one_whose_json_lies_there() -> None:
+    used = set()
+    for rows, command, when, link in table("The runs"):
+        found = re.search(r"\]\(\.\./benchmarks/results/([^)]+)\.json\)", link)
+        assert found is not None
+        used |= set(rows.split(", "))
+        written = load(found[1]).get("command")
+        if written is not None:
+            assert written.split(" --output")[0] == command.strip("`"), found[1]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
+    assert used == {*HEADLINES, "peers", "edits"}
