@@ -151,3 +151,47 @@ def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
 )
 def test_the_rule_lets_pass(tmp_path: Path, files: dict[str, str]) -> None:
     assert violations(plant(tmp_path, files)) == []
+
+
+# --- who asks which class a part is -----------------------------------------------------------------------------------
+
+BASES = {"Drafter", "LengthPolicy"}
+
+
+def kinds_of(root: Path, bases: set[str]) -> set[str]:
+    """The names of all classes below these, wherever they are."""
+    trees = [ast.parse(path.read_text()) for path in root.rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found: set[str] = set()
+    while True:
+        more = {each.name for each in classes if {ast.unparse(base) for base in each.bases} & (bases | found)} - found
+        if not more:
+            return found
+        found |= more
+
+
+def asked_for(path: Path, kinds: set[str]) -> list[str]:
+    """Where a file asks whether something is of one of these classes: isinstance, or ``type(x) is``."""
+    asked = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
+        if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
+            asked.append(f"{path.name}:{node.lineno}")
+    return asked
+
+
+def test_nobody_asks_which_drafter_or_length_policy_it_is() -> None:
+    """What they can do they say themselves."""
+    kinds = kinds_of(SOURCE, BASES)
+    assert {"ModelDrafter", "NgramDrafter", "HybridDrafter", "NoDrafter", "AutoLength", "FixedLength"} <= kinds
+    assert [place for path in sorted(SOURCE.rglob("*.py")) for place in asked_for(path, kinds)] == []
+
+
+@pytest.mark.parametrize(
+    "question", ["isinstance(x, B)", "isinstance(x, (int, B))", "type(x) is B", "issubclass(type(x), B | C)"]
+)
+def test_the_count_notices(tmp_path: Path, question: str) -> None:
+    text = f"class A(Drafter): ...\nclass B(Other, A): ...\n{question}\nisinstance(x, Drafter)\ntype(x) is int"
+    package = plant(tmp_path, {"some.py": text})
+    assert asked_for(package / "some.py", kinds_of(package, BASES)) == ["some.py:3"]
