@@ -84,6 +84,8 @@ class Wish:
 
     def within(self, batch: Batch) -> Wish:
         """What of it the rows have room for and their requests allow."""
+        if self.k == 0:
+            return self
         k, allowed = min(self.k, batch.room - 1), batch.most_guesses[: batch.rows]
         if min(allowed) >= k:
             return self if k == self.k else replace(self, k=k)
