@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ from paceline.rows import Constraint
 from paceline.sampling import sequence_seed
 from paceline.scheduler import Scheduler, TextStream
 from paceline.scheduler import Sequence as Row
-from paceline.scoring import PromptScorer
+from paceline.scoring import PromptScorer, ScoringRow
 
 
 @dataclass
@@ -478,11 +478,25 @@ class Engine:
                 del self._requests[output.request_id]
         return outputs
 
-    def scorer(self, token_ids: Sequence[int], top: int) -> PromptScorer:
-        """For ``score_some``: a text, and how many of the most likely tokens to tell at every place."""
+    def scorer(self, token_ids: Sequence[int], top: int, first: int = 1) -> PromptScorer:
+        """For ``score_some``: a text, how many of the most likely tokens to tell, and the first token that is scored.
+
+        All texts are read into one row, beside those that decode: what the one before began with is not read again.
+        """
+        return PromptScorer(self._scoring_row, token_ids, top, first)
+
+    def check_scored(self, token_ids: Sequence[int]) -> None:
+        """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
+        if len(token_ids) > self.max_model_len + 1:  # nothing follows the last one: it is not read
+            raise PromptTooLongError(
+                f"the text has {len(token_ids)} tokens, max_model_len is {self.max_model_len}; shorten it or raise that"
+            )
+        _check_tokens("token_ids", token_ids, self.models.target.vocab_size)
+
+    @cached_property
+    def _scoring_row(self) -> ScoringRow:
         model = self.models.target
-        decoder = Decoder(model, self._backend(), 1, len(token_ids), model.vocab_size)
-        return PromptScorer(decoder, token_ids, top)
+        return ScoringRow(Decoder(model, self._backend(), 1, self.max_model_len, model.vocab_size))
 
     @torch.inference_mode()
     def score_some(self, scorer: PromptScorer) -> None:

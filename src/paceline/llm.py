@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
-from paceline.errors import PacelineError, ParameterError
+from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.hardware import default_threads, resolve_device, resolve_dtype, torch_threads
 from paceline.inputs import (
     Message,
@@ -29,7 +29,7 @@ from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
-from paceline.outputs import RequestOutput
+from paceline.outputs import RequestOutput, Score
 from paceline.params import (
     DEFAULT_MODEL,
     DtypeName,
@@ -179,6 +179,50 @@ class LLM:
         requests = self._requests(as_prompts("prompts", prompts), params, arrival, references)
         with self._share().begin(requests) as call:
             yield from call
+
+    def score(
+        self, prompts: Sequence[Prompt], continuations: Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[Score]:
+        """The log-probability of each continuation behind its prompt (strings or token ids), in the order given.
+
+        A text's continuation begins with the first token behind those of its prompt alone. Continuations of one prompt,
+        and prompts that begin alike, cost what is different in them: they are read one after the other.
+        Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is read.
+        """
+        before, behind = as_documents("prompts", prompts), as_documents("continuations", continuations)
+        if len(before) != len(behind):
+            raise ParameterError("continuations", f"{len(behind)} entries", f"one a prompt ({len(before)})")
+        return self._scores([self._pair(*pair) for pair in zip(before, behind, strict=True)], use_tqdm)
+
+    def _scores(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
+        """texts: tokens, and which is the first that is scored."""
+        scores: dict[int, Score] = {}
+        order = sorted(range(len(texts)), key=lambda index: texts[index][0])  # those that begin alike are neighbours
+        for index in tqdm(order, desc="continuations", disable=not use_tqdm):
+            tokens, first = texts[index]
+            with self._share().turn() as engine:
+                scorer = engine.scorer(tokens, 1, first)
+            while not scorer.finished:
+                with self._share().turn() as engine:
+                    engine.score_some(scorer)
+            told = scorer.logprobs
+            greedy = all(token.logprob >= token.top[0][1] for token in told)
+            scores[index] = Score(tokens[first:], [token.logprob for token in told], greedy)
+        return [scores[index] for index in range(len(texts))]
+
+    def _pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
+        """Both as one text, and the number of tokens before the continuation."""
+        before = self._encode(prompt)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            tokens = self._encode(prompt + continuation)
+        else:
+            tokens = before + self._encode(continuation, plain=True)
+        if not before:
+            raise EmptyPromptError("a prompt has no tokens, so nothing says what its continuation follows")
+        if len(before) >= len(tokens):
+            raise ParameterError("continuations", continuation, "texts of at least one token behind the prompt's")
+        self.engine.check_scored(tokens)
+        return tokens, len(before)
 
     def close(self) -> None:
         """Give the caches back. The object cannot be used afterwards; closing it again does nothing."""

@@ -23,6 +23,23 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # the most likely tokens of that position, best first
 
 
+@dataclass(frozen=True)
+class Score:
+    """A given continuation under the model, as it is (temperature 1, nothing added or cut).
+
+    greedy: whether each of its tokens is the model's most likely one.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    greedy: bool
+
+    @property
+    def logprob(self) -> float:
+        """Of all of it: the sum."""
+        return sum(self.logprobs)
+
+
 @dataclass
 class Metrics:
     """What one answer cost. Times in seconds from the request's arrival.

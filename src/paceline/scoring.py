@@ -1,40 +1,108 @@
-"""Log-probabilities of a given text: what ``echo`` with ``logprobs`` asks for."""
+"""Log-probabilities of given texts: what ``LLM.score``, and ``echo`` with ``logprobs``, ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.outputs import TokenLogprob
 
 CHUNK = 32  # positions whose logits are alive at once
+UNASKED_CHUNK = 256  # positions read at once whose logits nobody wants
+
+
+class ScoringRow:
+    """A cache of one row that texts are read into one after the other: what the next begins with is not read again.
+
+    decoder: one row of at least as many positions as the longest text has tokens.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._held: list[int] = []  # the tokens whose keys and values lie in the row
+        self._last: PromptScorer | None = None  # of the texts that were scored to their end
+
+    def read(self, token_ids: list[int], start: int, stop: int) -> Tensor:
+        """Read tokens start .. stop - 1; the row holds those before them -> hidden [stop - start, width]."""
+        tokens = torch.tensor([token_ids[start:stop]], device=self._decoder.model.device)
+        self._held = self._held[:start]  # an exception in the middle leaves nothing that is half written
+        hidden = self._decoder.forward(tokens, tokens.new_tensor([start]), stop)[0]
+        self._held = token_ids[:stop]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden)
+
+    def holds(self, token_ids: Sequence[int]) -> int:
+        """How many of a text's first tokens the row holds."""
+        return common_prefix(self._held, token_ids)
+
+    def told(self, scorer: PromptScorer) -> list[TokenLogprob]:
+        """What the text before it has brought that holds for this one, too."""
+        last, first = self._last, scorer.first
+        if last is None or last.top != scorer.top or last.first > first:
+            return []
+        common = max(common_prefix(last.token_ids, scorer.token_ids), first)
+        return last.logprobs[first - last.first : common - last.first]
+
+    def remember(self, scorer: PromptScorer) -> None:
+        self._last = scorer
 
 
 class PromptScorer:
-    """Feeds a text to a cache of its own, a chunk at a time; logprobs[i] is that of token i + 1 after those before it.
+    """Scores a text, a chunk at a time; logprobs[i] is that of token first + i after those before it.
 
-    decoder: one row of at least len(token_ids) positions. top: how many of the most likely tokens to tell.
+    Texts may take turns in a row: what another one has overwritten is read again, at once, so that all of them get on.
+    top: how many of the most likely tokens to tell. first: the first token that is scored, from 1 on; those before it
+    are only read.
     """
 
-    def __init__(self, decoder: Decoder, token_ids: Sequence[int], top: int) -> None:
-        self.decoder, self.token_ids, self.top = decoder, list(token_ids), top
-        self.logprobs: list[TokenLogprob] = []
+    def __init__(self, row: ScoringRow, token_ids: Sequence[int], top: int, first: int = 1) -> None:
+        self._row, self.token_ids, self.top, self.first = row, list(token_ids), top, first
+        self.logprobs: list[TokenLogprob] = row.told(self)
+        self._reached = 0  # so many tokens it has read, or found
 
     @property
     def finished(self) -> bool:
-        return len(self.logprobs) >= len(self.token_ids) - 1
+        return self.first + len(self.logprobs) >= len(self.token_ids)
 
     def step(self) -> None:
-        """Score the next chunk."""
-        start = len(self.logprobs)
-        fed, drawn = self.token_ids[start : start + CHUNK], self.token_ids[start + 1 : start + CHUNK + 1]
-        fed = fed[: len(drawn)]
-        device = self.decoder.model.device
-        tokens, at = torch.tensor([fed], device=device), torch.tensor([start], device=device)
-        law = self.decoder.logits(self.decoder.forward(tokens, at, start + len(fed)))[0].float().log_softmax(-1)
-        own = law.gather(-1, torch.tensor(drawn, device=device)[:, None])[:, 0].tolist()
+        """Read the next chunk: of what comes before the tokens that are scored, or these. At the end nothing."""
+        if self.finished:
+            return
+        wanted = self.first + len(self.logprobs) - 1  # the position whose logits are asked for next
+        held = min(self._row.holds(self.token_ids), wanted)
+        while held < min(self._reached, wanted):
+            held = self._read_on(held, wanted)
+        if held < wanted:
+            self._reached = self._read_on(held, wanted)
+        else:
+            self._score(wanted)
+
+    def _read_on(self, held: int, wanted: int) -> int:
+        stop = min(wanted, held + UNASKED_CHUNK)
+        self._row.read(self.token_ids, held, stop)
+        return stop
+
+    def _score(self, start: int) -> None:
+        self._reached = stop = min(start + CHUNK, len(self.token_ids) - 1)
+        hidden = self._row.read(self.token_ids, start, stop)
+        self._note(self._row.logits(hidden), self.token_ids[start + 1 : stop + 1])
+        if self.finished:
+            self._row.remember(self)
+
+    def _note(self, logits: Tensor, drawn: list[int]) -> None:
+        law = logits.float().log_softmax(-1)
+        own = law.gather(-1, torch.tensor(drawn, device=law.device)[:, None])[:, 0].tolist()
         values, ids = (table.tolist() for table in law.topk(min(self.top, law.shape[-1]), dim=-1))
         for token, value, best, likely in zip(drawn, own, values, ids, strict=True):
             self.logprobs.append(TokenLogprob(token, value, tuple(zip(likely, best, strict=True))))
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

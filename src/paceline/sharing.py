@@ -98,6 +98,12 @@ class SharedEngine:
         self._left.append(call)
         self._sweep_if_free()
 
+    @contextmanager
+    def turn(self) -> Iterator[Engine]:
+        """The engine, alone, for something short: others' rounds wait."""
+        with self._turn():
+            yield self.engine
+
     def close(self) -> None:
         """End all calls."""
         with self._turn():

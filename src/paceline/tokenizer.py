@@ -69,6 +69,10 @@ class Tokenizer:
         """The text of tokens, special tokens left out."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special tokens by their names."""
+        return str(self.huggingface.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A conversation through the model's chat template, ready for the answer.
 
@@ -81,11 +85,11 @@ class Tokenizer:
         if not checked:
             raise RequestError("a conversation has at least one message")
         if not self._control_tokens.are_spelled_in(checked):
-            return self.encode(self._render(checked), add_special_tokens=False)
-        return self._control_tokens.encode(checked, self._render)
+            return self.encode(self.render(checked), add_special_tokens=False)
+        return self._control_tokens.encode(checked, self.render)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text. Raises RequestError."""
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as text, ready for the answer. Raises RequestError."""
         try:
             return self._chat_template.render(messages)
         except RequestError as error:
@@ -107,7 +111,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens by their name; bytes that are no whole character show as U+FFFD."""
-        return str(self.huggingface.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self.spell([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; special tokens by their name, unknown ids none."""

@@ -13,7 +13,7 @@ import pytest
 from paceline.llm import LLM
 from paceline.outputs import CompletionOutput
 from paceline.params import SamplingParams
-from server_support import Live
+from server_support import TEMPLATE, Live
 from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,6 +192,10 @@ def test_models_tokens_and_versions(live: Live) -> None:
     tokens = live.post("/tokenize", {"prompt": "héllo"}).json()
     assert tokens["count"] == len("héllo".encode())
     assert live.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "héllo"}
+    info = live.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["chat_template"]) == ("<eos>", None, TEMPLATE)
+    (ends,) = live.post("/tokenize", {"prompt": info["eos_token"]}).json()["tokens"]
+    assert live.post("/detokenize", {"tokens": [ends]}).json() == {"prompt": "<eos>"}
     assert live.get("/health").json() == {"status": "ready"}
     assert live.get("/version").status_code == 200
     assert "paceline:spec_decode_num_draft_tokens_total" in live.get("/metrics").text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -219,3 +220,18 @@ def _with_error(share: Share, sign: str = "") -> str:
 
 
 app.command()(with_flags(humaneval, without={"max_batch_size"}))  # it has --n
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def lm_eval(context: typer.Context) -> None:
+    """lm-evaluation-harness, with this engine as its model "paceline". All arguments are its own: see lm_eval --help.
+
+    For example: paceline eval lm-eval run --model paceline --model_args pretrained=smollm2-135m --tasks arc_easy
+    """
+    try:
+        import_module("paceline.evaluation.harness")  # it registers the model
+        main = import_module("lm_eval.__main__")
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name, "eval") from error
+    sys.argv = ["paceline eval lm-eval", *context.args]
+    main.cli_evaluate()

@@ -162,10 +162,25 @@ def _add_texts(app: FastAPI, context: Context) -> None:
 
         return Response(await context.written(found, len(tokens)), media_type="application/json")
 
+    @app.get("/tokenizer_info", response_model=replies.TokenizerInfo)
+    async def tokenizer_info() -> Response:
+        """The chat template and the special tokens that texts begin and end with."""
+        tokenizer = context.tokenizer.huggingface
+        template = tokenizer.chat_template
+        names = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+        return document(
+            replies.TokenizerInfo(
+                tokenizer_class=type(tokenizer).__name__,
+                chat_template=template if isinstance(template, str) else None,
+                model_max_length=context.llm.engine.max_model_len,
+                **names,
+            )
+        )
+
     @app.post("/v1/detokenize", response_model=replies.Text)
     @app.post("/detokenize", response_model=replies.Text)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of tokens, special ones left out."""
+        """The text of tokens, special ones by their names: what /tokenize takes back."""
         context.check_model(body.model)
         engine = context.llm.engine
         vocabulary = engine.models.target.vocab_size
@@ -173,7 +188,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
             raise errors.invalid(f"at most {engine.max_model_len} tokens at a time, the model's length", "tokens")
         if any(token >= vocabulary for token in body.tokens):
             raise errors.invalid(f"token ids go from 0 to {vocabulary - 1}", "tokens")
-        return document(replies.Text(prompt=await context.in_thread(context.tokenizer.decode, body.tokens)))
+        return document(replies.Text(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
 
 
 def _card(context: Context) -> replies.ModelCard:

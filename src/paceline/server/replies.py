@@ -216,6 +216,17 @@ class Tokens(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(BaseModel):
+    """``/tokenizer_info``: what a client needs to write the model's prompts itself, as with vLLM."""
+
+    tokenizer_class: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    model_max_length: int
+
+
 class Text(BaseModel):
     """``/detokenize``."""
 

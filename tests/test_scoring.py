@@ -1,0 +1,147 @@
+"""Log-probabilities of given texts: transformers' own, whatever was read before, and nothing read twice in vain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model_support import NATIVE, VOCABULARY, tiny
+from paceline.decoder import Decoder
+from paceline.engine import Engine
+from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+from paceline.llm import LLM
+from paceline.outputs import TokenLogprob
+from paceline.params import SamplingParams
+
+PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
+
+
+def make(model: PreTrainedModel) -> LLM:
+    return LLM(model, **PLAIN)  # type: ignore[arg-type]
+
+
+def texts(count: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of three kinds that share their beginnings, and continuations of one to five tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(size: int) -> list[int]:
+        found: list[int] = torch.randint(3, VOCABULARY, (size,), generator=generator).tolist()
+        return found
+
+    beginning = some(12)
+    stems = [beginning + some(9), beginning + some(30), some(5)]
+    return [stems[index % 3] for index in range(count)], [some(1 + index % 5) for index in range(count)]
+
+
+@torch.no_grad()
+def law_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    law: Tensor = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    return law
+
+
+def test_scores_are_those_of_transformers() -> None:
+    model = tiny(*NATIVE["llama"])
+    prompts, continuations = texts(15)
+    best = law_of(model, prompts[0])[-1].argmax()
+    continuations[0] = [int(best)]
+    for prompt, continuation, score in zip(
+        prompts, continuations, make(model).score(prompts, continuations, use_tqdm=False), strict=True
+    ):
+        law = law_of(model, prompt + continuation)[len(prompt) - 1 : -1]
+        wanted = law.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(score.logprobs), wanted, rtol=1e-4, atol=1e-4)
+        assert score.token_ids == continuation
+        assert score.logprob == pytest.approx(float(wanted.sum()), abs=1e-3)
+        assert score.greedy == bool((law.argmax(-1) == torch.tensor(continuation)).all())
+
+
+def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, read = make(tiny(*NATIVE["llama"])), [0]
+    forward = Decoder.forward
+
+    def counted(self: Decoder, tokens: Tensor, *rest: object) -> Tensor:
+        read[0] += tokens.numel()
+        return forward(self, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    prompts, continuations = texts(30)
+    llm.score(prompts, continuations, use_tqdm=False)
+    different = len(set(map(tuple, prompts)))
+    assert different == 3
+    once = 12 + 9 + 30 + 5 + sum(map(len, continuations))
+    assert read[0] <= once + 30  # the token before a continuation is read with it
+    assert read[0] < sum(map(len, prompts)) / 2
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_texts_that_take_turns_in_the_row_get_their_own(top: int) -> None:
+    engine = make(tiny(*NATIVE["llama"])).engine
+    prompts, continuations = texts(6)
+    whole = [prompt + continuation + prompt for prompt, continuation in zip(prompts, continuations, strict=True)]
+    alone = [_scored(make(tiny(*NATIVE["llama"])).engine, tokens, top) for tokens in whole]
+    scorers = [engine.scorer(tokens[:60], top) for tokens in whole]
+    while not all(scorer.finished for scorer in scorers):
+        for scorer in scorers:
+            if not scorer.finished:
+                engine.score_some(scorer)
+    again = [_scored(engine, tokens, top) for tokens in whole]  # told from what was scored before
+    for one, other, third in zip(alone, (scorer.logprobs for scorer in scorers), again, strict=True):
+        assert [token.token_id for token in one] == [token.token_id for token in other]
+        for these in (other, third):
+            assert [token.logprob for token in one] == pytest.approx([token.logprob for token in these], abs=1e-4)
+            assert [len(token.top) for token in these] == [top] * len(one)
+
+
+def _scored(engine: Engine, tokens: list[int], top: int) -> list[TokenLogprob]:
+    scorer = engine.scorer(tokens[:60], top)
+    while not scorer.finished:
+        engine.score_some(scorer)
+    return scorer.logprobs
+
+
+def test_a_fault_in_the_middle_leaves_nothing_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(tiny(*NATIVE["llama"])).engine
+    prompts, continuations = texts(2)
+    _scored(engine, prompts[0] + continuations[0], 0)
+    broken = Decoder.forward
+
+    def fails(*_: object) -> Tensor:
+        raise RuntimeError("mine")
+
+    monkeypatch.setattr(Decoder, "forward", fails)
+    with pytest.raises(RuntimeError, match="mine"):
+        _scored(engine, prompts[1] + continuations[1], 0)
+    monkeypatch.setattr(Decoder, "forward", broken)
+    fresh = make(tiny(*NATIVE["llama"])).engine
+    for index in range(2):
+        tokens = prompts[index] + continuations[index]
+        found = [token.logprob for token in _scored(engine, tokens, 0)]
+        assert found == pytest.approx([t.logprob for t in _scored(fresh, tokens, 0)], abs=1e-4)
+
+
+def test_scoring_disturbs_no_answer() -> None:
+    llm, prompts = make(tiny(*NATIVE["llama"])), texts(2)[0]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    growing = llm.stream(prompts, params)
+    next(growing)
+    llm.score(*texts(4), use_tqdm=False)
+    ended = {output.request_id: output for output in growing if output.finished}
+    assert sorted(output.outputs[0].token_ids for output in ended.values()) == sorted(expected)
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    llm = make(tiny(*NATIVE["llama"]))
+    with pytest.raises(ParameterError, match="continuations"):
+        llm.score([[3, 4]], [])
+    with pytest.raises(ParameterError, match="continuations"):
+        llm.score([[3, 4]], [[]])
+    with pytest.raises(EmptyPromptError):
+        llm.score([[]], [[3]])
+    with pytest.raises(ParameterError, match="token_ids"):
+        llm.score([[3]], [[VOCABULARY]])
+    with pytest.raises(PromptTooLongError, match="max_model_len"):
+        llm.score([[3] * 60], [[4] * 6])
+    assert llm.score([], []) == []
