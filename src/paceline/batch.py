@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -43,7 +44,7 @@ class RowStart:
     """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what ends its answer.
 
     constraint: what its answer may be; a sequence's own. None: anything. member: what its guesses may be copied from,
-    beside its own text.
+    beside its own text. deadline: when its time budget is over, on the clock of time.monotonic.
     """
 
     tokens: list[int]
@@ -52,6 +53,7 @@ class RowStart:
     stop_tokens: tuple[int, ...] = field(default=())
     constraint: Constraint | None = None
     member: Member | None = None
+    deadline: float = math.inf
 
 
 class Enough(Protocol):
@@ -145,6 +147,7 @@ class Batch:
         self.stops = torch.full((capacity, MOST_STOPS), -1, dtype=torch.int64, device=device)
         self.live = torch.zeros(1, dtype=torch.int64, device=device)
         self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
+        self.deadlines = [math.inf] * capacity  # whose guesses come first, of those that are worth as much
         self.members: list[Member | None] = [None] * capacity
         self.rows = 0
         self.first = 0
@@ -196,6 +199,7 @@ class Batch:
         self.sampling.constraints[row] = start.constraint
         allowed = start.params.num_speculative_tokens
         self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
+        self.deadlines[row] = start.deadline
         self.members[row] = start.member
 
     def copy_row(self, source: int, destination: int) -> None:
@@ -207,6 +211,7 @@ class Batch:
         self.limit[destination] = self.limit[source]
         self.stops[destination] = self.stops[source]
         self.most_guesses[destination] = self.most_guesses[source]
+        self.deadlines[destination] = self.deadlines[source]
         self.members[destination] = self.members[source]
         self.sampling.copy_row(source, destination)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -202,7 +203,8 @@ class Scheduler:
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
         begin = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
-        self.batch.set_row(row, RowStart(*begin))
+        deadline = math.inf if sequence.deadline is None else sequence.deadline
+        self.batch.set_row(row, RowStart(*begin, deadline))
 
     @property
     def _rows_soon(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean, median
@@ -16,12 +18,12 @@ import torch
 from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
-from paceline.engine import Engine
+from paceline.engine import Engine, Request
 from paceline.lengths.auto import FIRST_REACH, AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
 from paceline.lengths.belief import bins_of
 from paceline.lengths.calibration import Calibration, Grid
-from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
+from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable, RoundTimes
 from paceline.lengths.lately import Mean
 from paceline.params import EngineConfig, SamplingParams
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs
@@ -365,8 +367,6 @@ def test_the_policy_is_told_when_rows_begin_move_and_end() -> None:
 
     engine.parts.policy = told = Told()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 9, 2, 7, 5, 4)]
-    from paceline.engine import Request
-
     for number, each in enumerate(params, 1):
         engine.add(Request([number], each, request_id=str(number)))
     while engine.busy:
@@ -440,6 +440,31 @@ def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
     assert chosen[0] == 4
     assert chosen[0] > chosen[1]
     assert chosen[2] == 0
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_of_guesses_that_are_worth_as_much_those_of_the_row_that_ends_soonest_come_first(first: int) -> None:
+    """Only one is worth verifying: with it the weights are read anyway."""
+    policy, batch = AutoLength(CostModel(linear_costs())), batch_of(3)
+    for row, deadline in enumerate((7.0, 8.0, 9.0)):
+        batch.deadlines[(first + row) % 3] = deadline
+    policy.choose(batch)
+    policy._round.times = RoundTimes([10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))], 0.0, 0)
+    counts = policy.select(batch, copied(0.9, rows=3, k=1)).counts.tolist()
+    assert counts == [row == first for row in range(3)]
+
+
+def test_a_rows_deadline_is_its_requests_and_moves_with_it() -> None:
+    engine = make_engine(ToyModel(), max_batch_size=3)
+    for number, seconds in enumerate((None, 300.0, 100.0)):
+        params = SamplingParams(temperature=0, max_tokens=2 + 8 * number, time_budget=seconds, ignore_eos=True)
+        engine.add(Request([1, 2], params, arrival=time.monotonic()))
+    engine.step()
+    assert engine.batch.deadlines[2] < engine.batch.deadlines[1] < engine.batch.deadlines[0] == math.inf
+    soonest = engine.batch.deadlines[2]
+    while engine.batch.rows == 3:
+        engine.step()
+    assert engine.batch.deadlines[0] == soonest, "the last row has taken the place of the first"
 
 
 def test_where_tokens_are_dear_nothing_is_verified_and_the_round_is_a_plain_one() -> None:

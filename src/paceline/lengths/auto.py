@@ -335,11 +335,11 @@ class AutoLength(RowKeepers, LengthPolicy):
         now = self._round
         plain, rate = now.times.plain, now.rate * cheaper
         most = plain * (1 + CAUTION * (1 + source.judged / now.rows)) if source is self.copied else math.inf
-        value, counts = now.times.best(lines, rate, most)
+        value, counts = now.times.best(lines, rate, now.batch.deadlines, most)
         if now.batch.draining and len(lines) == now.rows > 1:  # it ends with its last row, which must gain by them
             row, ahead = self._paces.last(now.rows)
             gain = max(0.0, ahead) + sum(lines[row][: counts[row]]) / now.worth[row]
-            value, counts = now.times.best(lines, rate, min(most, plain * (1 + gain)))
+            value, counts = now.times.best(lines, rate, now.batch.deadlines, min(most, plain * (1 + gain)))
         return value, counts
 
     def _enough(

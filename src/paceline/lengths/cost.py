@@ -184,24 +184,28 @@ class RoundTimes:
         """Milliseconds that so many guesses take beyond a plain round."""
         return self.ms[min(guesses, len(self.ms) - 1)] - self.ms[0]
 
-    def best(self, lines: Sequence[Sequence[float]], rate: float, most: float) -> tuple[float, list[int]]:
+    def best(
+        self, lines: Sequence[Sequence[float]], rate: float, deadlines: Sequence[float], most: float = math.inf
+    ) -> tuple[float, list[int]]:
         """The value of the best guesses at this rate, and how many of each line those are; ``most``: ms of the round.
+
+        Of guesses that bring as much, those of the line with the first deadline are taken first.
 
         lines: what each guess brings. It falls along a line, and times are convex: so the best guess left is the next
         one of some line, and the first that does not pay is the last.
         """
         value, taken, ms, counts = 0.0, 0, self.ms, [0] * len(lines)
-        nexts = [(-line[0], row) for row, line in enumerate(lines) if line]
+        nexts = [(-line[0], deadlines[row], row) for row, line in enumerate(lines) if line]
         heapify(nexts)
         while nexts and taken < len(ms) - 1 and ms[taken + 1] <= most:
-            brings, row = nexts[0]
+            brings, deadline, row = nexts[0]
             gain = -brings - rate * (ms[taken + 1] - ms[taken])
             if gain <= 0:
                 break
             value, taken = value + gain, taken + 1
             counts[row] += 1
             if counts[row] < len(lines[row]):
-                heapreplace(nexts, (-lines[row][counts[row]], row))
+                heapreplace(nexts, (-lines[row][counts[row]], deadline, row))
             else:
                 heappop(nexts)
         return value, counts
