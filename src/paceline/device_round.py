@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Draft
+from paceline.drafters.model import USUAL_LAG, draw_chain
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, ops_for
 from paceline.gpu.state import RECORD_TAIL, with_logprobs
@@ -26,7 +27,6 @@ from paceline.rows import RowState
 from paceline.sampling import Purpose
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-USUAL_LAG = 2  # tokens that a draft model's cache lacks at most after a round with guesses
 SPAN = 256  # attention that pays for the longest row's positions is captured for multiples of so many
 
 
@@ -114,12 +114,15 @@ class DeviceRound:
 
     def _guess(self, state: RowState, before: Tensor, k: int, span: int) -> Draft:
         """k guesses a row, drawn one after the other by the draft model."""
-        tokens, laws = before.new_empty((state.rows, 0)), []
+        laws: list[Tensor] = []
         purpose = Purpose.GUESS if self.rule.independent else Purpose.DRAW
-        for step in range(k):
-            logits = self._draft_logits(state, before, tokens, span)
+
+        def draw(logits: Tensor, guesses: Tensor) -> tuple[Tensor, bool]:
             laws.append(logits)
-            tokens = torch.cat([tokens, self.ops.draw(logits, state, step, purpose)], dim=1)
+            return self.ops.draw(logits, state, guesses.shape[1], purpose), True
+
+        none = before.new_empty((state.rows, 0))
+        tokens = draw_chain(none, k, lambda guesses: self._draft_logits(state, before, guesses, span), draw)
         counts = self._caps.device[: state.rows].clamp(max=k)
         return Draft(tokens, counts, logits=torch.cat(laws, dim=1) if laws and self.rule.independent else None)
 

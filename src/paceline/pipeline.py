@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.decoder import Decoder
-from paceline.device_round import USUAL_LAG, DeviceRound
+from paceline.device_round import DeviceRound
 from paceline.draft import HostVerdict, Logprobs, ReadVerdict, Verdict
+from paceline.drafters.model import USUAL_LAG
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record
 from paceline.models.base import AnyModel, FlatModel

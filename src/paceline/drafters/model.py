@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,21 @@ from paceline.heads import HeadDecoder
 from paceline.sampling import Choices, Purpose
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
+
+# Guesses so far [B, n] -> the draft model's logits [B, 1, V] after them.
+Read = Callable[[Tensor], Tensor]
+
+# These logits and guesses -> the next guess of each row, [B, 1], and whether to go on.
+Draw = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
+
+
+def draw_chain(guesses: Tensor, k: int, read: Read, draw: Draw) -> Tensor:
+    """Guesses [B, 0] grown to k a row, or until ``draw`` stops: host and device draft by this sequence."""
+    goes_on = True
+    while goes_on and guesses.shape[1] < k:
+        guess, goes_on = draw(read(guesses), guesses)
+        guesses = torch.cat([guesses, guess], dim=1)
+    return guesses
 
 
 class ModelDrafter(Drafter):
@@ -56,22 +71,26 @@ class ModelDrafter(Drafter):
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
-        decoder, hidden = self.decoder, self._read_up(batch)
-        guesses = batch.tokens.new_empty((batch.rows, 0))
         laws: list[Tensor] = []
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
-        for step in range(wish.k):
-            if step:
-                hidden = decoder.hidden_after(batch, guesses)
-            choices = Choices(decoder.logits(hidden)[:, None], batch, guesses, step)
+
+        def draw(logits: Tensor, guesses: Tensor) -> tuple[Tensor, bool]:
+            choices = Choices(logits, batch, guesses, guesses.shape[1])
             guess = self._draw(choices, batch, laws)
-            guesses = torch.cat([guesses, guess], dim=1)
-            if wish.enough is not None and self._stops(wish.enough, batch, choices.likelihood(guess), scores):
-                break
-        drafted = guesses.shape[1]
-        decoder.note_guesses(batch, drafted)
-        counts = guesses.new_full((batch.rows,), drafted)
+            goes_on = wish.enough is None or not self._stops(wish.enough, batch, choices.likelihood(guess), scores)
+            return guess, goes_on
+
+        guesses = draw_chain(
+            batch.tokens.new_empty((batch.rows, 0)), wish.k, lambda before: self._read(batch, before), draw
+        )
+        self.decoder.note_guesses(batch, guesses.shape[1])
+        counts = guesses.new_full((batch.rows,), guesses.shape[1])
         return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None, scores if scores[0] else None)
+
+    def _read(self, batch: Batch, guesses: Tensor) -> Tensor:
+        """[B, 1, V]: after the text and the guesses [B, n] so far, of which the cache lacks the last."""
+        hidden = self.decoder.hidden_after(batch, guesses) if guesses.shape[1] > 0 else self._read_up(batch)
+        return self.decoder.logits(hidden)[:, None]
 
     def _read_up(self, batch: Batch) -> Tensor:
         """Feed what the cache lacks -> hidden [B, width] at each row's last token."""
