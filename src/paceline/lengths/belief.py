@@ -168,7 +168,7 @@ def bins_of(
 
 def bins_of_draft(draft: Draft) -> list[list[int]]:
     """Of each row's guesses."""
-    nothing = [None] * draft.counts.shape[0]
+    nothing = [None] * len(draft.guesses)
     scores, follows, kinds = draft.confidence or nothing, draft.follows or nothing, draft.kinds or nothing
     rows = zip(draft.guesses, scores, follows, kinds, strict=True)
     return [bins_of(len(guesses), score, parents, kind) for guesses, score, parents, kind in rows]
