@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     {"drafters", "lengths"},
     {"round", "device_round", "native_round"},
     {"waiting", "guard", "chunks", "prefixes", "sharing", "scheduler", "engine", "pipeline", "memory", "scoring"},
-    {"llm", "server", "cli", "bench", "evaluation", "transformers"},
+    {"llm", "server", "cli", "bench", "training", "evaluation", "transformers"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 FREE = {"__init__", "__main__"}  # the front door: it may name everything, lazily

@@ -18,7 +18,8 @@ def test_version(paceline: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "batch", "chat", "pull", "demo", "verify", "bench", "bench offline", "eval"]
+    "command",
+    ["", "generate", "batch", "chat", "pull", "demo", "verify", "bench", "bench offline", "eval", "train-draft"],
 )
 def test_every_command_explains_itself(paceline: Any, command: str) -> None:
     result = paceline(*command.split(), "--help")

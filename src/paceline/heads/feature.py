@@ -157,8 +157,8 @@ class FeatureHead(nn.Module):
         """[..., H] -> [..., Vd], of the head's own numbers of tokens."""
         return cast(Tensor, self.lm_head(normed))
 
-    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Whole sequences: the logits [B, T, Vd] of each of so many steps, as training takes them (section 3.2).
+    def states(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Whole sequences: what ``logits`` takes, [B, T, H], of each of so many steps of training (section 3.2).
 
         tokens [B, T]: token i + 1 at place i; features [B, T, S, target width]: of token i. Step s at place i knows the
         tokens up to i + 1 + s (the true ones) and the streams up to i, and guesses token i + 2 + s. Its last s places
@@ -169,7 +169,11 @@ class FeatureHead(nn.Module):
         for step in range(steps):
             known = torch.cat((tokens[:, step:], tokens[:, -1:].expand(-1, min(step, tokens.shape[1]))), dim=1)
             hidden, normed = self.step(known, hidden, positions + step, attend)
-            yield self.logits(normed)
+            yield normed
+
+    def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """The logits [B, T, Vd] of ``states``."""
+        return map(self.logits, self.states(tokens, features, steps))
 
     def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
         """One step over whole sequences: ``unroll`` with one step."""

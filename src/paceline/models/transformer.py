@@ -261,6 +261,10 @@ class Transformer:
         """Hidden states [..., embed_width] -> logits [..., vocab_size] in float32."""
         return self._head(hidden).float()
 
+    def ends(self) -> tuple[Tensor, Linear, Norm | None]:
+        """The embedding of tokens [vocab_size, width], the head, and the norm before it: what a trained head shares."""
+        return self._embedding, self._head, self._norm
+
     def weight_bytes(self) -> int:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
         linears: list[Linear] = [getattr(owner, name) for owner, name in self._linears()]

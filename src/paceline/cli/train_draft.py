@@ -1,0 +1,192 @@
+"""``paceline train-draft``: a drafter for one's own target, trained on what the target itself writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.console import note, working
+from paceline.cli.document import command_line, end
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
+from paceline.errors import ParameterError
+from paceline.files import check_output, write_text
+from paceline.params import DraftData, DraftTraining, EngineOptions
+
+if TYPE_CHECKING:
+    from paceline.training.learn import Trainer
+    from paceline.training.run import Plan, Watcher
+
+DATA, TRAINING = "Data", "Training"
+KINDS_NOT_BUILT = ("model", "parallel", "hidden_transfer")
+WITHOUT = {
+    "draft_model", "drafter", "num_speculative_tokens", "profile", "acceptance", "rounds", "draft_dtype",
+    "draft_quantization", "deterministic", "reference_document", "max_batch_size", "max_model_len",
+}  # fmt: skip
+FILES = ("report.json", "report.md", "report.png", "model.safetensors", "config.json")
+
+
+def _of_data(*names: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=DATA)
+
+
+def _of_training(*names: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=TRAINING)
+
+
+def train_draft(
+    engine: EngineFlags,
+    output: Annotated[Path, typer.Option("--output", help="A directory for data, checkpoints, head and report.")],
+    model: Model = DEFAULT_MODEL,
+    kind: Annotated[str, typer.Option("--kind", help="feature: a head on the target's streams (EAGLE-3).")] = "feature",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --output ended.")] = False,
+    prompts: Annotated[
+        Path | None, _of_data("--prompts", text="Lines of text, or JSON lines (.jsonl). Default: the target's own.")
+    ] = None,
+    tokens: Annotated[int, _of_data("--tokens", text="Of prompts and answers, at least.")] = DraftData.tokens,
+    prompt_tokens: Annotated[
+        int, _of_data("--prompt-tokens", text="Most of a prompt that the target writes.")
+    ] = DraftData.prompt_tokens,
+    answer_tokens: Annotated[int, _of_data("--answer-tokens", text="Most of an answer.")] = DraftData.answer_tokens,
+    held_out: Annotated[int, _of_data("--held-out", text="Conversations to look at only.")] = DraftData.held_out,
+    shard: Annotated[int, _of_data("--shard", text="Conversations of a file.")] = DraftData.shard,
+    disk_budget: Annotated[
+        float, _of_data("--disk-budget", text="GiB that everything may take.")
+    ] = DraftData.disk_budget,
+    max_batch_size: Annotated[int, _of_data("--max-batch-size", text="Texts that are written at once.")] = 64,
+    max_model_len: Annotated[int, _of_data("--max-model-len", text="Most tokens of prompt and answer.")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same head.")] = DraftData.seed,
+    epochs: Annotated[float, _of_training("--epochs", text="How often each text is seen.")] = DraftTraining.epochs,
+    minutes: Annotated[
+        float | None, _of_training("--minutes", text="Train for so long instead; data not counted.")
+    ] = DraftTraining.minutes,
+    vocab: Annotated[int, _of_training("--vocab", text="Tokens that the head can say.")] = DraftTraining.vocab,
+    mlp_width: Annotated[
+        int | None, _of_training("--mlp-width", text="Default: the target's.")
+    ] = DraftTraining.mlp_width,
+    learning_rate: Annotated[
+        float, _of_training("--learning-rate", text="AdamW's highest.")
+    ] = DraftTraining.learning_rate,
+    batch_tokens: Annotated[int, _of_training("--batch-tokens", text="Of a step.")] = DraftTraining.batch_tokens,
+    unroll: Annotated[
+        int, _of_training("--unroll", text="Guesses that are learnt one after the other.")
+    ] = DraftTraining.unroll,
+    evaluate_every: Annotated[
+        float, _of_training("--evaluate-every", text="Minutes between two looks at the held-out texts.")
+    ] = DraftTraining.evaluate_every,
+    checkpoint_every: Annotated[
+        float, _of_training("--checkpoint-every", text="Minutes between two checkpoints.")
+    ] = DraftTraining.checkpoint_every,
+    quiet: Quiet = False,
+) -> None:
+    """Train a head that drafts for a target: it writes its own data, with the precision that it is run with here.
+
+    A run that was killed goes on with --resume, and ends as if nothing had been. The head is a checkpoint of the
+    speculators layout; the last line of stdout is the report as one JSON document.
+    """
+    _check_kind(kind)
+    data = DraftData(
+        tokens=tokens, seed=seed, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, held_out=held_out,
+        shard=shard, disk_budget=disk_budget,
+    )  # fmt: skip
+    training = DraftTraining(
+        epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width, learning_rate=learning_rate,
+        batch_tokens=batch_tokens, unroll=unroll, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+    )  # fmt: skip
+    check_output_directory(output)
+    options = _options(engine, max_batch_size, max_model_len)
+    with working("reading the prompts"):
+        from paceline.training.prompts import read_questions
+        from paceline.training.run import Plan
+        from paceline.training.shards import held
+
+        questions = None if prompts is None else read_questions(prompts)
+    with held(output):
+        _run(Plan(output, data, training, questions, resume), model, options, quiet)
+
+
+def _check_kind(kind: str) -> None:
+    if kind in KINDS_NOT_BUILT:
+        raise ParameterError("--kind", kind, "'feature': other kinds are known and not built")
+    if kind != "feature":
+        raise ParameterError("--kind", kind, "'feature'")
+
+
+def check_output_directory(output: Path) -> None:
+    """Raise ParameterError unless everything can be written there."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ParameterError("--output", str(output), f"a directory that can be written ({error})") from error
+    for name in FILES:
+        check_output("--output", output / name)
+
+
+def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:
+    """Of an engine that writes data: plain decoding, prompts fed whatever the time."""
+    plain: EngineOptions = {"drafter": None, "num_speculative_tokens": 0, "longest_pause": None}
+    sizes: EngineOptions = {"max_batch_size": rows, "max_model_len": longest}
+    return {**engine.options(), **plain, **sizes}
+
+
+def _run(plan: Plan, model: str, options: EngineOptions, quiet: bool) -> None:
+    from paceline.bench.offline import machine, versions
+    from paceline.hardware import resolve_device
+    from paceline.llm import LLM
+    from paceline.training.run import as_markdown, check_room, draw, train
+    from paceline.training.target import Target
+
+    with working(f"loading {model}"):
+        target = Target.load(model)
+        check_room(plan, target, resolve_device(options["device"]))
+        llm = LLM(model, **options)
+    engine, computer = llm.engine.describe(), machine(llm.engine.threads)
+    if not quiet:
+        note(engine)
+    with Bars(plan, quiet) as bars:
+        found = train(plan, llm, target, bars.watcher)
+    about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
+    told = about | found
+    if not draw(told, plan.output / FILES[2], f"A head for {model}. {engine}"):
+        note('no plot: it needs matplotlib (pip install "paceline[bench]")')
+    write_text(plan.output / FILES[1], as_markdown(told))
+    end(told, plan.output / FILES[0])
+
+
+class Bars:
+    """Two progress bars with the time left, of data and of training; on a terminal only."""
+
+    def __init__(self, plan: Plan, quiet: bool) -> None:
+        self._plan, self._silent = plan, True if quiet else None  # None: where stderr is no terminal
+        self._data: Any = None
+        self._training: Any = None
+
+    def __enter__(self) -> Bars:
+        from tqdm import tqdm
+
+        self._data = tqdm(desc="data", total=self._plan.data.tokens, unit=" tokens", disable=self._silent)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for bar in (self._data, self._training):
+            if bar is not None:
+                bar.close()
+
+    @property
+    def watcher(self) -> Watcher:
+        from paceline.training.run import Watcher
+
+        return Watcher(self._data.update, self._learnt, note)
+
+    def _learnt(self, trainer: Trainer) -> None:
+        from tqdm import tqdm
+
+        if self._training is None:
+            self._data.close()
+            done = 100 * trainer.share
+            self._training = tqdm(desc="training", total=100, unit="%", disable=self._silent, initial=done)
+        self._training.update(100 * trainer.share - self._training.n)
+        looks = trainer.progress.looks
+        kept = f", kept {looks[-1]['conditional'][0]:.3f}" if looks else ""
+        self._training.set_postfix_str(f"loss {trainer.progress.losses[-1]:.3f}{kept}")

@@ -1,0 +1,104 @@
+"""What a head takes from its target: the embedding, the rows of the head, the last norm, the shape of its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ParameterError
+from paceline.heads import FeatureHead, HeadConfig
+from paceline.models.config import ModelConfig
+from paceline.models.linear import Dense
+from paceline.models.loading import load_config, load_model
+from paceline.models.transformer import Transformer
+from paceline.training.shards import Shard
+
+_NATIVE = "a target of a family that paceline runs itself, whose embedding is as wide as its layers"
+
+
+@dataclass(frozen=True)
+class Target:
+    """embedding, rows [V, width]: of tokens read and of tokens said, bfloat16. norm [width]: the last norm's weight."""
+
+    name: str
+    architectures: tuple[str, ...]
+    config: ModelConfig
+    rope: dict[str, Any]
+    embedding: Tensor
+    rows: Tensor
+    norm: Tensor | None
+
+    @staticmethod
+    def load(source: str) -> Target:
+        """From the model's files. Raises ParameterError for a model that no head can read; else as ``load_model``."""
+        model, said = load_model(source, dtype=torch.bfloat16), load_config(source)
+        if not isinstance(model, Transformer) or model.config.embed_width not in (0, model.config.width):
+            raise ParameterError("MODEL", source, _NATIVE)
+        embedding, head, norm = model.ends()
+        assert isinstance(head, Dense), "nothing has packed it"
+        rope = getattr(said, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        return Target(
+            source, tuple(said.architectures or ()), model.config, dict(rope), embedding, head.weight, _weight(norm)
+        )
+
+    def shape(self, taps: Sequence[int], vocab: int, mlp_width: int | None) -> HeadConfig:
+        """Of a head with one layer as wide as the target's. vocab: tokens it can say, at most the target's."""
+        config = self.config
+        layer = {
+            "model_type": "llama",
+            "hidden_size": config.width,
+            "intermediate_size": config.mlp_width if mlp_width is None else mlp_width,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_positions,
+            "rms_norm_eps": config.norm_eps,
+            "rope_parameters": self.rope,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+        name = Path(self.name).name if Path(self.name).exists() else self.name
+        size = min(vocab, config.vocab_size)
+        return HeadConfig(layer, config.width, size, taps=tuple(taps), verifier=name, architectures=self.architectures)
+
+    def head(self, config: HeadConfig, says: Tensor, seed: int) -> FeatureHead:
+        """A head to be trained, float32. says [Vd]: the tokens that it can say, whose rows of the target's it keeps."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            head = FeatureHead(config)
+        with torch.no_grad():
+            head.embed_tokens.weight.copy_(self.embedding)
+            head.lm_head.weight.copy_(self.rows[says])
+            if self.norm is not None:
+                head.norm.weight.copy_(self.norm)
+        head.lm_head.requires_grad_(False)
+        head.say(says)
+        return head
+
+
+def _weight(norm: object) -> Tensor | None:
+    weight = getattr(norm, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
+
+
+def most_frequent(shards: Sequence[Shard], vocab_size: int, size: int) -> Tensor:
+    """[size] int64, rising: the tokens that answers have most often; of two equally frequent ones the smaller."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for shard in shards:
+        for index in range(len(shard)):
+            counts += shard.answer(index).long().bincount(minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def coverage(shard: Shard, says: Tensor) -> float:
+    """The share of a shard's answers' tokens that a head can say."""
+    answers = torch.cat([shard.answer(index) for index in range(len(shard))])
+    return float(torch.isin(answers.long(), says).float().mean())

@@ -1,0 +1,68 @@
+"""A target small enough to learn from in seconds, with the eight layers that a head needs, and one whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from cli.conftest import make_tokenizer
+from paceline.cli.main import app
+from paceline.llm import LLM
+
+SIZES = (
+    "--tokens", "900", "--prompt-tokens", "8", "--answer-tokens", "24", "--held-out", "8", "--shard", "16",
+    "--epochs", "4", "--vocab", "64", "--batch-tokens", "256", "--max-batch-size", "8", "--max-model-len", "96",
+    "--quantization", "int8", "--dtype", "bfloat16", "--threads", "1", "--device", "cpu", "-q",
+)  # fmt: skip
+
+
+def save_target(path: Path, layers: int = 8) -> str:
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _quick(one_thread: None) -> None:
+    """Tiny tensors need one thread."""
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_target(tmp_path_factory.mktemp("targets") / "tiny")
+
+
+@pytest.fixture
+def llm(target: str) -> LLM:
+    return LLM(
+        target, drafter=None, num_speculative_tokens=0, quantization="int8", dtype="bfloat16", device="cpu", threads=1,
+        max_batch_size=8, max_model_len=96, longest_pause=None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def whole(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command leaves behind."""
+    output = tmp_path_factory.mktemp("whole")
+    result = CliRunner().invoke(app, ["train-draft", target, *SIZES, "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    return output
