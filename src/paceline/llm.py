@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypeAlias, Unpack
 
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.engine import Engine, Models, Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.hardware import default_threads, resolve_device, resolve_dtype, torch_threads
+from paceline.heads import HeadModel, find_head, load_head_for
 from paceline.inputs import (
     Message,
     Prompt,
@@ -57,7 +59,7 @@ class LLM:
 
     model: a hub name, a directory, a .gguf file, an embedded name ("smollm2-135m") or a loaded PreTrainedModel.
     draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="hybrid" the default, on CUDA
-        "model" (see EngineConfig).
+        "model" (see EngineConfig). Or a trained head (EAGLE-3) of this target, a directory or a hub name: "hybrid".
     tokenizer: for a loaded PreTrainedModel, its tokenizer; without one, prompts and answers are token ids.
     reference_documents: texts (or token ids) that the n-gram drafter may copy from, besides each row's own tokens.
     options: see EngineConfig.
@@ -80,12 +82,14 @@ class LLM:
         documents = as_documents("reference_documents", reference_documents)
         config = engine_config(options, draft_model, documents)
         self.tokenizer = _load_tokenizer(model, tokenizer)
-        if draft_model is not None:
+        head = None if draft_model is None else find_head(draft_model)
+        if draft_model is not None and head is None:
             self._check_vocabulary(draft_model)
         references = [self._encode(document) for document in documents]
         with torch_threads(config.threads or default_threads()):  # for a while: other engines have numbers of their own
-            draft = None if draft_model is None else _load_draft(draft_model, config)
+            draft = None if draft_model is None or head is not None else _load_draft(draft_model, config)
             target = _load(model, config, config.dtype, config.quantization)
+            draft = draft if head is None else _load_head(head, model, target, config)
         self._models = Models(target, draft, self._eos(model), references)
         self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
@@ -351,6 +355,14 @@ def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:
     dtype = config.dtype if config.draft_dtype == "same" else config.draft_dtype
     quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
     return _load(source, config, dtype, quantization)
+
+
+def _load_head(path: Path, source: ModelSource, target: AnyModel, config: EngineConfig) -> HeadModel:
+    if config.draft_quantization not in ("same", None):
+        allowed = "None with a trained head, which runs in float32 or bfloat16"
+        raise ParameterError("draft_quantization", config.draft_quantization, allowed)
+    dtype = config.dtype if config.draft_dtype == "same" else config.draft_dtype
+    return load_head_for(target, source, path, dtype=resolve_dtype(dtype, target.device))
 
 
 def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) -> Tokenizer | None:

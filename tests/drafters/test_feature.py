@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from head_support import Reading, tiny_head
+from head_support import (
+    Reading,
+    flat_config,
+    flat_names,
+    layers,
+    random_head,
+    speculators_config,
+    tiny_head,
+    write,
+)
+from paceline import LLM
 from paceline.attention.reference import ReferenceAttention
 from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.engine import Engine
+from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.heads import HeadDecoder, HeadModel
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
+from paceline.models.loading import load_embedding
 from paceline.params import EngineConfig, SamplingParams
-from toy import POSITIONS, VOCAB, RandomLength, make_engine, run, tiny_llama, tiny_native
+from toy import POSITIONS, VOCAB, RandomLength, make_engine, run, tiny_llama, tiny_llama_of_transformers, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,3 +170,105 @@ def test_memory_counts_the_streams_that_are_kept() -> None:
     ]
     expected = sum(table.nbytes for table in (*tables, decoder.streams.fused))
     assert plan_memory(target, head, config, 3, POSITIONS).caches == expected
+
+
+TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+SHAPE = layers(hidden_size=32, vocab_size=VOCAB)
+
+
+def published(directory: Path, *, flat: bool = False, own_embedding: bool = True, **fields: Any) -> Path:
+    """A head for the tiny Llama in either layout."""
+    tensors = random_head(width=32, target_width=32, streams=2, vocabulary=VOCAB, drafted=16)
+    if not own_embedding:
+        del tensors["embed_tokens.weight"]
+    fields = {"draft_vocab_size": 16} | TAPS | fields
+    if flat:
+        return write(directory, flat_config(SHAPE, **fields), flat_names(tensors))
+    config = speculators_config(SHAPE, **fields)
+    return write(directory, config, tensors)
+
+
+def llm_with(head: Path, **options: Any) -> LLM:
+    common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded", "threads": 1}
+    return LLM(tiny_llama_of_transformers(), head, **(common | {"num_speculative_tokens": 3} | options))
+
+
+def accepted(llm: LLM) -> tuple[list[list[int]], int, int]:
+    params = SamplingParams(temperature=1.0, max_tokens=30, seed=3, n=2)
+    (output,) = llm.generate([1, 2, 3, 4], params, use_tqdm=False)
+    metrics = [answer.metrics for answer in output.outputs]
+    tokens = [answer.token_ids for answer in output.outputs]
+    return tokens, sum(each.drafted for each in metrics), sum(each.accepted for each in metrics)
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_a_heads_directory_is_a_draft_model_in_either_layout(tmp_path: Path) -> None:
+    one = llm_with(published(tmp_path / "one"), drafter="feature")
+    other = llm_with(published(tmp_path / "other", flat=True), drafter="feature")
+    found = accepted(one)
+    assert found == accepted(other)
+    assert found[0] == accepted(one.plain())[0]
+    assert found[1] > 0
+    assert "drafter head " in one.engine.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_left_to_itself_a_head_stands_beside_copies(tmp_path: Path) -> None:
+    llm = llm_with(published(tmp_path))
+    assert llm.config.drafter == "hybrid"
+    assert "drafter ngram or head " in llm.engine.describe()
+    with pytest.raises(ParameterError, match="'feature' or 'hybrid' with a trained head"):
+        llm.with_options(drafter="model")
+    draft = LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1), dtype="float32", device="cpu")
+    with pytest.raises(ParameterError, match="which is no trained head"):
+        draft.with_options(drafter="feature")
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_a_head_without_an_embedding_takes_its_targets(tmp_path: Path) -> None:
+    target = tiny_llama_of_transformers()
+    llm = llm_with(published(tmp_path / "head", own_embedding=False))
+    head = llm.engine.models.draft
+    assert isinstance(head, HeadModel)
+    assert torch.equal(head.head.embed_tokens.weight, target.get_input_embeddings().weight)
+    target.save_pretrained(tmp_path / "target")
+    assert torch.equal(load_embedding(tmp_path / "target", dtype=torch.float32), head.head.embed_tokens.weight)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"target_hidden_size": 48}, r"streams of width 48, .* has 32: .* another model \(someone/target\)"),
+    "layers": ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"layers \(0, 2\); this target has 2"),
+    "the usual layers": ({"eagle_aux_hidden_state_layer_ids": None}, r"layers \(2, 1, -1\)"),
+}
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_head_of_another_target_is_refused(tmp_path: Path, name: str) -> None:
+    fields, said = WRONG[name]
+    with pytest.raises(ModelFormatError, match=said):
+        llm_with(published(tmp_path, **fields))
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_a_head_of_another_vocabulary_or_class_is_refused_and_of_another_name_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = published(tmp_path)
+    llm_with(path)
+    assert "was made for someone/target" in caplog.text
+    config = json.loads((path / "config.json").read_text())
+    config["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=r"made for a Qwen3ForCausalLM .* is a LlamaForCausalLM"):
+        llm_with(path)
+    config["transformer_layer_config"]["vocab_size"] = 99
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(VocabularyMismatchError, match=r"made for 99 tokens, .* has 24"):
+        llm_with(path)
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_a_head_in_8_bits_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"draft_quantization='int8' .* trained head"):
+        llm_with(published(tmp_path), draft_quantization="int8")

@@ -63,4 +63,4 @@ class HybridDrafter(RowKeepers, Drafter):
         self._model.observe(batch, verdict)
 
     def describe(self, draft: str | None) -> str:
-        return f"ngram or {draft}"
+        return f"ngram or {self._model.describe(draft)}"

@@ -4,6 +4,7 @@ from paceline.heads.checkpoint import is_head, load_head, read_head_config, save
 from paceline.heads.config import HeadConfig
 from paceline.heads.decoder import HeadDecoder, HeadModel
 from paceline.heads.feature import FeatureHead, Step, Unrolled
+from paceline.heads.loading import find_head, load_head_for
 
 __all__ = [
     "FeatureHead",
@@ -12,8 +13,10 @@ __all__ = [
     "HeadModel",
     "Step",
     "Unrolled",
+    "find_head",
     "is_head",
     "load_head",
+    "load_head_for",
     "read_head_config",
     "save_head",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -38,11 +38,15 @@ def read_head_config(source: Found) -> HeadConfig:
 
 @reads_model
 def load_head(
-    source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu", embedding: Tensor | None = None
+    source: Found,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    embedding: Tensor | Callable[[], Tensor] | None = None,
 ) -> FeatureHead:
     """The head at ``source``, a directory or a hub name, in ``dtype`` (float32 or bfloat16).
 
-    embedding [V, H]: the target's, for a checkpoint that has none of its own; it is taken as it is where it fits.
+    embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own.
 
     Raises ModelNotFoundError, or ModelFormatError if the files are broken or of a kind that is not run, or if a tensor
     is missing, unknown or of another shape.
@@ -51,7 +55,7 @@ def load_head(
     config, layout = HeadConfig.read(read_configuration(path / "config.json"))
     tensors = _tensors(path, layer=_FLAT_LAYER if layout == "flat" else "layers.0.")
     if _EMBEDDING not in tensors and embedding is not None:
-        tensors[_EMBEDDING] = embedding
+        tensors[_EMBEDDING] = embedding if isinstance(embedding, Tensor) else embedding()
     with torch.device("meta"):
         head = FeatureHead(config)
     wanted = head.state_dict()

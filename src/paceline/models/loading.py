@@ -78,6 +78,29 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
 
 
 @reads_model
+def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """The token embedding alone of the model of ``source``, [V, width]. Raises as ``load_model``."""
+    if isinstance(source, PreTrainedModel):
+        return cast(Tensor, source.get_input_embeddings().weight).detach().to(device, dtype)
+    stored, names = _stored_of(source)
+    for part in ("embed.weight", "head.weight"):  # of tied ones either may be stored
+        for name, tensor in stored.items():
+            if names.ours(name) == part:
+                embedding = torch.empty(tensor.shape, dtype=dtype)
+                tensor.unpack_into(embedding)
+                return embedding.to(device)
+    raise ModelFormatError(f"{source} has no token embedding that could be found")
+
+
+def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.Names]:
+    if path.is_file():
+        file = GGUFFile(path)
+        return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
+    kind = _directory_config(path).model_type
+    return stored_tensors(path), weights.HUGGINGFACE.get(kind, weights.HUGGINGFACE["llama"])
+
+
+@reads_model
 def max_positions(source: Found) -> int:
     """The longest sequence that the model of ``source`` was made for."""
     return longest_sequence(load_config(source).get_text_config())
