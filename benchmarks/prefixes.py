@@ -62,13 +62,15 @@ class Run:
         return answer.text
 
 
-def ask(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
-    """One after the other, on an engine that holds nothing yet."""
-    run, params = Run(), SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
-    llm.engine.clear()
+def ask_in_turn(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Run]:
+    """Each prompt on one side, then on the other; both engines hold nothing at the beginning."""
+    runs, params = {name: Run() for name in llms}, SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
+    for llm in llms.values():
+        llm.engine.clear()
     for prompt in prompts:
-        run.add(llm.generate(list(prompt), params, use_tqdm=False)[0])
-    return run
+        for name, llm in llms.items():
+            runs[name].add(llm.generate(list(prompt), params, use_tqdm=False)[0])
+    return runs
 
 
 def chat(llm: LLM, tokens: int) -> list[list[int]]:
@@ -92,11 +94,11 @@ def questions(llm: LLM, size: int, count: int) -> list[list[int]]:
 
 
 def compare(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int, repeats: int) -> dict[str, Any]:
-    """All prompts on both sides, ``repeats`` times in turn."""
+    """All prompts on both sides in turn, ``repeats`` times."""
     runs: dict[str, list[Run]] = {name: [] for name in llms}
     for _ in range(repeats):
-        for name, llm in llms.items():
-            runs[name].append(ask(llm, prompts, tokens))
+        for name, run in ask_in_turn(llms, prompts, tokens).items():
+            runs[name].append(run)
     told = [run.told for each in runs.values() for run in each]
     return {
         "prompts": len(prompts),
@@ -123,7 +125,7 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=2000, help="tokens")
     parser.add_argument("--questions", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=40, help="of a chat's answer")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="of the chat; the questions are many")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     quantization: QuantizationName | None = None if options.quantization == "none" else options.quantization
@@ -131,7 +133,7 @@ def main() -> None:
     llms = {name: first.with_options(prefix_cache=kept) for name, kept in SIDES.items()}
     found = {
         "chat": compare(llms, chat(first, options.tokens), options.tokens, options.repeats),
-        "document": compare(llms, questions(first, options.document, options.questions), 4, options.repeats),
+        "document": compare(llms, questions(first, options.document, options.questions), 4, 1),
     }
     what = {"model": options.model, "engine": llms["reused"].engine.describe(), "repeats": options.repeats}
     text = json.dumps({**what, "machine": machine(first.engine.threads), "versions": versions(), **found})

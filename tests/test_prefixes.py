@@ -166,6 +166,15 @@ def test_who_waits_for_one_that_is_aborted_reads_on_where_it_stopped(after: int)
         assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, SHORT)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [1, 2, 5, LEAST, LEAST + 1])
+def test_short_prompts_that_differ_in_their_last_token_end(size: int) -> None:
+    engine = chat_engine(max_batch_size=3, prefill_chunk=2)
+    outputs = run(engine, [[*prompt_of(size), 1], [*prompt_of(size), 2], [*prompt_of(size), 3, 4]], [SHORT] * 3)
+    for output in outputs:
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, SHORT)
+
+
 def test_a_long_prompt_waits_for_a_short_one_that_reads_their_beginning_and_not_the_other_way_round() -> None:
     head = prompt_of(WORTH_WAITING)
     engine = chat_engine(max_batch_size=2, prefill_chunk=10)
@@ -320,7 +329,7 @@ def test_every_row_holds_what_it_says_whatever_is_copied_and_moved(seed: int) ->
 
 @pytest.mark.slow
 def test_every_row_holds_what_it_says_many_times() -> None:
-    assert sum(soak(seed) for seed in range(40)) > 4000, "much is copied in these tests"
+    assert sum(soak(seed) for seed in range(12)) > 1000, "much is copied in these tests"
 
 
 @settings(max_examples=3)

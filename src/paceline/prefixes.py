@@ -112,6 +112,12 @@ class Shelf:
         self.rows = [Held() for _ in range(rows)]
 
 
+def may_share(text: Sequence[int], prompt: Sequence[int]) -> bool:
+    """Whether a look at the first tokens leaves it open that they have a beginning in common that is worth copying."""
+    begins = min(LEAST, len(text), len(prompt) - 1)
+    return text[:begins] == prompt[:begins]
+
+
 def worth_copying(text: Sequence[int], prompt: Sequence[int]) -> int:
     """How many tokens of a text a prompt may copy: all but its last, which is to be the unseen one; 0 if too few."""
     most = len(prompt) - 1
@@ -123,5 +129,10 @@ def most_shared(
     texts: Iterable[tuple[int, Sequence[int], Scope | None]], prompt: Sequence[int], scope: Scope
 ) -> tuple[int, int]:
     """(row, tokens): whose text, of (row, tokens that its caches hold, scope), begins most like the prompt; (-1, 0)."""
-    fits = ((row, worth_copying(text, prompt)) for row, text, other in texts if scope.may_copy(other))
-    return max(fits, key=lambda fit: fit[1], default=(-1, 0))
+    best = -1, 0
+    for row, text, other in texts:
+        if scope.may_copy(other) and (tokens := worth_copying(text, prompt)) > best[1]:
+            best = row, tokens
+            if tokens == len(prompt) - 1:
+                break  # there may be hundreds of rows, and of answers to this prompt
+    return best

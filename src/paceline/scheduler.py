@@ -18,7 +18,7 @@ from paceline.guard import Guarded
 from paceline.hardware import Stopwatch
 from paceline.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.params import SamplingParams
-from paceline.prefixes import WORTH_WAITING, Held, Scope, Shelf, most_shared, shared
+from paceline.prefixes import WORTH_WAITING, Held, Scope, Shelf, may_share, most_shared, shared
 from paceline.round import Speculation
 from paceline.waiting import Waiting
 
@@ -172,7 +172,7 @@ class Scheduler:
         """The free row to begin in changes places with the first one; how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
         fits = self.free.shared_with(prompt, scope)
-        place = self.free.choose(fits, most_shared(self._texts_in_use(), prompt, scope)[1])
+        place = self.free.choose(fits, most_shared(self._texts_in_use(prompt), prompt, scope)[1])
         if place > 0:
             first, length = len(self.running) + len(self.prefilling), self.free.longest(0, place)
             for decoder in self.decoders:
@@ -182,10 +182,11 @@ class Scheduler:
                 self.batch.rest(first + free, len(self.free.rows[free].tokens))
         return fits[place]
 
-    def _texts_in_use(self) -> Iterator[tuple[int, list[int], Scope]]:
-        """(row, the tokens that its caches hold, whose they are); a draft model's may hold fewer."""
+    def _texts_in_use(self, prompt: list[int]) -> Iterator[tuple[int, list[int], Scope]]:
+        """(row, the tokens that its caches hold, whose they are) of rows that the prompt may share something with."""
         for row, sequence in enumerate([*self.running, *self.prefilling]):
-            yield row, self._text(row), sequence.scope
+            if may_share(sequence.prompt, prompt):
+                yield row, self._text(row), sequence.scope
 
     def _text(self, row: int) -> list[int]:
         """What the target has read of a row in use, as far as it belongs to the answer."""
@@ -214,7 +215,7 @@ class Scheduler:
         """Copy the longest beginning of a prefilling row's prompt that any row holds; wait for what another reads."""
         sequence, live = self.prefilling[row - len(self.running)], len(self.running) + len(self.prefilling)
         free = ((live + place, held.tokens, held.scope) for place, held in enumerate(self.free.rows))
-        source, tokens = most_shared(chain(free, self._texts_in_use()), sequence.prompt, sequence.scope)
+        source, tokens = most_shared(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
         if tokens > sequence.cached[0]:
             self._copy(source, row, tokens)
         self._line_up(sequence)
@@ -242,24 +243,27 @@ class Scheduler:
             until = shared(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
             gain = until - max(second.cached[0], second.until)
             enough = 1 if until == second.prefill_stop else WORTH_WAITING
-            if second.scope.may_copy(first.scope) and gain >= enough:
+            in_vain = second is sequence and first.prefilled >= until  # it has just copied what was worth it
+            if second.scope.may_copy(first.scope) and gain >= enough and not in_vain:
                 second.follows, second.until = first, until
 
     def _go_on(self) -> None:
-        """Those whose wait has ended, or is in vain, copy what there is."""
-        while (ready := self._ready()) is not None:
-            sequence = self.prefilling[ready - len(self.running)]
-            sequence.follows, sequence.until = None, 0
-            self._share(ready)
+        """Those whose wait has ended, or is in vain, copy what there is; then those who have waited for these."""
+        while ready := self._ready():
+            for row in ready:
+                sequence = self.prefilling[row - len(self.running)]
+                sequence.follows, sequence.until = None, 0
+                self._share(row)
 
-    def _ready(self) -> int | None:
-        """The row of one whose wait has ended."""
+    def _ready(self) -> list[int]:
+        """The rows of those whose wait has ended."""
         reading = {id(sequence) for sequence in self.prefilling}
-        for row, sequence in enumerate(self.prefilling, len(self.running)):
-            reader = sequence.follows
-            if reader is not None and (id(reader) not in reading or reader.prefilled >= sequence.until):
-                return row
-        return None
+        return [
+            row
+            for row, sequence in enumerate(self.prefilling, len(self.running))
+            if (reader := sequence.follows) is not None
+            and (id(reader) not in reading or reader.prefilled >= sequence.until)
+        ]
 
     def _prefill(self) -> None:
         """One chunk."""
