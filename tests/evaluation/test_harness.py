@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,19 @@ def test_its_hf_backend_and_ours_measure_the_same(tmp_path: Path, tasks: Path, m
         agree(evaluated("local-completions", server | {"base_url": f"{live.url}/v1/completions"}, tasks), theirs)
 
 
+@pytest.mark.slow
+def test_the_command_runs_the_harness_with_our_model(tmp_path: Path, tasks: Path) -> None:
+    pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
+    model = save_model(tmp_path / "model")
+    command = [sys.executable, "-m", "paceline.cli.main", "eval", "lm-eval", "run", "--model", "paceline"]
+    task = ["--model_args", f"pretrained={model},dtype=float32,drafter=ngram", "--tasks", "choices"]
+    where = ["--include_path", str(tasks), "--device", "cpu", "--batch_size", "4"]
+    offline = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, *task, *where], capture_output=True, text=True, env=offline, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "|choices|" in done.stdout
+
+
 def agree(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert [answer for _, answer in ours["answers"]] == [answer for _, answer in theirs["answers"]]
     assert len({str(answer) for _, answer in ours["answers"]}) > 1, "answers differ from each other"
@@ -112,9 +128,6 @@ def _numbers(responses: Any) -> list[float]:
 
 
 def test_nobody_but_the_harness_needs_its_packages() -> None:
-    import subprocess
-    import sys
-
     code = "import paceline.cli.main, sys; print('lm_eval' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

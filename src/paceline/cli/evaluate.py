@@ -222,9 +222,9 @@ def _with_error(share: Share, sign: str = "") -> str:
 app.command()(with_flags(humaneval, without={"max_batch_size"}))  # it has --n
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lm_eval(context: typer.Context) -> None:
-    """lm-evaluation-harness, with this engine as its model "paceline". All arguments are its own: see lm_eval --help.
+    """lm-evaluation-harness, with this engine as its model "paceline". All arguments are its own: lm_eval run --help.
 
     For example: paceline eval lm-eval run --model paceline --model_args pretrained=smollm2-135m --tasks arc_easy
     """
