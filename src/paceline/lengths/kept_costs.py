@@ -30,6 +30,7 @@ log = logging.getLogger("paceline")
 
 VARIABLE = "PACELINE_COST_CACHE"
 FASTER = 1.25  # a fastest round spreads by up to 7 % on an idle machine: what is this much faster, was slowed by others
+METHOD = 2  # one more whenever ``Calibration`` measures something else: costs of another one are not read
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class KeptCosts:
 
     @property
     def path(self) -> Path:
-        versions = __version__, torch.__version__, cpu_signature()
+        versions = METHOD, __version__, torch.__version__, cpu_signature()
         digest = hashlib.sha256(json.dumps([asdict(self), versions]).encode()).hexdigest()[:16]
         return cache_directory() / "costs" / f"{digest}.json"
 
