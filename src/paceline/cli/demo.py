@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from paceline.bench.measure import BatchRun, run_batch
 from paceline.bench.prompts import COPYING
-from paceline.bench.utilisation import arithmetic_of
 from paceline.cli.console import latency_table, note, stdout, table, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.params import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
@@ -90,6 +89,8 @@ def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> 
             rows,
         )
     )
+    from paceline.bench.utilisation import arithmetic_of  # it imports torch, for which --help need not wait
+
     arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
     sides = {"plain": plain, "speculation": speculative}
     used = {name: arithmetic.utilisation(run.tokens, run.prefill_and_decode_seconds[1]) for name, run in sides.items()}
