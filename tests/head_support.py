@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.heads import FeatureHead, HeadConfig, HeadModel
+from paceline.heads.config import HeadConfig
+from paceline.heads.decoder import HeadModel
+from paceline.heads.feature import FeatureHead
 from paceline.models.base import AnyModel
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from paceline.errors import ParameterError
 from paceline.files import check_output, read_text, write_text, written_whole
@@ -58,6 +60,13 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
         interrupted()
     assert (tmp_path / "a").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_safetensors_files_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:
+    with written_whole(tmp_path / "weights.safetensors") as part:
+        save_file({"a": torch.zeros(2)}, part)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:

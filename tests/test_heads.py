@@ -25,7 +25,9 @@ from head_support import (
     write,
 )
 from paceline.errors import ModelFormatError
-from paceline.heads import FeatureHead, HeadConfig, is_head, load_head, read_head_config, save_head
+from paceline.heads.checkpoint import is_head, load_head, read_head_config, save_head
+from paceline.heads.config import HeadConfig
+from paceline.heads.feature import FeatureHead
 
 LENGTH = 7
 THETA = {"rope_theta": 500.0}

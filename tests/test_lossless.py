@@ -28,7 +28,7 @@ from paceline.draft import Draft, Verdict
 from paceline.drafters import Drafter, NgramDrafter
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.heads import HeadModel
+from paceline.heads.decoder import HeadModel
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength

@@ -27,7 +27,7 @@ from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.guard import Guarded
 from paceline.hardware import default_threads, torch_threads
-from paceline.heads import HeadDecoder, HeadModel
+from paceline.heads.decoder import HeadDecoder, HeadModel
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress

@@ -64,7 +64,10 @@ def written_whole(path: Path) -> Iterator[Path]:
         return
     part = _part_of(path)
     try:
+        part.touch(exist_ok=False)
+        usual = part.stat().st_mode
         yield part
+        part.chmod(usual)  # safetensors' own files are for their owner alone
         part.replace(os.path.realpath(path))
     finally:
         part.unlink(missing_ok=True)

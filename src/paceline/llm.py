@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.engine import Engine, Models, Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.hardware import default_threads, resolve_device, resolve_dtype, torch_threads
-from paceline.heads import HeadModel, find_head, load_head_for
+from paceline.heads.decoder import HeadModel
+from paceline.heads.loading import find_head, load_head_for
 from paceline.inputs import (
     Message,
     Prompt,

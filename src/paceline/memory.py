@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.cache import KVCache
 from paceline.errors import CapacityError
 from paceline.hardware import available_memory
-from paceline.heads import HeadModel
+from paceline.heads.decoder import HeadModel
 from paceline.models.base import AnyModel
 from paceline.native_round import kept_bytes
 from paceline.params import EngineConfig

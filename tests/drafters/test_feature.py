@@ -29,7 +29,7 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.heads import HeadDecoder, HeadModel
+from paceline.heads.decoder import HeadDecoder, HeadModel
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel

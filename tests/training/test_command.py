@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import paceline
 from paceline.cli.main import app
 from paceline.cli.train_draft import FILES
-from paceline.heads import read_head_config
+from paceline.heads.checkpoint import read_head_config
 from training.conftest import SIZES, save_target
 
 

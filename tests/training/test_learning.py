@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.heads import FeatureHead, load_head
+from paceline.heads.checkpoint import load_head
+from paceline.heads.feature import FeatureHead
 from paceline.lengths.cost import CostTable
 from paceline.params import DraftTraining
 from paceline.training.acceptance import STEPS, Acceptance, _right, _walk, speed_up

@@ -8,7 +8,7 @@ from paceline.draft import Draft
 from paceline.drafters.base import Equipment
 from paceline.drafters.model import ModelDrafter
 from paceline.errors import ParameterError
-from paceline.heads import HeadDecoder, HeadModel
+from paceline.heads.decoder import HeadDecoder, HeadModel
 
 
 class FeatureDrafter(ModelDrafter):

@@ -12,7 +12,7 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter, Equipment
 from paceline.errors import ParameterError
-from paceline.heads import HeadDecoder
+from paceline.heads.decoder import HeadDecoder
 from paceline.sampling import Choices, Purpose
 
 USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.heads import FeatureHead
+from paceline.heads.feature import FeatureHead
 from paceline.lengths.cost import CostTable
 from paceline.training.batches import Batch, Lessons
 from paceline.training.objective import ahead, guesses

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.files import written_whole
 from paceline.hardware import native_bfloat16
-from paceline.heads import FeatureHead
+from paceline.heads.feature import FeatureHead
 from paceline.params import DraftTraining
 from paceline.training.acceptance import Acceptance, measure
 from paceline.training.batches import Batch, Lessons

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.heads import FeatureHead
+from paceline.heads.feature import FeatureHead
 from paceline.training.batches import Batch
 
 Divergence = Literal["kl", "total_variation"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 from paceline.errors import CapacityError, MissingPackageError
 from paceline.hardware import available_memory, torch_threads
-from paceline.heads import FeatureHead, save_head
+from paceline.heads.checkpoint import save_head
+from paceline.heads.feature import FeatureHead
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostTable
 from paceline.params import DraftData, DraftTraining
@@ -179,7 +181,7 @@ def draw(told: dict[str, Any], path: Path, title: str) -> bool:
 def as_markdown(told: dict[str, Any]) -> str:
     """The report for people."""
     last, data, head = told["acceptance"][-1], told["data"], told["head"]
-    rates = " | ".join(f"{rate:.3f}" for rate in last["conditional"])
+    rates = " | ".join("never came to it" if math.isnan(rate) else f"{rate:.3f}" for rate in last["conditional"])
     lengths = " | ".join(f"{length:.2f}" for length in last["length"])
     lines = [
         f"# A head for {told['target']}",

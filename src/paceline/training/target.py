@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ParameterError
-from paceline.heads import FeatureHead, HeadConfig
+from paceline.heads.config import HeadConfig
+from paceline.heads.feature import FeatureHead
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
