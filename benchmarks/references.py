@@ -135,6 +135,7 @@ def main() -> None:
         max_batch_size=options.rows,
         quantization=options.quantization,
         max_model_len=1024,
+        prefix_cache=False,  # what prompts take to read is part of what is measured
     )
     sides = (edits if options.what == "edits" else siblings)(options, llm, asked)
     runs: dict[str, list[BatchRun]] = {name: [] for name, _ in sides}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,35 @@ def test_the_table_of_peers_is_what_was_measured() -> None:
     assert rows.keys() == PEERS.keys()
     for name, given in PEERS.items():
         assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
+
+
+# --- nothing to copy; what was read before ----------------------------------------------------------------------------
+
+
+def test_the_table_of_open_questions_is_what_was_measured() -> None:
+    run = load("offline-smollm2-int8-open-epyc-zen4")
+    for rows, ratio in table("Nothing to copy"):
+        played = side(run, "speculation", int(rows))
+        assert len(played["decode_seconds_of_all"]) == 9
+        assert float(ratio) == pytest.approx(played["speed_up"], abs=0.0051)
+
+
+def test_what_was_read_before_is_what_was_measured() -> None:
+    run = load("prefixes-smollm2-int8-epyc-zen4")
+    for (_, *shown), kind in zip(table("What was read before"), ("chat", "document"), strict=True):
+        assert run[kind]["answers_and_logprobs_equal"]
+        measured = [_after_the_first(run[kind]["seconds"][name]) for name in ("read anew", "reused")]
+        assert [float(number) for number in shown] == [pytest.approx(1000 * time, abs=0.6) for time in measured]
+    scored = load("scoring-smollm2-int8-epyc-zen4")
+    assert scored["equal"]
+    assert scored["texts"] == 500
+    slow, fast = scored["seconds"]["one by one"], scored["seconds"]["shared"]
+    assert f"{slow:.0f} seconds text by text, {fast:.1f} together" in PAGE.read_text()
+
+
+def _after_the_first(seconds: list[list[float]]) -> float:
+    """The median over all prompts but the first, which nothing came before, of each one's median over the runs."""
+    return statistics.median([statistics.median(prompt) for prompt in zip(*seconds, strict=True)][1:])
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------

@@ -498,6 +498,10 @@ class Engine:
         model = self.models.target
         return ScoringRow(Decoder(model, self._backend(), 1, self.max_model_len, model.vocab_size))
 
+    def forget_scored(self) -> None:
+        """The next text that is scored is read from its beginning."""
+        self.__dict__.pop("_scoring_row", None)
+
     @torch.inference_mode()
     def score_some(self, scorer: PromptScorer) -> None:
         """Score a chunk; rounds may be played between two chunks."""

@@ -1,0 +1,79 @@
+"""Ten continuations of each of fifty prompts: what is read once, beside every text read from its beginning.
+
+    python -m benchmarks.scoring smollm2-135m --quantization int8
+
+The sides take turns; the last line is one JSON document. Scores have to be equal: to the bit on the CPU kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from paceline.bench.offline import machine, versions
+from paceline.llm import LLM
+from paceline.outputs import Score
+
+FEW_SHOT = "\n".join(f"Question: What comes after {n}?\nAnswer: {n + 1}" for n in range(12))
+
+
+def texts(prompts: int, choices: int) -> tuple[list[str], list[str]]:
+    """Prompts that all begin with the same examples, each with so many continuations."""
+    asked = [f"{FEW_SHOT}\nQuestion: What comes after {37 * n % 1000}?\nAnswer:" for n in range(prompts)]
+    pairs = [(text, f" {37 * n % 1000 + c}") for n, text in enumerate(asked) for c in range(choices)]
+    return [prompt for prompt, _ in pairs], [text for _, text in pairs]
+
+
+def one_by_one(llm: LLM, prompts: list[str], continuations: list[str]) -> list[Score]:
+    """Nothing is kept from one text to the next: another text is read in between."""
+    found = []
+    for pair in zip(prompts, continuations, strict=True):
+        llm.engine.forget_scored()
+        found += llm.score([pair[0]], [pair[1]], use_tqdm=False)
+    return found
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--choices", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    llm = LLM(asked.model, quantization=asked.quantization, drafter=None, num_speculative_tokens=0, max_batch_size=1)
+    prompts, continuations = texts(asked.prompts, asked.choices)
+    sides: dict[str, Callable[[], list[Score]]] = {
+        "shared": lambda: llm.score(prompts, continuations, use_tqdm=False),
+        "one by one": lambda: one_by_one(llm, prompts, continuations),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    scores: dict[str, list[Score]] = {}
+    for _ in range(asked.repeats):
+        for name, play in sides.items():
+            llm.engine.forget_scored()
+            started = time.perf_counter()
+            scores[name] = play()
+            seconds[name].append(time.perf_counter() - started)
+    ratios = [slow / fast for fast, slow in zip(seconds["shared"], seconds["one by one"], strict=True)]
+    document = {
+        "command": "python -m benchmarks.scoring " + " ".join(sys.argv[1:]),
+        "machine": machine(llm.engine.threads),
+        "versions": versions(),
+        "texts": len(prompts),
+        "engine": llm.engine.describe(),
+        "equal": scores["shared"] == scores["one by one"],
+        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+        "ratio": statistics.median(ratios),
+        "repeats": asked.repeats,
+    }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
