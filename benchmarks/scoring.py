@@ -29,12 +29,9 @@ def texts(prompts: int, choices: int) -> tuple[list[str], list[str]]:
 
 
 def one_by_one(llm: LLM, prompts: list[str], continuations: list[str]) -> list[Score]:
-    """Nothing is kept from one text to the next: another text is read in between."""
-    found = []
-    for pair in zip(prompts, continuations, strict=True):
-        llm.engine.forget_scored()
-        found += llm.score([pair[0]], [pair[1]], use_tqdm=False)
-    return found
+    """Of an engine that keeps nothing from one call to the next."""
+    pairs = zip(prompts, continuations, strict=True)
+    return [score for pair in pairs for score in llm.score([pair[0]], [pair[1]], use_tqdm=False)]
 
 
 def main() -> None:
@@ -46,7 +43,14 @@ def main() -> None:
     parser.add_argument("--choices", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
-    llm = LLM(asked.model, quantization=asked.quantization, drafter=None, num_speculative_tokens=0, max_batch_size=1)
+    llm = LLM(
+        asked.model,
+        quantization=asked.quantization,
+        drafter=None,
+        num_speculative_tokens=0,
+        max_batch_size=1,
+        prefix_cache=False,
+    )
     prompts, continuations = texts(asked.prompts, asked.choices)
     sides: dict[str, Callable[[], list[Score]]] = {
         "shared": lambda: llm.score(prompts, continuations, use_tqdm=False),
@@ -56,7 +60,6 @@ def main() -> None:
     scores: dict[str, list[Score]] = {}
     for _ in range(asked.repeats):
         for name, play in sides.items():
-            llm.engine.forget_scored()
             started = time.perf_counter()
             scores[name] = play()
             seconds[name].append(time.perf_counter() - started)

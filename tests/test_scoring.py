@@ -75,13 +75,43 @@ def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert read[0] < sum(map(len, prompts)) / 2
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (SamplingParams(cache_salt="one"), SamplingParams(cache_salt="other")),
+        (SamplingParams(cache_salt="one"), SamplingParams()),
+        (SamplingParams(keep_prefix=False), SamplingParams()),
+        (SamplingParams(), None),  # without prefix_cache
+    ],
+)
+@pytest.mark.parametrize("top", [1, 2])  # log-probabilities of the text before may be told again, or not
+def test_who_may_not_copy_a_prompt_reads_it_anew_where_it_is_scored(
+    monkeypatch: pytest.MonkeyPatch, first: SamplingParams, second: SamplingParams | None, top: int
+) -> None:
+    """By the time it takes nobody learns what another client has sent."""
+    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN, prefix_cache=second is not None).engine  # type: ignore[arg-type]
+    read, forward = [0], Decoder.forward
+
+    def counted(self: Decoder, tokens: Tensor, *rest: object) -> Tensor:
+        read[0] += tokens.numel()
+        return forward(self, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    for params in (first, second or first):
+        read[0] = 0
+        scorer = engine.scorer(list(range(3, 43)), top, engine.scope_of(params))
+        while not scorer.finished:
+            engine.score_some(scorer)
+    assert read[0] == 39
+
+
 @pytest.mark.parametrize("top", [0, 3])
 def test_texts_that_take_turns_in_the_row_get_their_own(top: int) -> None:
     engine = make(tiny(*NATIVE["llama"])).engine
     prompts, continuations = texts(6)
     whole = [prompt + continuation + prompt for prompt, continuation in zip(prompts, continuations, strict=True)]
     alone = [_scored(make(tiny(*NATIVE["llama"])).engine, tokens, top) for tokens in whole]
-    scorers = [engine.scorer(tokens[:60], top) for tokens in whole]
+    scorers = [engine.scorer(tokens[:60], top, engine.scope_of(SamplingParams())) for tokens in whole]
     while not all(scorer.finished for scorer in scorers):
         for scorer in scorers:
             if not scorer.finished:
@@ -95,7 +125,7 @@ def test_texts_that_take_turns_in_the_row_get_their_own(top: int) -> None:
 
 
 def _scored(engine: Engine, tokens: list[int], top: int) -> list[TokenLogprob]:
-    scorer = engine.scorer(tokens[:60], top)
+    scorer = engine.scorer(tokens[:60], top, engine.scope_of(SamplingParams()))
     while not scorer.finished:
         engine.score_some(scorer)
     return scorer.logprobs

@@ -301,7 +301,7 @@ class Engine:
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        begins = _Begins(request, request_id, seed, arrival, self._family(request), self._scope(params))
+        begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
         rows = [self._sequence(begins, index) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
         for row in rows if params.answers > params.n else ():
@@ -316,7 +316,7 @@ class Engine:
         alone = answers == 1 and not request.references
         return None if alone or not self.config.looks_up else Family(request.references, answers)
 
-    def _scope(self, params: SamplingParams) -> Scope:
+    def scope_of(self, params: SamplingParams) -> Scope:
         """Whose texts its prompt may be copied from, and who may copy it."""
         name = (params.cache_salt or "") if self.config.prefix_cache else None
         return Scope(copies=name, kept=name if params.keep_prefix else None)
@@ -478,12 +478,13 @@ class Engine:
                 del self._requests[output.request_id]
         return outputs
 
-    def scorer(self, token_ids: Sequence[int], top: int, first: int = 1) -> PromptScorer:
+    def scorer(self, token_ids: Sequence[int], top: int, scope: Scope, first: int = 1) -> PromptScorer:
         """For ``score_some``: a text, how many of the most likely tokens to tell, and the first token that is scored.
 
-        All texts are read into one row, beside those that decode: what the one before began with is not read again.
+        All texts are read into one row, beside those that decode: what the one before began with is not read again, if
+        ``scope`` (``scope_of``) allows it.
         """
-        return PromptScorer(self._scoring_row, token_ids, top, first)
+        return PromptScorer(self._scoring_row, token_ids, top, scope, first)
 
     def check_scored(self, token_ids: Sequence[int]) -> None:
         """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
@@ -497,10 +498,6 @@ class Engine:
     def _scoring_row(self) -> ScoringRow:
         model = self.models.target
         return ScoringRow(Decoder(model, self._backend(), 1, self.max_model_len, model.vocab_size))
-
-    def forget_scored(self) -> None:
-        """The next text that is scored is read from its beginning."""
-        self.__dict__.pop("_scoring_row", None)
 
     @torch.inference_mode()
     def score_some(self, scorer: PromptScorer) -> None:

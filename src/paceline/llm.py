@@ -202,11 +202,12 @@ class LLM:
     def _scores(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """texts: tokens, and which is the first that is scored."""
         scores: dict[int, Score] = {}
+        scope = self.engine.scope_of(SamplingParams())
         order = sorted(range(len(texts)), key=lambda index: texts[index][0])  # those that begin alike are neighbours
         for index in tqdm(order, desc="continuations", disable=not use_tqdm):
             tokens, first = texts[index]
             with self._share().turn() as engine:
-                scorer = engine.scorer(tokens, 1, first)
+                scorer = engine.scorer(tokens, 1, scope, first)
             while not scorer.finished:
                 with self._share().turn() as engine:
                     engine.score_some(scorer)

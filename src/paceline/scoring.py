@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.outputs import TokenLogprob
+from paceline.prefixes import Scope
 
 CHUNK = 32  # positions whose logits are alive at once
 UNASKED_CHUNK = 256  # positions read at once whose logits nobody wants
@@ -24,10 +25,12 @@ class ScoringRow:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._held: list[int] = []  # the tokens whose keys and values lie in the row
+        self._scope = Scope()  # whose they are
         self._last: PromptScorer | None = None  # of the texts that were scored to their end
 
-    def read(self, token_ids: list[int], start: int, stop: int) -> Tensor:
-        """Read tokens start .. stop - 1; the row holds those before them -> hidden [stop - start, width]."""
+    def read(self, scorer: PromptScorer, start: int, stop: int) -> Tensor:
+        """Read a text's tokens start .. stop - 1; the row holds those before them -> hidden [stop - start, width]."""
+        token_ids, self._scope = scorer.token_ids, scorer.scope
         tokens = torch.tensor([token_ids[start:stop]], device=self._decoder.model.device)
         self._held = self._held[:start]  # an exception in the middle leaves nothing that is half written
         hidden = self._decoder.forward(tokens, tokens.new_tensor([start]), stop)[0]
@@ -37,14 +40,14 @@ class ScoringRow:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)
 
-    def holds(self, token_ids: Sequence[int]) -> int:
-        """How many of a text's first tokens the row holds."""
-        return common_prefix(self._held, token_ids)
+    def holds(self, scorer: PromptScorer) -> int:
+        """How many of a text's first tokens the row holds, as far as it may have them."""
+        return common_prefix(self._held, scorer.token_ids) if scorer.scope.may_copy(self._scope) else 0
 
     def told(self, scorer: PromptScorer) -> list[TokenLogprob]:
         """What the text before it has brought that holds for this one, too."""
         last, first = self._last, scorer.first
-        if last is None or last.top != scorer.top or last.first > first:
+        if last is None or not scorer.scope.may_copy(last.scope) or last.top != scorer.top or last.first > first:
             return []
         common = max(common_prefix(last.token_ids, scorer.token_ids), first)
         return last.logprobs[first - last.first : common - last.first]
@@ -58,11 +61,11 @@ class PromptScorer:
 
     Texts may take turns in a row: what another one has overwritten is read again, at once, so that all of them get on.
     top: how many of the most likely tokens to tell. first: the first token that is scored, from 1 on; those before it
-    are only read.
+    are only read. scope: whose texts it may begin with unread, and who may copy its own.
     """
 
-    def __init__(self, row: ScoringRow, token_ids: Sequence[int], top: int, first: int = 1) -> None:
-        self._row, self.token_ids, self.top, self.first = row, list(token_ids), top, first
+    def __init__(self, row: ScoringRow, token_ids: Sequence[int], top: int, scope: Scope, first: int = 1) -> None:
+        self._row, self.token_ids, self.top, self.scope, self.first = row, list(token_ids), top, scope, first
         self.logprobs: list[TokenLogprob] = row.told(self)
         self._reached = 0  # so many tokens it has read, or found
 
@@ -75,7 +78,7 @@ class PromptScorer:
         if self.finished:
             return
         wanted = self.first + len(self.logprobs) - 1  # the position whose logits are asked for next
-        held = min(self._row.holds(self.token_ids), wanted)
+        held = min(self._row.holds(self), wanted)
         while held < min(self._reached, wanted):
             held = self._read_on(held, wanted)
         if held < wanted:
@@ -85,12 +88,12 @@ class PromptScorer:
 
     def _read_on(self, held: int, wanted: int) -> int:
         stop = min(wanted, held + UNASKED_CHUNK)
-        self._row.read(self.token_ids, held, stop)
+        self._row.read(self, held, stop)
         return stop
 
     def _score(self, start: int) -> None:
         self._reached = stop = min(start + CHUNK, len(self.token_ids) - 1)
-        hidden = self._row.read(self.token_ids, start, stop)
+        hidden = self._row.read(self, start, stop)
         self._note(self._row.logits(hidden), self.token_ids[start + 1 : stop + 1])
         if self.finished:
             self._row.remember(self)

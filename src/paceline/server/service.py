@@ -15,6 +15,7 @@ from paceline.engine import Request
 from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput, TokenLogprob
 from paceline.params import SamplingParams, ServerConfig
+from paceline.prefixes import Scope
 from paceline.scoring import PromptScorer
 from paceline.server import errors
 from paceline.server.admission import Place
@@ -61,6 +62,7 @@ class _Scoring:
     priority: int
     token_ids: Sequence[int]
     top: int
+    scope: Scope
     result: asyncio.Future[list[TokenLogprob]]
     scorer: PromptScorer | None = None
 
@@ -175,7 +177,8 @@ class EngineService:
             return []
         result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
         name, tokens = str(request.request_id), request.prompt_token_ids
-        scoring = _Scoring(name, request.client, request.priority, tokens, top, result)
+        scope = self.engine.scope_of(request.params)
+        scoring = _Scoring(name, request.client, request.priority, tokens, top, scope, result)
         self._inbox.put(lambda: self._scorings.extend([scoring]))
         return await result
 
@@ -324,7 +327,7 @@ class EngineService:
             return
         try:
             if scoring.scorer is None:
-                scoring.scorer = self.engine.scorer(scoring.token_ids, scoring.top)
+                scoring.scorer = self.engine.scorer(scoring.token_ids, scoring.top, scoring.scope)
             self.engine.score_some(scoring.scorer)
         except Exception as error:
             log.exception("log-probabilities of a prompt failed")
