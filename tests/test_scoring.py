@@ -84,9 +84,9 @@ def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
         (SamplingParams(), None),  # without prefix_cache
     ],
 )
-@pytest.mark.parametrize("top", [1, 2])  # log-probabilities of the text before may be told again, or not
+@pytest.mark.parametrize("begins", [1, 30])  # what was told of a text is kept, too, and what is only read
 def test_who_may_not_copy_a_prompt_reads_it_anew_where_it_is_scored(
-    monkeypatch: pytest.MonkeyPatch, first: SamplingParams, second: SamplingParams | None, top: int
+    monkeypatch: pytest.MonkeyPatch, first: SamplingParams, second: SamplingParams | None, begins: int
 ) -> None:
     """By the time it takes nobody learns what another client has sent."""
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN, prefix_cache=second is not None).engine  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_who_may_not_copy_a_prompt_reads_it_anew_where_it_is_scored(
     monkeypatch.setattr(Decoder, "forward", counted)
     for params in (first, second or first):
         read[0] = 0
-        scorer = engine.scorer(list(range(3, 43)), top, engine.scope_of(params))
+        scorer = engine.scorer(list(range(3, 43)), 1, engine.scope_of(params), begins)
         while not scorer.finished:
             engine.score_some(scorer)
     assert read[0] == 39
