@@ -29,10 +29,11 @@ ROOTS = {"Drafter", "LengthPolicy"}
 CARRIES = {
     "engine.py": "the loop of any engine",
     "scheduler.py": "who has a row",
+    "sequences.py": "an answer's tokens and its end",
     "waiting.py": "whose turn it is",
     "chunks.py": "prompts",
     "outputs.py": "what is given back",
-    "params.py": "values",
+    "params/": "values",
     "ranges.py": "values",
     "hardware.py": "threads",
     "guard.py": "errors of one request",

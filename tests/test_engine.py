@@ -11,7 +11,7 @@ import torch
 
 from paceline import decoder as decoder_module
 from paceline import engine as engine_module
-from paceline import scheduler as scheduler_module
+from paceline import sequences as sequences_module
 from paceline.engine import Engine, Request
 from paceline.errors import CapacityError, EmptyPromptError, ParameterError, PromptTooLongError, RequestError
 from paceline.memory import plan_memory
@@ -240,7 +240,7 @@ def test_what_goes_wrong_with_one_request_ends_it_alone(
     def broken(*_: Any) -> Any:
         raise RuntimeError("logprobs failed")
 
-    monkeypatch.setattr(scheduler_module, "_note_logprob", broken)
+    monkeypatch.setattr(sequences_module, "_note_logprob", broken)
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows)
     good = [engine.add(Request(PROMPT, GREEDY)) for _ in range(2)]
     engine.step()
@@ -575,9 +575,9 @@ def test_left_to_itself_the_engine_takes_no_round_off_a_cuda_device(
     config, cuda = EngineConfig(**options), ToyModel()
     cuda.device = torch.device("cuda")
     for documents, draft, expected in ((), False, drafter[0]), ((), True, drafter[1]):
-        free = engine_module._lookup_is_free(engine_module.Models(cuda, documents=documents), config)
+        free = engine_module.lookup_is_free(engine_module.Models(cuda, documents=documents), config)
         assert config.resolved(draft_model=draft, lookup=free).drafter == expected
-    assert engine_module._lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)
+    assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)
 
 
 def test_rounds_in_which_nobody_comes_or_goes_look_at_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

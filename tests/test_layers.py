@@ -33,7 +33,22 @@ LAYERS: list[set[str]] = [
     {"models", "heads", "decoder", "tokenizer", "structured"},
     {"drafters", "lengths"},
     {"round", "device_round", "native_round"},
-    {"waiting", "guard", "chunks", "prefixes", "sharing", "scheduler", "engine", "pipeline", "memory", "scoring"},
+    {
+        "waiting",
+        "guard",
+        "chunks",
+        "prefixes",
+        "sequences",
+        "scheduler",
+        "memory",
+        "scoring",
+        "pipeline",
+        "request",
+        "assembly",
+        "description",
+        "engine",
+        "sharing",
+    },
     {"llm", "server", "cli", "bench", "training", "evaluation", "transformers"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

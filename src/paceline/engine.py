@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,89 +14,35 @@ import torch
 from torch import Tensor
 
 from paceline.acceptance import make_rule
-from paceline.attention import AttentionBackend, make_backend
-from paceline.batch import Batch, Family, Member
+from paceline.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
+from paceline.batch import Batch
 from paceline.chunks import Chunks
 from paceline.decoder import Decoder
+from paceline.description import Running
 from paceline.device_round import DeviceRound, Rule
 from paceline.draft import Verdict
-from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
-from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
-from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
-from paceline.guard import Guarded
+from paceline.errors import ParameterError, PromptTooLongError
 from paceline.hardware import default_threads, torch_threads
-from paceline.heads.decoder import HeadDecoder, HeadModel
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
-from paceline.lengths.profile import Identity, Profile, is_from_files, machine_name, model_hash
+from paceline.lengths.profile import Identity, Profile, is_from_files
 from paceline.memory import check_memory
-from paceline.models.base import AnyModel, FlatModel
-from paceline.models.prepare import why_not_native
-from paceline.native_round import NativeRound, plays_rounds
-from paceline.outputs import CompletionOutput, Metrics, RequestOutput
-from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
+from paceline.models.base import FlatModel
+from paceline.native_round import NativeRound
+from paceline.outputs import RequestOutput
+from paceline.params import EngineConfig, SamplingParams
 from paceline.pipeline import Pipeline, why_not_device
 from paceline.prefixes import Scope
+from paceline.request import Intake, Request, check_tokens
 from paceline.round import Speculation, speculative_round
-from paceline.rows import Constraint
-from paceline.sampling import sequence_seed
-from paceline.scheduler import Scheduler, TextStream
-from paceline.scheduler import Sequence as Row
+from paceline.scheduler import Scheduler
 from paceline.scoring import PromptScorer, ScoringRow
+from paceline.sequences import Sequence as Row
 
-
-@dataclass
-class Request:
-    """A prompt to continue. ``make_stream`` makes one text stream an answer; None leaves the texts empty.
-
-    make_constraint: makes one constraint an answer, where ``params`` have structured_outputs, or where tokens are held
-        to something else.
-
-    arrival: when it came, on the clock of time.monotonic: its ``time_budget`` is counted from there; None: when it is
-        added.
-
-    references: token ids of texts that n-gram lookup may copy from, for this request alone.
-
-    client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
-        ones, whoever asks.
-    """
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    prompt: str | None = None
-    request_id: str | None = None
-    arrival: float | None = None
-    make_stream: Callable[[SamplingParams], TextStream] | None = None
-    make_constraint: Callable[[], Constraint] | None = None
-    client: str = ""
-    priority: int = 0
-    references: Sequence[Sequence[int]] = ()
-
-
-@dataclass(frozen=True)
-class _Begins:
-    """What all answers of a request begin with."""
-
-    request: Request
-    request_id: str
-    seed: int
-    arrival: float
-    family: Family | None
-    scope: Scope
-
-
-@dataclass
-class Models:
-    """What the engine runs: a target, perhaps a draft model, and the tokens that end a text."""
-
-    target: AnyModel
-    draft: AnyModel | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    documents: Sequence[Sequence[int]] = field(default_factory=tuple)  # for the n-gram drafter
-    costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines on these models
+__all__ = ["Engine", "Models", "Request"]
 
 
 class Engine:
@@ -111,10 +55,10 @@ class Engine:
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
         self.config = config = config.resolved(
-            draft_model=models.draft is not None, lookup=_lookup_is_free(models, config)
+            draft_model=models.draft is not None, lookup=lookup_is_free(models, config)
         )
-        self.max_model_len = _max_model_len(models, config)
-        _check_attention(models, config)
+        self.max_model_len = max_model_len(models, config)
+        check_attention(models, config)
         check_memory(models.target, models.draft, config, self.max_model_len)
         self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
         self.threads = config.threads or default_threads()
@@ -122,8 +66,10 @@ class Engine:
         self._requests: dict[str, RequestOutput] = {}
         self.closed = False  # whether no request will come before those that are here have ended
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
-        target = self._decoder(models.target)
-        drafter = self._drafter(target)
+        self._assembly = Assembly(models, config, self.max_model_len)
+        self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
+        target = self._assembly.decoder(models.target)
+        drafter = self._assembly.drafter(target)
         if drafter.reader is not None:
             target.show(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
@@ -135,12 +81,6 @@ class Engine:
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks)
         self._pipeline = self._make_pipeline()
-
-    def _backend(self) -> AttentionBackend:
-        """What models that do not run their own attention use."""
-        config, target = self.config, self.models.target
-        deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel is so by itself
-        return make_backend(config.attention, target.device, deterministic=deterministic)
 
     def _make_pipeline(self) -> Pipeline | None:
         """None where the host plays all rounds."""
@@ -163,22 +103,6 @@ class Engine:
             raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
         wanted = rounds == "device" or (rounds == "auto" and self.models.target.device.type == "cuda")
         return wanted and obstacle is None
-
-    def _decoder(self, model: AnyModel) -> Decoder:
-        backend = self._backend()
-        sizes = backend, self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
-        return HeadDecoder(model, *sizes) if isinstance(model, HeadModel) else Decoder(model, *sizes)
-
-    def _drafter(self, target: Decoder) -> Drafter:
-        config, models, kind = self.config, self.models, self.config.drafter_kind
-        if kind is None or not config.guesses:
-            return NoDrafter()
-        if kind.needs_draft_model and models.draft is None:
-            raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
-        for document in models.documents if config.looks_up else ():
-            _check_tokens("reference_documents", document, models.target.vocab_size)
-        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self._decoder)
-        return make_drafter(kind, equipment)
 
     def _policy(self) -> LengthPolicy:
         """No drafter is the length 0."""
@@ -229,61 +153,17 @@ class Engine:
             return None
         return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
 
+    @property
+    def _running(self) -> Running:
+        return Running(self.models, self.config, self.parts, self._player, self.threads, self.max_model_len)
+
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
-        target, draft = self.models.target, self.models.draft if self.config.asks_draft_model else None
-        return Identity(
-            machine=machine_name(target.device),
-            device=target.device.type,
-            threads=self.threads,
-            target=model_hash(target),
-            drafter=_drafter_identity(self.config, draft),
-            precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
-            attention=self._played_with(target),
-            acceptance=self.config.acceptance,
-        )
-
-    def _played_with(self, target: AnyModel) -> str:
-        """Attention, and who plays rounds: both decide what a round takes."""
-        attention = "native" if isinstance(target, FlatModel) else self._backend().name
-        return attention if self._player is None else f"{attention}, rounds by the device"
+        return self._running.identity()
 
     def describe(self) -> str:
         """What runs and why, in one line."""
-        config, drafter = self.config, self.parts.drafter
-        guesses = "no speculation"
-        draft = self.models.draft if drafter.decoders else None
-        if who := drafter.describe(None if draft is None else _describe_model(draft)):
-            guesses = f"drafter {who}, length {self.parts.policy.name}, acceptance {config.acceptance}"
-            if config.synthetic_acceptance is not None:
-                guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
-        return (
-            f"target {_describe_model(self.models.target)}, {self.threads} threads; {guesses}; "
-            f"attention {self._describe_attention()}; {self._describe_rounds()}"
-            f"{config.max_batch_size} rows of {self.max_model_len} tokens"
-            f"{', prompts read anew (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
-        )
-
-    def _describe_attention(self) -> str:
-        if isinstance(self.models.target, FlatModel):
-            return "native (ragged, batch-invariant)"
-        why = why_not_native(self.models.target, self.config.attention)
-        kind = " (deterministic)" if self.config.deterministic else ""
-        return self.parts.target.backend.name + kind + (f" (not native: {why})" if why else "")
-
-    def _describe_rounds(self) -> str:
-        """Nothing to say where a CPU's host plays them. Those that need the host (``suits``) it plays everywhere."""
-        why = why_not_device(self.parts)
-        if self._pipeline is not None and why is None:
-            how = "CUDA graphs" if self._pipeline.player.graphs.captures else "uncaptured"
-            return f"rounds by the device ({how}, {self._pipeline.player.ops.name} kernels); "
-        if self.parts.native is not None:
-            return "rounds by the kernels; "
-        if self.models.target.device.type != "cuda":
-            shown = self.parts.target.reader is not None and plays_rounds(self.models.target)
-            return "rounds by the host (the drafter reads the target's streams); " if shown else ""
-        why = why or "rounds='host'"
-        return f"rounds by the host ({why}); "
+        return self._running.describe()
 
     @property
     def busy(self) -> bool:
@@ -298,95 +178,18 @@ class Engine:
         request_id = request.request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ParameterError("request_id", request_id, "not the id of a request that still runs")
-        params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
-        output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
-        rows = [self._sequence(begins, index) for index in range(params.answers)]
-        output.outputs.extend(row.output for row in rows)
-        for row in rows if params.answers > params.n else ():
-            row.rivals = output.candidates
+        output, rows = self._intake.begin(request, request_id)
         self._requests[request_id] = output
         self.scheduler.waiting.extend(rows)
         return output
 
-    def _family(self, request: Request) -> Family | None:
-        """For n-gram lookup; None where an answer's own text is all that it can be guessed from."""
-        answers = request.params.answers
-        alone = answers == 1 and not request.references
-        return None if alone or not self.config.looks_up else Family(request.references, answers)
-
     def scope_of(self, params: SamplingParams) -> Scope:
         """Whose texts its prompt may be copied from, and who may copy it."""
-        name = (params.cache_salt or "") if self.config.prefix_cache else None
-        return Scope(copies=name, kept=name if params.keep_prefix else None)
-
-    def _sequence(self, begins: _Begins, index: int) -> Row:
-        request, params, arrival, family = begins.request, begins.request.params, begins.arrival, begins.family
-        eos = () if params.ignore_eos else self.models.eos_token_ids
-        rate = self.config.synthetic_acceptance
-        metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
-        return Row(
-            request_id=begins.request_id,
-            prompt=request.prompt_token_ids,
-            params=params,
-            seed=sequence_seed(begins.seed, index),
-            stop_tokens=frozenset((*eos, *params.stop_token_ids)),
-            output=CompletionOutput(
-                index,
-                logprobs=None if params.logprobs is None else [],
-                cumulative_logprob=None if params.scored is None else 0.0,
-                metrics=metrics,
-            ),
-            stream=request.make_stream(params) if request.make_stream is not None else None,
-            deadline=None if params.time_budget is None else arrival + params.time_budget,
-            constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
-            client=request.client,
-            priority=request.priority,
-            scope=begins.scope,
-            member=None if family is None else Member(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
-        )
+        return self._intake.scope_of(params)
 
     def check(self, request: Request) -> None:
         """Raise what ``add`` would; any thread may ask."""
-        size, vocab = len(request.prompt_token_ids), self.models.target.vocab_size
-        if size == 0:
-            raise EmptyPromptError("the prompt has no tokens; give at least one")
-        if size >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {size} tokens, and max_model_len={self.max_model_len} leaves no room for an answer; "
-                "shorten the prompt or raise max_model_len"
-            )
-        if request.params.stop and request.make_stream is None:
-            raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
-        if request.params.structured_outputs is not None and request.make_constraint is None:
-            allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
-            raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
-        if not isinstance(request.priority, int):
-            raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
-        self._check_references(request)
-        ids: dict[str, Iterable[int]] = {
-            "prompt_token_ids": request.prompt_token_ids,
-            "stop_token_ids": request.params.stop_token_ids,
-            "logit_bias": request.params.logit_bias,
-        }
-        for name, tokens in ids.items():
-            _check_tokens(name, tokens, vocab)
-
-    def _check_references(self, request: Request) -> None:
-        """Those that nobody would look at are refused, too."""
-        if not request.references:
-            return
-        given, size = f"{len(request.references)} texts", sum(map(len, request.references))
-        if not self.config.looks_up:
-            raise ParameterError("references", given, f"left out here; they need {LOOKS_UP}")
-        if request.params.num_speculative_tokens == 0:
-            raise ParameterError("references", given, "left out beside num_speculative_tokens=0, which guesses nothing")
-        if size > MAX_REFERENCE_TOKENS or len(request.references) > MAX_REFERENCES:
-            allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_TOKENS} tokens together"
-            raise ParameterError("references", f"{given} with {size} tokens", allowed)
-        for tokens in request.references:
-            _check_tokens("references", tokens, self.models.target.vocab_size)
+        self._intake.check(request)
 
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
@@ -492,12 +295,12 @@ class Engine:
             raise PromptTooLongError(
                 f"the text has {len(token_ids)} tokens, max_model_len is {self.max_model_len}; shorten it or raise that"
             )
-        _check_tokens("token_ids", token_ids, self.models.target.vocab_size)
+        check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
     @cached_property
     def _scoring_row(self) -> ScoringRow:
         model = self.models.target
-        return ScoringRow(Decoder(model, self._backend(), 1, self.max_model_len, model.vocab_size))
+        return ScoringRow(Decoder(model, self._assembly.backend(), 1, self.max_model_len, model.vocab_size))
 
     @torch.inference_mode()
     def score_some(self, scorer: PromptScorer) -> None:
@@ -509,61 +312,8 @@ class Engine:
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
         model = self.models.target
-        decoder = Decoder(model, self._backend(), 1, len(token_ids), model.vocab_size)
+        decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size)
         tokens = torch.tensor([list(token_ids)], device=model.device)
         with self._own_threads():
             hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))
             return decoder.logits(hidden[:, -1])[0]
-
-
-def _lookup_is_free(models: Models, config: EngineConfig) -> bool:
-    """Whether n-gram lookup takes no round off the device, or somebody asked for it."""
-    on_host = models.target.device.type != "cuda" or config.rounds == "host" or isinstance(models.draft, HeadModel)
-    return on_host or bool(models.documents)
-
-
-def _check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:
-    for token in tokens:
-        if not (isinstance(token, int) and 0 <= token < vocab):
-            raise ParameterError(name, token, f"token ids from 0 to {vocab - 1}, the target's vocabulary")
-
-
-def _max_model_len(models: Models, config: EngineConfig) -> int:
-    running = [models.target]
-    if models.draft is not None and config.asks_draft_model:
-        running.append(models.draft)
-    shortest = min(running, key=lambda model: model.max_positions)
-    if config.max_model_len is None:
-        return min(shortest.max_positions, config.DEFAULT_MAX_MODEL_LEN)
-    if config.max_model_len > shortest.max_positions:
-        allowed = f"at most {shortest.max_positions}, the limit of {shortest.name}"
-        raise ParameterError("max_model_len", config.max_model_len, allowed)
-    return config.max_model_len
-
-
-def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:
-    name = "None" if config.drafter_kind is None else config.drafter_kind.name
-    return name if draft is None else f"{name} {model_hash(draft)}"
-
-
-def _describe_model(model: AnyModel) -> str:
-    where = "" if isinstance(model, FlatModel) else f" on {model.device}"
-    return f"{model.name} ({_precision(model)}{where})"
-
-
-def _precision(model: AnyModel) -> str:
-    precision = str(model.dtype).removeprefix("torch.")
-    if isinstance(model, FlatModel):
-        return f"{model.quantization or precision} on the CPU kernels {model.kernels}"
-    return str(getattr(model, "precision", precision))
-
-
-def _check_attention(models: Models, config: EngineConfig) -> None:
-    """The weights were packed, or not, when they were loaded: refuse what can no longer be chosen."""
-    packed = isinstance(models.target, FlatModel)
-    if config.attention in ("padded", "split", "ragged") and packed:
-        raise ParameterError(
-            "attention", config.attention, "'native' or 'auto' with weights loaded for the CPU kernels"
-        )
-    if config.attention == "native" and not packed:
-        raise ParameterError("attention", "native", "weights loaded with attention='native' or 'auto'")

@@ -16,7 +16,8 @@ from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record
 from paceline.models.base import AnyModel, FlatModel
 from paceline.round import Speculation
-from paceline.scheduler import Scheduler, Sequence, gain_tokens
+from paceline.scheduler import Scheduler
+from paceline.sequences import Sequence, gain_tokens
 
 
 def why_not_device(parts: Speculation) -> str | None:
