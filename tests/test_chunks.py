@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from paceline import LLM
+from paceline.batch import Batch
 from paceline.chunks import Chunks, Part, Speed
+from paceline.decoder import Decoder
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.params import EngineConfig, SamplingParams
 from toy import FlatToy, ToyModel, make_engine, slow_answer
+from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,9 +61,12 @@ def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> Non
     assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 25}
 
 
-def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_as_large_as_allowed() -> None:
+def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener_as_large_as_allowed() -> None:
     assert sizes(chunks_at(0.001).choose([Text(5000)], decoding=False)) == {0: 500}
     assert sizes(chunks_at(0.001, pause=None).choose([Text(5000)], decoding=True)) == {0: 1024}
+    unawaited = chunks_at(0.001)
+    unawaited.awaited = False
+    assert sizes(unawaited.choose([Text(5000)], decoding=True)) == {0: 1024}
     assert sizes(Chunks(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
 
 
@@ -194,6 +203,89 @@ def test_on_the_kernels_rows_change_places_without_their_caches_being_copied(mon
         engine.scheduler.check_integrity()
     for output in outputs:
         assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, params)
+
+
+# --- offline ----------------------------------------------------------------------------------------------------------
+
+LONG_PROMPTS = [[3 + i] * (150 - 4 * i) for i in range(4)]
+PARAMS = SamplingParams(max_tokens=30, seed=1)
+
+
+def slow_llm() -> LLM:
+    """Whose chunks would take 0.01 seconds a token: 8 tokens while a row decodes, 50 while none does."""
+    llm = toy_llm(num_speculative_tokens=0, longest_pause=0.1, prefill_chunk=64, prefix_cache=False)
+    llm.engine.chunks.speed.learn([Part(0, 0, 10)], 0.1)
+    llm.engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
+    return llm
+
+
+def passes(llm: LLM, work: Callable[[LLM], object]) -> list[int]:
+    """The widest part of every pass over prompts."""
+    target, widths = llm.engine.parts.target, []
+
+    def prefill_rows(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
+        widths.append(max(stop - start for start, stop in zip(starts, stops, strict=True)))
+        Decoder.prefill_rows(target, batch, rows, starts, stops)
+
+    target.prefill_rows = prefill_rows  # type: ignore[method-assign]
+    work(llm)
+    return widths
+
+
+def generate(llm: LLM, prompts: list[list[int]] = LONG_PROMPTS, params: SamplingParams = PARAMS) -> None:
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.outputs[0].token_ids == truth(tuple(output.prompt_token_ids))
+
+
+@functools.cache
+def truth(prompt: tuple[int, ...]) -> list[int]:
+    return slow_answer(ToyModel(max_positions=200), list(prompt), PARAMS)
+
+
+def stream(llm: LLM) -> None:
+    for _ in llm.stream(LONG_PROMPTS, PARAMS):
+        pass
+
+
+def generate_beside_a_stream(llm: LLM) -> None:
+    opened = llm.stream([1, 2], replace(PARAMS, max_tokens=190))
+    next(opened)
+    generate(llm)
+    opened.close()
+
+
+def serve(llm: LLM) -> None:
+    """As the server's thread does."""
+    engine = llm.engine
+    for prompt in LONG_PROMPTS:
+        engine.add(Request(prompt, PARAMS))
+    while engine.busy:
+        engine.step()
+
+
+def test_offline_long_prompts_are_read_together_in_no_more_passes_than_one_after_the_other() -> None:
+    alone = sum(len(passes(slow_llm(), lambda llm: generate(llm, [prompt]))) for prompt in LONG_PROMPTS)  # noqa: B023
+    assert len(passes(slow_llm(), generate)) <= alone == 4 * 3
+
+
+@pytest.mark.parametrize("work", [stream, generate_beside_a_stream, serve])
+def test_where_somebody_looks_or_may_come_the_pause_counts(work: Callable[[LLM], object]) -> None:
+    widths = passes(slow_llm(), work)
+    assert len(widths) > 20
+    assert sum(width > 8 for width in widths) <= 5, "while no row decodes"
+
+
+def test_where_anybodys_time_is_limited_the_pause_counts() -> None:
+    limited = replace(PARAMS, time_budget=3600)
+    assert max(passes(slow_llm(), lambda llm: generate(llm, params=limited))[3:]) <= 8
+    mixed = [limited, PARAMS, PARAMS, PARAMS]
+    assert len(passes(slow_llm(), lambda llm: llm.generate(LONG_PROMPTS, mixed, use_tqdm=False))) > 12
+
+
+def test_a_call_leaves_no_trace_of_who_looked_at_it() -> None:
+    llm = slow_llm()
+    generate(llm)
+    assert len(passes(llm, stream)) > 20
 
 
 @pytest.mark.parametrize("pause", [0, -1, float("nan")])

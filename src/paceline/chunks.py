@@ -92,11 +92,13 @@ class Chunks:
     """Chooses what is fed: the shortest remaining prompts first, as many tokens as the pause that they make allows.
 
     most: tokens of a chunk, all rows together and padded to the longest. pause: seconds between two tokens of a row
-    that decodes, which is a chunk and a round; None: a chunk may take as long as it likes.
+    that decodes, which is a chunk and a round; None: a chunk may take as long as it likes. awaited: whether anybody
+    notices a pause; else a chunk may take as long as it likes, too.
     """
 
     def __init__(self, most: int, pause: float | None) -> None:
         self._most, self._pause = most, pause
+        self.awaited = True
         self._chosen = 0
         self._watched: deque[tuple[Sequence[Part], Watch]] = deque()
         self.speed = Speed()
@@ -127,7 +129,7 @@ class Chunks:
 
     def _seconds(self, decoding: bool) -> float:
         """That the chunk may take."""
-        if self._pause is None:
+        if self._pause is None or not self.awaited:
             return math.inf
         if not decoding:
             return _ALONE * self._pause

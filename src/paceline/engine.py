@@ -64,7 +64,6 @@ class Engine:
         self.threads = config.threads or default_threads()
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
-        self.closed = False  # whether no request will come before those that are here have ended
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
         self._assembly = Assembly(models, config, self.max_model_len)
         self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
@@ -216,7 +215,7 @@ class Engine:
         changed = self.scheduler.overdue(time.monotonic())
         changed += self.scheduler.admit()
         if self.scheduler.running:
-            self.batch.draining = self.closed and not self.scheduler.waiting and not self.scheduler.prefilling
+            self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
             changed += self._play()
             self.chunks.round_seconds = time.perf_counter() - started

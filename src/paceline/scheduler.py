@@ -32,6 +32,7 @@ class Scheduler:
     parts: their decoders keep the rows' caches; they are told when rows begin, move and end.
     chunks: decides what is prefilled next.
     in_flight: most tokens that a row may have gained on the device without the host knowing yet.
+    closed: whether nobody looks at an answer before it ends, and no request will come before those here have ended.
     """
 
     batch: Batch
@@ -42,10 +43,16 @@ class Scheduler:
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
+    closed: bool = False
     free: Shelf = field(init=False)
 
     def __post_init__(self) -> None:
         self.free = Shelf(self.capacity)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the rows that decode are the last ones."""
+        return self.closed and not self.waiting and not self.prefilling
 
     @property
     def decoders(self) -> list[Decoder]:
@@ -195,12 +202,19 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """One chunk."""
+        self.chunks.awaited = self._awaited
         parts = self.chunks.choose(self.prefilling, decoding=bool(self.running))
         watch = Stopwatch(self.batch.device)
         for index in range(len(self.decoders)):
             self._feed(index, parts)
         watch.stop()
         self.chunks.watch(parts, watch)
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether it matters when tokens come, and not only when all have come."""
+        everybody = chain(self.waiting, self.prefilling, self.running)
+        return not self.closed or any(sequence.deadline is not None for sequence in everybody)
 
     def _feed(self, index: int, parts: list[Part]) -> None:
         """Of a chunk one decoder reads what its cache does not hold already: it may have been copied farther."""

@@ -15,7 +15,8 @@ from paceline.outputs import RequestOutput
 class Call:
     """A caller's requests. Iterating gives each whenever it gained tokens or ended; leaving it aborts the others.
 
-    outputs: of the requests, in their order. final: whether its caller asks for nothing more before these have ended.
+    outputs: of the requests, in their order. final: whether its caller asks for nothing more, and looks at no answer,
+    before these have ended.
     """
 
     def __init__(self, shared: SharedEngine, final: bool) -> None:
@@ -143,14 +144,14 @@ class SharedEngine:
         """One round for all, if anybody needs one."""
         if not self.engine.busy:
             return
-        self.engine.closed = caller.final and len(self._calls) == 1
+        self.engine.scheduler.closed = caller.final and len(self._calls) == 1
         try:
             changed = self.engine.step()
         except BaseException as error:
             self._round_failed(caller, error)
             raise
         finally:
-            self.engine.closed = False
+            self.engine.scheduler.closed = False
         known = [output for output in changed if output.request_id in self._callers]
         for output in sorted(known, key=lambda output: self._order[output.request_id]):
             self._callers[output.request_id].tell(output)

@@ -64,7 +64,8 @@ class EngineConfig:
     max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
     prefill_chunk: most prompt tokens fed in one step, all rows together.
     longest_pause: seconds between two tokens of a row while prompts are prefilled: chunks are as short as the speed
-        measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens.
+        measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens, as they are
+        anyway where nobody sees a pause: in ``LLM.generate`` without time budgets, while no other call runs.
     prefix_cache: whether a prompt copies the keys and values of the longest beginning that it shares with any text
         whose row has not been needed since. False reads every prompt whole, once for all of its answers.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
