@@ -32,9 +32,8 @@ from paceline.heads.decoder import HeadModel
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength
-from paceline.lengths.base import FixedLength
+from paceline.lengths.base import FixedLength, ProfiledLength
 from paceline.lengths.cost import CostModel
-from paceline.lengths.profiled import ProfiledLength
 from paceline.models.base import Model
 from paceline.outputs import RequestOutput
 from paceline.params import SamplingParams, StructuredOutputs

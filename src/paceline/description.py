@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from paceline.assembly import Models
 from paceline.device_round import DeviceRound
-from paceline.lengths.profile import Identity, machine_name, model_hash
+from paceline.hardware import machine_name
+from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
+from paceline.models.fingerprint import model_hash
 from paceline.models.prepare import why_not_native
 from paceline.native_round import plays_rounds
 from paceline.params import EngineConfig

@@ -28,9 +28,10 @@ from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
-from paceline.lengths.profile import Identity, Profile, is_from_files
+from paceline.lengths.profile import Identity, Profile
 from paceline.memory import check_memory
 from paceline.models.base import FlatModel
+from paceline.models.fingerprint import is_from_files
 from paceline.native_round import NativeRound
 from paceline.outputs import RequestOutput
 from paceline.params import EngineConfig, SamplingParams

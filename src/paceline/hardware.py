@@ -67,6 +67,11 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def machine_name(device: torch.device) -> str:
+    """The processor's or the GPU's own name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
 def cpu_signature() -> str:
     """What tells processors of one name apart: family, model, stepping and features. Empty where nothing says so."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -144,7 +144,7 @@ LENGTHS: Registry[LengthKind] = Registry(
     "paceline.lengths",
     {
         "auto": "paceline.lengths.auto:AutoLength",
-        "bass": "paceline.lengths.bass:BassLength",
-        "profiled": "paceline.lengths.profiled:ProfiledLength",
+        "bass": "paceline.lengths.base:BassLength",
+        "profiled": "paceline.lengths.base:ProfiledLength",
     },
 )

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.bench.fit import fit_paper
 from paceline.bench.offline import sides_for
-from paceline.bench.profile import Sweep, acceptance_by_position, draw, run_profile
+from paceline.bench.profile import MeasuredProfile, Sweep, acceptance_by_position, draw, run_profile
 from paceline.bench.recording import Round, latency_of, longest_stretch
 from paceline.errors import ParameterError
 from paceline.lengths.profile import Profile
@@ -27,7 +27,7 @@ def no_bar(steps: Iterable[Any], what: str) -> Iterable[Any]:
     return steps
 
 
-def kept_of(profile: Profile) -> list[float]:
+def kept_of(profile: MeasuredProfile) -> list[float]:
     """Guesses kept of 1, 2, ..., the mean over the batch sizes."""
     lengths = sorted({p.k for p in profile.sweep} - {0})
     return [statistics.fmean(p.mean_acceptance_length - 1 for p in profile.sweep if p.k == k) for k in lengths]
@@ -54,7 +54,10 @@ def test_a_profile_is_measured_written_read_and_drawn(tmp_path: Path) -> None:
     draw(profile, fit, tmp_path / "profile.png", "a toy")
     assert (tmp_path / "profile.png").stat().st_size > 1000
     assert Profile.load(tmp_path / "profile.json").best == profile.best
-    json.dumps(profile.as_json())
+    written = json.loads((tmp_path / "profile.json").read_text())
+    assert written["sweep"] == [vars(point) for point in profile.sweep]
+    assert written["acceptance"] == list(profile.acceptance)
+    assert {"versions", "fit", "costs", "identity"} <= written.keys()
 
 
 def test_its_profile_serves_an_engine_on_the_same_models(tmp_path: Path) -> None:

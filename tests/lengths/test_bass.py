@@ -7,8 +7,7 @@ import torch
 
 from paceline.batch import Batch
 from paceline.draft import Verdict
-from paceline.lengths.base import FixedLength
-from paceline.lengths.bass import BassLength
+from paceline.lengths.base import BassLength, FixedLength
 from paceline.params import MAX_SPECULATION_LENGTH
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.profile import MeasuredProfile, SweepPoint
 from paceline.engine import Engine
 from paceline.errors import ParameterError, ProfileError
-from paceline.lengths.profile import Identity, Profile, SweepPoint, model_hash
-from paceline.lengths.profiled import ProfiledLength
+from paceline.lengths.base import ProfiledLength
+from paceline.lengths.profile import Identity, Profile
+from paceline.models.fingerprint import model_hash
 from paceline.params import SamplingParams
 from simulation import linear_costs
 from toy import ToyModel, answers, make_engine, run
@@ -30,16 +32,18 @@ def test_batch_sizes_round_up_to_the_next_entry(rows: int, k: int) -> None:
 
 
 def written(path: Path, **changes: Any) -> Path:
-    profile = Profile(HERE, linear_costs(), PAPER, (0.8, 0.7), (POINT,), {"paceline": "1"}, {"beta": 1.0})
+    measured = {"acceptance": (0.8, 0.7), "sweep": (POINT,), "versions": {"paceline": "1"}, "fit": {"beta": 1.0}}
+    profile = MeasuredProfile(HERE, linear_costs(), PAPER, **measured)  # type: ignore[arg-type]
     path.write_text(json.dumps(profile.as_json() | changes))
     return path
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    loaded = Profile.load(written(tmp_path / "p.json"))
+    path = written(tmp_path / "p.json")
+    loaded = Profile.load(path)
     assert loaded.best == PAPER
     assert loaded.costs == linear_costs()
-    assert loaded.sweep == (POINT,)
+    assert json.loads(path.read_text())["sweep"] == [vars(POINT)]
     loaded.check(HERE)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
 from paceline.lengths.calibration import Grid
-from paceline.lengths.profile import Profile, SweepPoint
+from paceline.lengths.profile import Profile
 from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,9 +50,41 @@ class Sweep:
         return Sweep((1, 2), 2, tokens=16, repeats=1, calibration_seconds=0.5)
 
 
+@dataclass(frozen=True)
+class SweepPoint:
+    """One fixed length at one batch size, with real prompts; medians. ms_per_token: of a sequence.
+
+    first_ms_per_token, last_ms_per_token: of the fastest and the slowest one; None in profiles that lack them.
+    """
+
+    batch_size: int
+    k: int
+    ms_per_token: float
+    ms_per_round: float
+    tokens_per_second: float
+    mean_acceptance_length: float
+    first_ms_per_token: float | None = None
+    last_ms_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredProfile(Profile):
+    """With what else was measured, for people. acceptance[j]: of guess j + 1, if asked."""
+
+    acceptance: tuple[float, ...] = ()
+    sweep: tuple[SweepPoint, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    fit: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        points = [asdict(point) for point in self.sweep]
+        report = {"versions": self.versions, "acceptance": list(self.acceptance), "sweep": points, "fit": self.fit}
+        return super().as_json() | report
+
+
 def run_profile(
     llm: LLM, prompts: Sequence[list[int]], sweep: Sweep, progress: Callable[[Iterable[Any], str], Iterable[Any]]
-) -> tuple[Profile, PaperFit]:
+) -> tuple[MeasuredProfile, PaperFit]:
     """Measure everything. progress(steps, what) may wrap them in a bar. Raises ParameterError without a drafter."""
     if llm.config.drafter is None:
         raise ParameterError("drafter", None, "'ngram', or a draft model: without guesses there is nothing to profile")
@@ -66,7 +98,7 @@ def run_profile(
     ]
     rounds = [[p.ms_per_round for p in points if p.batch_size == size] for size in sweep.batch_sizes]
     fit = fit_paper(costs, rounds, kept)
-    profile = Profile(
+    profile = MeasuredProfile(
         identity=engine.identity(),
         costs=costs,
         best={size: _best(size, points) for size in sweep.batch_sizes},
@@ -152,7 +184,7 @@ def acceptance_by_position(rounds: Sequence[Round], k: int) -> tuple[float, ...]
     return tuple(good / all_ if all_ else 0.0 for good, all_ in zip(kept, tried, strict=True))
 
 
-def draw(profile: Profile, fit: PaperFit, path: Path, title: str) -> None:
+def draw(profile: MeasuredProfile, fit: PaperFit, path: Path, title: str) -> None:
     """``profile.png``: ms per token against k, one line a batch size, the fit dashed; acceptance against position."""
     figure, (left, right) = new_figure(columns=2)
     for number, size in enumerate(profile.best):
@@ -166,7 +198,7 @@ def draw(profile: Profile, fit: PaperFit, path: Path, title: str) -> None:
     save(figure, path, title)
 
 
-def _draw_size(axes: Axes, profile: Profile, fit: PaperFit, size: int, colour: str) -> None:
+def _draw_size(axes: Axes, profile: MeasuredProfile, fit: PaperFit, size: int, colour: str) -> None:
     points = [p for p in profile.sweep if p.batch_size == size]
     axes.plot([p.k for p in points], [p.ms_per_token for p in points], "-", color=colour, label=str(size))
     best = next(p for p in points if p.k == profile.best[size])

@@ -17,7 +17,7 @@ from paceline.outputs import Latency
 
 if TYPE_CHECKING:
     from paceline.bench.fit import PaperFit
-    from paceline.lengths.profile import Profile, SweepPoint
+    from paceline.bench.profile import MeasuredProfile, SweepPoint
 
 DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32", 8, 128, 3  # the paper's sweep
 
@@ -66,7 +66,7 @@ def profile(
     end({"command": command_line(), "plot": str(plot)} | measured.as_json(), None)
 
 
-def _show(profile: Profile, fit: PaperFit) -> None:
+def _show(profile: MeasuredProfile, fit: PaperFit) -> None:
     longest = max(point.k for point in profile.sweep)
     rows = []
     for size, best in profile.best.items():

@@ -1,8 +1,10 @@
-"""What a length policy is, the simplest one, and what others may be made of."""
+"""What a length policy is, what one may be made of, and those that need no clock: fixed, ``bass``, ``profiled``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.batch import Batch, Wish
@@ -12,6 +14,10 @@ from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
 from paceline.params import MAX_SPECULATION_LENGTH
 from paceline.row_keeper import RowKeeper
+
+FIRST = 7  # guesses that ``bass`` begins with
+INCREMENT = 2
+SHRINK = 10  # a round that no row kept whole takes away ceil(l / SHRINK), and one more if the round before did so too
 
 
 class LengthPolicy(RowKeeper):
@@ -65,6 +71,59 @@ class FixedLength(LengthPolicy):
 
     def choose(self, batch: Batch) -> Wish:
         return Wish(self.k)
+
+
+class BassLength(LengthPolicy):
+    """BASS (2404.15778, Algorithm 1): one length l for all, up while some row keeps everything, down when none does.
+
+    It is driven by x_i = guesses that row i kept. Finished rows are not in the batch.
+    """
+
+    name = "bass"
+
+    def __init__(self) -> None:
+        self.k = FIRST
+        self._shrank = 0
+
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.k)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        if max(verdict.host.drafted) > 0:  # nothing guessed is no evidence
+            self.update(verdict.host.accepted, max(verdict.host.drafted))
+
+    def update(self, kept: list[int], drafted: int) -> None:
+        """One step of Algorithm 1. drafted: the length of the round just played (the engine may have cut it short)."""
+        if max(kept) == drafted:
+            self.k = min(self.k + INCREMENT, MAX_SPECULATION_LENGTH)
+            self._shrank = 0
+        else:
+            self.k = max(1, max(kept), self.k - math.ceil(self.k / SHRINK) - self._shrank)
+            self._shrank = 1
+
+
+class ProfiledLength(LengthPolicy):
+    """Synergy (2310.18813): a table, measured beforehand, from the batch size to the best length.
+
+    Sizes between two entries are rounded up to the next; beyond the largest entry, the largest counts.
+    """
+
+    name = "profiled"
+    needs_profile = reads_profile = True
+
+    def __init__(self, best: Mapping[int, int]) -> None:
+        self._sizes = sorted(best)
+        self._lengths = [best[size] for size in self._sizes]
+
+    @classmethod
+    def build(cls, means: Means, /) -> ProfiledLength:
+        return cls(means.profile().best)
+
+    def length_for(self, rows: int) -> int:
+        return self._lengths[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]
+
+    def choose(self, batch: Batch) -> Wish:
+        return Wish(self.length_for(batch.rows))
 
 
 @dataclass(frozen=True)
