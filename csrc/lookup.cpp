@@ -65,6 +65,18 @@ class Texts {
     return at < 0 ? best : Match{this, 1, places_[at].number, places_[at].place};
   }
 
+  // All places where the row's last two tokens stand, the latest first; where there are none the latest of its last one.
+  void every(const Row& row, std::vector<Match>& matches) const {
+    const size_t before = matches.size();
+    for (int64_t looked = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last())); at >= 0 && looked < kMostPlaces;
+         at = places_[at].before, ++looked) {
+      const Place& place = places_[at];
+      matches.push_back({this, agreeing(row, texts_[place.number].data(), place.place), place.number, place.place});
+    }
+    const int64_t at = found(singles_, pair(-1, *row.last()));
+    if (matches.size() == before && at >= 0) matches.push_back({this, 1, places_[at].number, places_[at].place});
+  }
+
   // Fills up to k guesses and returns how many there are.
   int64_t go_on(const Match& match, int64_t k, int64_t* guesses) const {
     const std::vector<int32_t>& text = texts_[match.number];
@@ -147,6 +159,50 @@ Found look_up(const Row& row, const Texts* documents, const Beside& beside, int6
   return {best.size, source, best.texts == nullptr ? continue_own(row, best.place, k, guesses) : best.texts->go_on(best, k, guesses)};
 }
 
+// Whether what is written here goes another way than all continuations before it, or further.
+bool is_new(const int64_t* guesses, int64_t count, const int64_t* before, const int64_t* counts, int64_t ways, int64_t k) {
+  for (int64_t way = 0; way < ways; ++way) {
+    if (count <= counts[way] && std::equal(guesses, guesses + count, before + way * k)) return false;
+  }
+  return count > 0;
+}
+
+// Up to `ways` different continuations, those of the longest matches first: the first is what `look_up` finds. Returns how many.
+int64_t look_up_all(const Row& row, const Texts* documents, const Beside& beside, int64_t ways, int64_t k, int64_t* guesses,
+                    int64_t* counts, int64_t* matched, int64_t* sources) {
+  const Texts* others[] = {beside.references, beside.siblings, documents};
+  std::vector<Match> matches;
+  for (int64_t place = row.length - 2; place >= 0 && static_cast<int64_t>(matches.size()) < kMostPlaces; --place) {
+    if (row.text[place] == *row.last()) matches.push_back({nullptr, agreeing(row, row.text, place), 0, place});
+  }
+  for (const Texts* texts : others) {
+    if (texts != nullptr) texts->every(row, matches);
+  }
+  std::stable_sort(matches.begin(), matches.end(), [](const Match& a, const Match& b) { return a.size > b.size; });
+  int64_t made = 0;
+  for (const Match& match : matches) {
+    if (made == ways) break;
+    int64_t* here = guesses + made * k;
+    const int64_t count = match.texts == nullptr ? continue_own(row, match.place, k, here) : match.texts->go_on(match, k, here);
+    if (!is_new(here, count, guesses, counts, made, k)) continue;
+    const Texts** source = std::find(others, others + 3, match.texts);
+    counts[made] = count, matched[made] = match.size, sources[made] = match.texts == nullptr ? 0 : 1 + (source - others);
+    ++made;
+  }
+  return made;
+}
+
+// Siblings are first told what the rows have gained. Whether all lengths lie within the width.
+bool catch_up(const Beside* beside, const int64_t* text, int64_t stride, int64_t width, const int64_t* lengths, int64_t rows) {
+  for (int64_t i = 0; i < rows; ++i) {
+    if (lengths[i] < 0 || lengths[i] > width) return false;
+    if (beside == nullptr || beside[i].siblings == nullptr) continue;
+    const int64_t known = beside[i].first + beside[i].siblings->size(beside[i].number);
+    beside[i].siblings->append(beside[i].number, text + i * stride + known, lengths[i] - known);
+  }
+  return true;
+}
+
 }  // namespace
 }  // namespace paceline
 
@@ -164,12 +220,7 @@ PL_EXPORT void pl_texts_append(Texts* texts, int64_t number, const int64_t* toke
 PL_EXPORT int64_t pl_lookup(const Texts* documents, const Beside* beside, const int64_t* text, int64_t stride, int64_t width,
                             const int64_t* lengths, int64_t rows, int64_t k, int64_t* guesses, int64_t* counts, int64_t* matched,
                             int64_t* sources) {
-  for (int64_t i = 0; i < rows; ++i) {
-    if (lengths[i] < 0 || lengths[i] > width) return -1;
-    if (beside == nullptr || beside[i].siblings == nullptr) continue;
-    const int64_t known = beside[i].first + beside[i].siblings->size(beside[i].number);
-    beside[i].siblings->append(beside[i].number, text + i * stride + known, lengths[i] - known);
-  }
+  if (!catch_up(beside, text, stride, width, lengths, rows)) return -1;
   int64_t widest = 0;
   std::fill(guesses, guesses + rows * k, 0);
   for (int64_t i = 0; i < rows; ++i) {
@@ -182,4 +233,20 @@ PL_EXPORT int64_t pl_lookup(const Texts* documents, const Beside* beside, const 
     widest = std::max(widest, found.count);
   }
   return widest;
+}
+
+// Likewise up to `ways` continuations a row, each unlike those before it: guesses [rows][ways][k]; counts, matched, sources
+// [rows][ways]; made [rows]: how many there are. Returns 0, or -1 if a length is negative or beyond the width.
+PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const Beside* beside, const int64_t* text, int64_t stride, int64_t width,
+                                const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* guesses, int64_t* counts,
+                                int64_t* matched, int64_t* sources, int64_t* made) {
+  if (!catch_up(beside, text, stride, width, lengths, rows)) return -1;
+  for (int64_t i = 0; i < rows; ++i) {
+    const Row row = {text + i * stride, lengths[i]};
+    const int64_t at = i * ways;
+    made[i] = lengths[i] == 0 ? 0
+                              : look_up_all(row, documents, beside == nullptr ? Beside{} : beside[i], ways, k, guesses + at * k,
+                                            counts + at, matched + at, sources + at);
+  }
+  return 0;
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.draft import Draft, ReadDraft
+from paceline.draft import Draft, ReadDraft, branching
 
 GUESSES = [[5, 6, 7], [], [8]]
 KINDS = [[0, 0, 0], [], [1]]
@@ -59,3 +59,31 @@ def test_no_guesses_are_a_draft_for_any_number_of_rows() -> None:
         draft = Draft.empty(rows, CPU)
         assert (draft.k, draft.tokens.shape, draft.counts.tolist()) == (0, (rows, 0), [0] * rows)
         assert draft.tokens.dtype == draft.counts.dtype == torch.int64
+
+
+TREE = [[5, 6, 7, 8, 9], [4]]
+FOLLOWS = [[-1, 0, 1, -1, 3], [-1]]
+
+
+def test_a_tree_without_branches_is_a_chain() -> None:
+    chain = branching([[5, 6], [7]], [[-1, 0], [-1]], CPU)
+    assert isinstance(chain, ReadDraft)
+    tree = branching(TREE, FOLLOWS, CPU)
+    assert tree.parents is not None
+    assert tree.counts.tolist() == [5, 1]
+    assert isinstance(tree.first([3, 1]), ReadDraft)
+    assert tree.first([4, 0]).parents is not None
+    assert tree.first([0, 0]).k == 0
+
+
+@pytest.mark.parametrize(("caps", "left"), [([2, 1], [5, 6, 8, 9]), ([1, 0], [5, 8]), ([0, 1], [])])
+def test_of_a_tree_the_cap_is_its_depth(caps: list[int], left: list[int]) -> None:
+    scores = [[0.1, 0.2, 0.3, 0.4, 0.5], [0.6]]
+    cut = branching(TREE, FOLLOWS, CPU, scores, [[0, 1, 2, 3, 4], [5]]).capped(caps)
+    assert cut.guesses == [left, [4][: caps[1]]]
+    ways = [each[1 : 1 + count] for each, count in zip(cut.ways, cut.drafted, strict=True)]
+    assert all(len(way) <= cap for each, cap in zip(ways, caps, strict=True) for way in each)
+    assert cut.confidence is not None
+    assert cut.kinds is not None
+    assert [TREE[0][kind] for kind in cut.kinds[0]] == left
+    assert list(cut.confidence[0]) == [scores[0][kind] for kind in cut.kinds[0]]

@@ -87,6 +87,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 DRAFTERS += ["head", "head hybrid"]
+BRANCHING = ["ngram", "documents"]  # drafters whose guesses may be trees
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
     *(("padded", length) for length in LENGTHS),
@@ -747,6 +748,79 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
     monkeypatch.setattr(KVCache, "keep", lambda *_: None)
     engine = tree_engine("flat", "always", "star", "greedy", 6)
     assert answers(run(engine, PROMPTS, GREEDY)) != plain("toy", "greedy")
+
+
+# --- trees that are drafted -------------------------------------------------------------------------------------------
+
+
+def count_siblings(engine: Engine) -> Counter[str]:
+    """Rounds of rows, by what they kept: of a tree's paths the one that its first guesses make, or another."""
+    play, kept = engine.parts.play, Counter[str]()
+
+    def counted(batch: Batch, draft: Draft) -> Verdict:
+        verdict = play(batch, draft)
+        for row, taken in enumerate(verdict.host.accepted):
+            path = list(range(taken)) if verdict.path is None else verdict.path[row, :taken].tolist()
+            kept["nothing" if not path else "first" if path == list(range(taken)) else "sibling"] += 1
+        kept["trees"] += draft.parents is not None
+        return verdict
+
+    engine.parts.play = counted  # type: ignore[method-assign]
+    return kept
+
+
+DRAFTED = [(length, "mixed") for length in (1, 4, "random", "caps", "selection", "budget")] + [(4, "everything")]
+
+
+@pytest.mark.parametrize(("length", "family"), DRAFTED)
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("drafter", BRANCHING)
+def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
+    engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
+    kept = count_siblings(engine)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
+    assert kept["trees"] > 0 or length == "budget"  # of these guesses it may verify what makes chains
+    assert f", width {width}," in engine.describe()
+
+
+@pytest.mark.parametrize("backend", ["padded", "split"])
+@pytest.mark.parametrize("model", ["toy", "llama"])
+@pytest.mark.parametrize("drafter", BRANCHING)
+def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, model: str, backend: str) -> None:
+    engine = speculative_engine(model, drafter, 4, "mixed", speculation_width=3, attention=backend, prefill_chunk=7)
+    kept = count_siblings(engine)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain(model, "mixed")
+    assert kept["sibling"] > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", BRANCHING)
+def test_drafted_trees_between_rounds_of_one_native_call_equal_plain_decoding(drafter: str) -> None:
+    engine = speculative_engine("native", drafter, 4, "mixed", speculation_width=2, prefill_chunk=7)
+    kept = count_siblings(engine)
+    assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
+    assert kept["sibling"] > 0
+    assert "rounds by the kernels (those whose guesses branch part by part)" in engine.describe()
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [1, "auto"])
+@pytest.mark.parametrize("drafter", BRANCHING)
+def test_chains_are_played_in_one_native_call_whatever_the_width(drafter: str, width: int | str) -> None:
+    engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
+    kept, played = count_siblings(engine), count_native_rounds(engine)
+    assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
+    assert (kept["trees"] == 0) == (engine.config.width == 1)
+    assert played["by the host"] == kept["trees"]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "synthetic:0.5"])
+def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
+    benchmark = {"benchmark": True} if rule.startswith("synthetic") else {}
+    engine = speculative_engine("toy", "ngram", 4, "greedy", acceptance=rule, **benchmark)
+    assert engine.config.width == 1
+    with pytest.raises(ParameterError, match=f"speculation_width=2.*acceptance='{rule}'"):
+        speculative_engine("toy", "ngram", 4, "greedy", acceptance=rule, speculation_width=2, **benchmark)
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from paceline import params
 from paceline.errors import LONGEST_SHOWN, PacelineError, ParameterError
 from paceline.params import (
     MAX_SPECULATION_LENGTH,
+    MAX_SPECULATION_WIDTH,
     DrafterName,
     EngineConfig,
     EngineOptions,
@@ -61,6 +62,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
 BAD_ENGINE: list[tuple[str, Any]] = [
     *[("drafter", v) for v in ("eagle", "", 3)],
     *[("num_speculative_tokens", v) for v in (-1, MAX_SPECULATION_LENGTH + 1, 1.0, True, "fast", None)],
+    *[("speculation_width", v) for v in (0, MAX_SPECULATION_WIDTH + 1, 1.0, True, "wide", None)],
     *[("acceptance", v) for v in ("greedy", None)],
     *[("attention", v) for v in ("flash", None)],
     *[("rounds", v) for v in ("graph", None)],
@@ -297,6 +299,8 @@ def test_a_synthetic_acceptance_is_for_benchmarks_that_say_so() -> None:
 UNUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": 4, "drafter": None}, "num_speculative_tokens"),
     ({"num_speculative_tokens": "bass", "drafter": None}, "num_speculative_tokens"),
+    ({"speculation_width": 2, "drafter": None}, "speculation_width"),
+    ({"speculation_width": 2, "num_speculative_tokens": 0}, "speculation_width"),
     ({"acceptance": "rejection", "drafter": None}, "acceptance"),
     ({"profile": "p.json", "drafter": None}, "profile"),
     ({"profile": "p.json", "drafter": "ngram", "num_speculative_tokens": 4}, "profile"),
@@ -332,6 +336,9 @@ def test_what_would_do_nothing_is_refused_by_name(given: dict[str, Any], name: s
         {"draft_model": "a", "drafter": "hybrid", "reference_documents": ["a"], "draft_quantization": None},
         {"drafter": "ngram", "reference_documents": ["a"], "profile": "p.json"},
         {"drafter": "ngram", "profile": "p.json", "num_speculative_tokens": "profiled"},
+        {"drafter": "ngram", "speculation_width": 8},
+        {"drafter": None, "speculation_width": 1},
+        {"acceptance": "rejection", "speculation_width": 1},
     ],
 )
 def test_what_does_something_or_is_as_it_would_be_is_taken(given: dict[str, Any]) -> None:

@@ -181,7 +181,8 @@ class Batch:
         """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
         if draft.parents is None:
             return draft
-        return draft.capped([max(0, self.positions - length) for length in self.lengths[: self.rows]])
+        room = [max(0, self.positions - length) for length in self.lengths[: self.rows]]
+        return draft.first([min(most, count) for most, count in zip(room, draft.drafted, strict=True)])
 
     @property
     def room(self) -> int:

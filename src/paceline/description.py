@@ -53,7 +53,8 @@ class Running:
         guesses = "no speculation"
         draft = self.models.draft if drafter.decoders else None
         if who := drafter.describe(None if draft is None else _describe_model(draft)):
-            guesses = f"drafter {who}, length {self.parts.policy.name}, acceptance {config.acceptance}"
+            width = "" if drafter.width == 1 else f", width {drafter.width}"
+            guesses = f"drafter {who}, length {self.parts.policy.name}{width}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
                 guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
         return (
@@ -77,7 +78,8 @@ class Running:
             how = "CUDA graphs" if self.player.graphs.captures else "uncaptured"
             return f"rounds by the device ({how}, {self.player.ops.name} kernels); "
         if self.parts.native is not None:
-            return "rounds by the kernels; "
+            branches = " (those whose guesses branch part by part)" if self.parts.drafter.width > 1 else ""
+            return f"rounds by the kernels{branches}; "
         if self.models.target.device.type != "cuda":
             shown = self.parts.target.reader is not None and plays_rounds(self.models.target)
             return "rounds by the host (the drafter reads the target's streams); " if shown else ""

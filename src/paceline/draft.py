@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from paceline.errors import ParameterError
 from paceline.nodes import Tree
 
-KINDS = 4  # most kinds of guesses that a drafter may tell apart
+KINDS = 8  # most kinds of guesses that a drafter may tell apart
 
 
 def real_places(counts: Tensor, width: int) -> Tensor:
@@ -103,9 +104,11 @@ class Draft:
         return _no_guesses(rows, device)
 
     def capped(self, caps: Sequence[int] | None) -> Draft:
-        """At most caps[i] guesses for row i; None caps nothing."""
+        """At most caps[i] guesses for row i, of a tree as deep; None caps nothing."""
         if caps is None:
             return self
+        if self.follows is not None:
+            return self._cut(caps)
         most = self.counts.new_tensor(caps)
         return replace(self, counts=torch.minimum(self.counts, most))
 
@@ -115,10 +118,33 @@ class Draft:
         if k == 0:
             return _no_guesses(len(counts), self.tokens.device)
         laws = None if self.probabilities is None else self.probabilities[:, :k]
-        parents = None if self.parents is None else self.parents[:, :k]
-        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws, parents=parents)
+        if self.follows is not None:
+            follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
+            return branching(
+                [line[: len(tree)] for line, tree in zip(self.guesses, follows, strict=True)],
+                follows,
+                self.tokens.device,
+            )
+        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
         chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
         return chosen
+
+    def _cut(self, depths: Sequence[int]) -> Draft:
+        """Of a tree: row i without what stands deeper than depths[i]."""
+        assert self.follows is not None
+        kept = [
+            [place for place, way in enumerate(ways[1 : 1 + count]) if len(way) <= depth]
+            for ways, count, depth in zip(self.ways, self.drafted, depths, strict=True)
+        ]
+
+        def of(table: Sequence[Sequence[Any]]) -> list[list[Any]]:
+            return [[line[place] for place in places] for line, places in zip(table, kept, strict=True)]
+
+        new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
+        follows = [[places[old] for old in line] for places, line in zip(new, of(self.follows), strict=True)]
+        scores = None if self.confidence is None else of(self.confidence)
+        kinds = None if self.kinds is None else of(self.kinds)
+        return branching(of(self.guesses), follows, self.tokens.device, scores, kinds)
 
     def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
         """Of a tree: row i has its real guesses in the order orders[i], in which none comes before what it follows."""
@@ -194,6 +220,25 @@ class ReadDraft(Draft):
             raise AttributeError(name)
         setattr(self, name, made)
         return made
+
+
+def branching(
+    guesses: list[list[int]],
+    follows: list[list[int]],
+    device: torch.device,
+    confidence: Sequence[Sequence[float]] | None = None,
+    kinds: Sequence[Sequence[int]] | None = None,
+) -> Draft:
+    """Trees: of each row its guesses and what each follows. Where no row has a branch they are chains."""
+    if all(line == list(range(-1, len(line) - 1)) for line in follows):
+        return ReadDraft.of(guesses, device, confidence, kinds)
+    k = max(map(len, guesses))
+    tokens = torch.tensor([line + [0] * (k - len(line)) for line in guesses], device=device)
+    filled = [line + [-1] * (k - len(line)) for line in follows]
+    counts = torch.tensor([len(line) for line in guesses], device=device)
+    draft = Draft(tokens, counts, None, confidence, parents=torch.tensor(filled, device=device), kinds=kinds)
+    draft.guesses, draft.follows = guesses, filled
+    return draft
 
 
 @cache

@@ -24,6 +24,8 @@ def why_not_device(parts: Speculation) -> str | None:
     """Why the device cannot play rounds alone; None if it can."""
     if not parts.drafter.on_device:
         return "this drafter guesses on the host"
+    if parts.drafter.width > 1:
+        return "guesses that branch are the host's"
     if parts.policy.selects:
         return "this length policy looks at guesses on the host"
     decoders = [parts.target, *parts.drafter.decoders]

@@ -20,6 +20,7 @@ class DrafterKind(Protocol):
     """What a drafter needs, known before anything is loaded; ``drafters.base.Drafter`` says more, and what it does.
 
     needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings.
+    auto_width: guesses side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
     """
 
     @property
@@ -30,6 +31,9 @@ class DrafterKind(Protocol):
 
     @property
     def copies(self) -> bool: ...
+
+    @property
+    def auto_width(self) -> int: ...
 
     def build(self, equipment: Any, /) -> Any:
         """Make one for an engine. equipment: ``drafters.base.Equipment``."""

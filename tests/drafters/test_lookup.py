@@ -24,6 +24,7 @@ from paceline.drafters.lookup import (
     HostLookup,
     Lookup,
     NativeLookup,
+    Way,
     make_lookup,
 )
 from paceline.kernels import native
@@ -73,6 +74,45 @@ def test_the_native_search_equals_its_twin(
         both.append(found_in(lookup, rows, k, [each and Beside(references=noted) for each in beside], spare))
     assert both[0] == both[1]
     assert all(len(guesses) <= k and bool(guesses) == (size > 0) for guesses, size, _ in zip(*both[0], strict=True))
+
+
+def ways_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None) -> list[list[Way]]:
+    text, length = table(rows, 2)
+    return lookup.find_all(text, length, len(rows), max(1, *map(len, rows)), k, ways, beside)
+
+
+@needs_extension
+@settings(max_examples=200, deadline=None)
+@given(rows=texts, documents=documents, references=documents, k=st.integers(1, 9), ways=st.integers(1, 5))
+def test_several_continuations_are_the_same_in_both_and_the_first_is_the_one_of_a_chain(
+    rows: list[list[int]], documents: list[list[int]], references: list[list[int]], k: int, ways: int
+) -> None:
+    numbers, both = range(len(rows)), []
+    for lookup in lookups(documents):
+        noted = lookup.texts(references)
+        beside = [Beside(references=noted) if number % 2 else None for number in numbers]
+        both.append(ways_in(lookup, rows, k, ways, beside))
+        chain = found_in(lookup, rows, k, beside)
+        firsts = [each[0] if each else Way([], 0, OWN) for each in both[-1]]
+        assert [way.guesses for way in firsts] == chain.guesses
+        assert [way.matched for way in firsts] == chain.matched
+        assert [way.source for way in firsts] == chain.sources
+    assert both[0] == both[1]
+    for each in both[0]:
+        assert len(each) <= ways
+        assert [way.matched for way in each] == sorted((way.matched for way in each), reverse=True)
+        for number, way in enumerate(each):
+            assert all(before.guesses[: len(way.guesses)] != way.guesses for before in each[:number])
+
+
+@pytest.mark.parametrize("kind", range(len(lookups([]))))
+def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -> None:
+    lookup = lookups([[9, 1, 2, 3, 40]])[kind]
+    references, siblings = lookup.texts([[7, 2, 3, 50]]), lookup.texts([[1, 2, 3, 60]])
+    row = [2, 3, 70, 1, 2, 3]
+    (ways,) = ways_in(lookup, [row], 2, 9, [Beside(references, siblings, 1)])
+    found = [(way.guesses[0], way.matched, way.source) for way in ways]
+    assert found == [(60, 3, SIBLINGS), (40, 3, DOCUMENTS), (70, 2, OWN), (50, 2, REFERENCES)]
 
 
 # --- against a plain search, as answers grow --------------------------------------------------------------------------
@@ -175,6 +215,8 @@ def test_of_one_pair_of_tokens_only_so_many_places_are_looked_at(kind: int) -> N
 @needs_extension
 @pytest.mark.parametrize("length", [-1, 4])
 def test_a_length_beyond_the_text_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="do not lie between"):
+        NativeLookup([], KERNELS[0]).find_all(torch.zeros(1, 3).long(), torch.tensor([length]), 1, 3, 2, 2)
     with pytest.raises(ValueError, match="between 0 and 3"):
         NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), 1, 9, 2)
 

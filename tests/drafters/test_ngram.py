@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.batch import Batch, RowStart, Wish
-from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
-from paceline.params import SamplingParams
+from paceline.drafters.lookup import OWN
+from paceline.drafters.ngram import LONGEST_SUFFIX, SIBLING, NgramDrafter
+from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,3 +100,33 @@ def test_a_match_never_crosses_from_one_document_into_the_next() -> None:
 
 def test_a_match_at_a_documents_very_end_hides_no_shorter_one() -> None:
     assert propose([[5, 1, 2, 3, 2]], [[1, 2, 3, 2]], 2) == [[3, 2]]
+
+
+def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
+    row = [1, 2, 5, 6, 7, 9, 1, 2, 5, 8, 9, 1, 2]
+    batch = Batch(1, 40, 10)
+    batch.set_row(0, RowStart(row, SamplingParams(), 0))
+    batch.set_rows(1)
+    draft = NgramDrafter(width=2).propose(batch, Wish(3))
+    assert draft.guesses == [[5, 8, 9, 6, 7]]
+    assert draft.follows == [[-1, 0, 1, 0, 3]]
+    assert draft.confidence is not None
+    assert draft.kinds == [[OWN, OWN, OWN, SIBLING + OWN, OWN]]
+    assert NgramDrafter(width=1).propose(batch, Wish(3)).guesses == [[5, 8, 9]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=st.lists(token, min_size=1, max_size=20), k=st.integers(1, 32), width=st.integers(2, 8))
+def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
+    row: list[int], k: int, width: int
+) -> None:
+    batch = Batch(1, 40, 10)
+    batch.set_row(0, RowStart(row, SamplingParams(), 0))
+    batch.set_rows(1)
+    draft = NgramDrafter(width=width).propose(batch, Wish(k))
+    depths = Counter(len(way) for way in draft.ways[0][1:])
+    assert max(depths, default=0) <= k
+    assert max(depths.values(), default=0) <= width
+    assert len(draft.guesses[0]) <= MAX_SPECULATION_LENGTH
+    assert len(set(map(tuple, draft.ways[0]))) == len(draft.ways[0])  # no two guesses say the same
+    assert draft.guesses[0][:k] == NgramDrafter().propose(batch, Wish(k)).guesses[0]

@@ -123,7 +123,8 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
         taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.counts.tolist(), strict=True)]
         rate = (2 + sum(map(sum, taken))) / costs.verify_ms(2, int(chosen.counts.sum()) / 2)
         assert rate == pytest.approx(best_by_trying(lines, trees, costs))
-        for row, (guesses, follows) in enumerate(zip(chosen.guesses, chosen.follows or [[], []], strict=True)):
+        chains = [list(range(-1, len(line) - 1)) for line in chosen.guesses]
+        for row, (guesses, follows) in enumerate(zip(chosen.guesses, chosen.follows or chains, strict=True)):
             assert all(parent < place for place, parent in enumerate(follows))
             ways = [[draft.guesses[row][step] for step in path_to(trees[row], guess)] for guess in guesses]
             assert [[guesses[step] for step in path_to(follows, place)] for place in range(len(guesses))] == ways

@@ -73,6 +73,12 @@ class EngineFlags:
             "--num-speculative-tokens", "-k", text="Guesses a round: a number, or auto, bass, profiled, or a package's."
         ),
     ] = str(EngineConfig.num_speculative_tokens)
+    speculation_width: Annotated[
+        str,
+        engine_option(
+            "--speculation-width", text="Guesses side by side, each for the same place: a number; 1: chains."
+        ),
+    ] = str(EngineConfig.speculation_width)
     profile: Annotated[
         str | None, engine_option("--profile", text="A file of paceline profile, for auto and profiled.")
     ] = EngineConfig.profile
@@ -131,6 +137,7 @@ class EngineFlags:
         return {
             "drafter": None if self.drafter == "none" else self.drafter,
             "num_speculative_tokens": speculation_length(self.num_speculative_tokens),
+            "speculation_width": speculation_width(self.speculation_width),
             "profile": self.profile,
             "acceptance": self.acceptance,
             "attention": self.attention,
@@ -228,6 +235,14 @@ def speculation_length(text: str) -> int | str:
         return int(text)
     except ValueError:
         return str(rules_of(EngineConfig)["num_speculative_tokens"].take("num_speculative_tokens", text))
+
+
+def speculation_width(text: str) -> int | Literal["auto"]:
+    """A number, or "auto". Raises ParameterError."""
+    width: int | Literal["auto"] = rules_of(EngineConfig)["speculation_width"].take(
+        "speculation_width", int(text) if text.isdecimal() else text
+    )
+    return width
 
 
 def whole_numbers(name: str, text: str) -> list[int]:

@@ -21,7 +21,8 @@ class Equipment:
     """What an engine has for a drafter.
 
     acceptance: the rule, as in ``EngineConfig``. draft: the draft model, where one was given. documents: token ids to
-    copy from. decoder: gives a model a cache of the engine's rows and positions.
+    copy from. decoder: gives a model a cache of the engine's rows and positions. width: most guesses of a row for the
+    same place; 1: chains.
     """
 
     target: Decoder
@@ -29,6 +30,7 @@ class Equipment:
     draft: AnyModel | None
     documents: Sequence[Sequence[int]]
     decoder: Callable[[AnyModel], Decoder]
+    width: int = 1
 
     def draft_decoder(self) -> Decoder:
         """The draft model with a cache of its own. Raises ParameterError if none was given."""
@@ -48,6 +50,9 @@ class Drafter(RowKeeper):
     needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings, which
     cost nothing. on_device: whether what it guesses is what rounds of the device guess: its one decoder's draws, or
     nothing. uses_torch: whether it works with tensors; where it does not, rounds of the CPU kernels go without torch.
+    auto_width: how many guesses stand side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
+
+    width: how many do; 1: its guesses are chains.
     """
 
     name: ClassVar[str]
@@ -55,6 +60,8 @@ class Drafter(RowKeeper):
     copies: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
     uses_torch: ClassVar[bool] = True
+    auto_width: ClassVar[int] = 0
+    width = 1
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
@@ -90,6 +97,10 @@ class Wrapper(RowKeepers, Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.inner.width
 
     @property
     def decoders(self) -> Sequence[Decoder]:

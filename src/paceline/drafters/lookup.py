@@ -60,6 +60,14 @@ class Found(NamedTuple):
     sources: list[int]
 
 
+class Way(NamedTuple):
+    """One of a row's continuations: its guesses, at least one; tokens matched; the source."""
+
+    guesses: list[int]
+    matched: int
+    source: int
+
+
 class Lookup(Protocol[T]):
     """Finds guesses for all rows of a batch."""
 
@@ -80,6 +88,22 @@ class Lookup(Protocol[T]):
 
         longest: the greatest of their lengths. beside: of each row; their siblings learn what the rows have gained
         first. All of it lies on the CPU, in int64, a text's tokens side by side.
+        """
+        ...
+
+    def find_all(
+        self,
+        text: Tensor,
+        length: Tensor,
+        rows: int,
+        longest: int,
+        k: int,
+        ways: int,
+        beside: Sequence[Beside[T] | None] | None = None,
+    ) -> list[list[Way]]:
+        """Of each row up to ``ways`` continuations, none of them the beginning of one before it.
+
+        Those of longer matches come first, then by source, then the later ones: the first is what ``find`` finds.
         """
         ...
 
@@ -114,7 +138,8 @@ class NativeLookup:
     """One call of the extension."""
 
     def __init__(self, documents: Sequence[Sequence[int]], kernels: native.Kernels) -> None:
-        self._search, self._kernels = kernels.library.pl_lookup, kernels
+        self._search, self._search_all = kernels.library.pl_lookup, kernels.library.pl_lookup_all
+        self._kernels = kernels
         self._documents = self.texts(documents)
         self._found = memoryview(array("q"))
         self._address = 0
@@ -144,8 +169,39 @@ class NativeLookup:
             *(place + 3 * step, place, place + step, place + 2 * step),
         )
         if widest < 0:
-            raise ValueError(f"the rows' lengths {length[:rows].tolist()} do not lie between 0 and {width}")
+            raise _beyond(length[:rows], width)
         return self._read(rows, k)
+
+    def find_all(
+        self,
+        text: Tensor,
+        length: Tensor,
+        rows: int,
+        longest: int,
+        k: int,
+        ways: int,
+        beside: Sequence[Beside[NativeTexts] | None] | None = None,
+    ) -> list[list[Way]]:
+        """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
+        width = min(longest, text.shape[1])
+        guesses, counts, matched, sources = np.zeros((rows, ways, k), np.int64), *np.zeros((3, rows, ways), np.int64)
+        made = np.zeros(rows, np.int64)
+        given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
+        problem = self._search_all(
+            self._documents.handle,
+            None if given is None else given.buffer_info()[0],
+            *(text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, ways, k),
+            *(table.ctypes.data for table in (guesses, counts, matched, sources, made)),
+        )
+        if problem < 0:
+            raise _beyond(length[:rows], width)
+        return [
+            [
+                Way(guesses[row, way, : counts[row, way]].tolist(), int(matched[row, way]), int(sources[row, way]))
+                for way in range(count)
+            ]
+            for row, count in enumerate(made.tolist())
+        ]
 
     def _make_room(self, numbers: int) -> None:
         if numbers > len(self._found):
@@ -159,6 +215,10 @@ class NativeLookup:
             self._found[start : start + count].tolist() for start, count in zip(starts, numbers[:rows], strict=True)
         ]
         return Found(guesses, numbers[rows : 2 * rows], numbers[2 * rows :])
+
+
+def _beyond(length: Tensor, width: int) -> ValueError:
+    return ValueError(f"the rows' lengths {length.tolist()} do not lie between 0 and {width}")
 
 
 def _numbers(beside: Beside[NativeTexts] | None) -> tuple[int, int, int, int]:
@@ -207,6 +267,14 @@ class HostTexts:
             return 1, self.texts[number][place + 1 :]
         return size, following
 
+    def every(self, suffix: list[int]) -> list[tuple[int, list[int]]]:
+        """All places of the last two tokens, the latest first, else the latest of the last: tokens matched, sequel."""
+        places = self._pairs.get((suffix[1], suffix[0]), [])[-MOST_PLACES:]
+        if not places:
+            places = [self._singles[suffix[0]]] if suffix[0] in self._singles else []
+        texts = [(self.texts[number], place) for number, place in reversed(places)]
+        return [(_agreeing(text[: place + 1], suffix), text[place + 1 :]) for text, place in texts]
+
 
 def _agreeing(text: list[int], suffix: list[int]) -> int:
     """How many tokens at the end of ``text`` are those of ``suffix``, the last one first."""
@@ -239,11 +307,46 @@ class HostLookup:
     ) -> Found:
         """As ``Lookup`` says."""
         numbers, lengths = text[:rows, :longest].numpy(), length[:rows].numpy()
-        each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * rows]
-        for row, (one, end) in enumerate(zip(each, lengths.tolist(), strict=True)):
-            if one.siblings is not None:
-                _catch_up(one.siblings, one.number, numbers[row, one.first : end].tolist())
-        return self._find(numbers, lengths, k, each)
+        return self._find(numbers, lengths, k, _caught_up(numbers, lengths, beside))
+
+    def find_all(
+        self,
+        text: Tensor,
+        length: Tensor,
+        rows: int,
+        longest: int,
+        k: int,
+        ways: int,
+        beside: Sequence[Beside[HostTexts] | None] | None = None,
+    ) -> list[list[Way]]:
+        """As ``Lookup`` says."""
+        numbers, lengths = text[:rows, :longest].numpy(), length[:rows].numpy()
+        each = zip(numbers, lengths.tolist(), _caught_up(numbers, lengths, beside), strict=True)
+        return [_unlike(self._ways(line[:end].tolist(), k, one), ways) for line, end, one in each]
+
+    def _ways(self, text: list[int], k: int, beside: Beside[HostTexts]) -> list[Way]:
+        """All continuations of a text, the best first."""
+        if not text:
+            return []
+        suffix = [*text[: -LONGEST_SUFFIX - 1 : -1], *[-2] * LONGEST_SUFFIX][:LONGEST_SUFFIX]
+        last = len(text) - 1
+        own = [place for place in range(last - 1, -1, -1) if text[place] == text[-1]][:MOST_PLACES]
+        ways = [
+            Way(
+                [text[place + 1 + step % (last - place)] for step in range(k)],
+                _agreeing(text[: place + 1], suffix),
+                OWN,
+            )
+            for place in own
+        ]
+        for source, texts in (
+            (REFERENCES, beside.references),
+            (SIBLINGS, beside.siblings),
+            (DOCUMENTS, self._documents),
+        ):
+            every = [] if texts is None else texts.every(suffix)
+            ways += [Way(following[:k], size, source) for size, following in every]
+        return sorted(ways, key=lambda way: -way.matched)
 
     def _find(self, text: Tokens, length: Tokens, k: int, beside: Sequence[Beside[HostTexts]]) -> Found:
         suffix = _suffixes(text, length)
@@ -262,6 +365,27 @@ class HostLookup:
                     found[number] = size, source, following[:k]
         sizes, sources, guesses = map(list, zip(*found, strict=True))
         return Found(guesses, sizes, sources)
+
+
+def _unlike(ways: Sequence[Way], most: int) -> list[Way]:
+    """The first so many of which none is the beginning of one before it."""
+    kept: list[Way] = []
+    for way in ways:
+        known = any(before.guesses[: len(way.guesses)] == way.guesses for before in kept)
+        if not known and len(kept) < most:
+            kept.append(way)
+    return kept
+
+
+def _caught_up(
+    text: Tokens, length: Tokens, beside: Sequence[Beside[HostTexts] | None] | None
+) -> list[Beside[HostTexts]]:
+    """What each row may be guessed from; the siblings know what the rows have gained."""
+    each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * len(text)]
+    for row, (one, end) in enumerate(zip(each, length.tolist(), strict=True)):
+        if one.siblings is not None:
+            _catch_up(one.siblings, one.number, text[row, one.first : end].tolist())
+    return each
 
 
 def _catch_up(siblings: HostTexts, number: int, text: list[int]) -> None:

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 from paceline.batch import Batch, Family, Member, Wish
 from paceline.draft import KINDS, Draft, ReadDraft
 from paceline.drafters.base import Drafter, Equipment
-from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, make_lookup
+from paceline.drafters.branches import Branches, draft_of
+from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
 
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
@@ -20,7 +21,8 @@ _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
-_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(KINDS)]
+SIBLING = KINDS // 2  # more than the kind of what it stands beside: sources are told apart, and what stands beside them
+_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING)]
 STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first guess after the longest match
 
 
@@ -40,20 +42,22 @@ class NgramDrafter(Drafter):
 
     documents: for all rows; noted once. A request's references are noted once for all of its answers, and its answers
     as they grow: in rounds that look for guesses. siblings: whether answers of one request are guessed from each other.
+    width: most continuations of a row. More than one are merged into a tree, the best first.
     """
 
     name = "ngram"
     copies = True
     uses_torch = False
+    auto_width = 1  # at equal guesses verified, branches of copies bring 0 to 3 % (benchmarks/tree_gain.py)
 
-    def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True) -> None:
+    def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True, width: int = 1) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
-        self._siblings = siblings
+        self._siblings, self.width = siblings, width
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> NgramDrafter:
-        return cls(equipment.documents)
+        return cls(equipment.documents, width=equipment.width)
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         members = batch.members[: batch.rows]
@@ -62,6 +66,9 @@ class NgramDrafter(Drafter):
         text, length = batch.tokens, batch.length
         if device.type != "cpu":
             text, length = text[:rows, :longest].cpu(), length[:rows].cpu()
+        if self.width > 1:
+            ways = self._lookup.find_all(text, length, rows, longest, wish.k, self.width, beside)
+            return draft_of([_merged(each) for each in ways], device)
         found = self._lookup.find(text, length, rows, longest, wish.k, beside)
         kinds = None if beside is None else [_KINDS[source] for source in found.sources]
         return ReadDraft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
@@ -77,3 +84,11 @@ class NgramDrafter(Drafter):
     def _note(self, family: Family) -> _Known:
         references = self._lookup.texts(family.references) if family.references else None
         return _Known(references, self._lookup.texts() if self._siblings and family.answers > 1 else None)
+
+
+def _merged(ways: Sequence[Way]) -> Branches:
+    """What stands beside another guess is judged for itself: it is right where that one is wrong."""
+    tree = Branches()
+    for way in ways:
+        tree.merge(way.guesses, _CONFIDENCE[way.matched], way.source, SIBLING + way.source)
+    return tree

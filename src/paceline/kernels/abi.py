@@ -245,6 +245,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
+    "pl_lookup_all": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 8),
     "pl_law": (None, (c_void_p,) * 4),

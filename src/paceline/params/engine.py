@@ -26,6 +26,7 @@ from paceline.params.limits import (
     QuantizationName,
     RoundsName,
     Seconds,
+    Width,
 )
 from paceline.ranges import FileName, Whole, check, check_fields
 from paceline.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
@@ -44,6 +45,9 @@ class EngineConfig:
     num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
         Or another package's name, or an object: a ``paceline.lengths.LengthPolicy``, likewise.
+    speculation_width: guesses of a row that may stand side by side, each for the same place: its guesses are then a
+        tree, and ``num_speculative_tokens`` is its depth. 1: a chain. "auto": as wide as was counted to pay for this
+        drafter. Acceptance must be "coupled"; rounds with branches are played by the host.
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
         "synthetic:0.8" keeps each guess with that probability, whatever it is: the speed is real, the text is not.
@@ -75,6 +79,7 @@ class EngineConfig:
 
     drafter: Annotated[str | DrafterKind | None, DRAFTERS] = "auto"
     num_speculative_tokens: Guesses | Annotated[str | LengthKind, LENGTHS] = "auto"
+    speculation_width: Width | Literal["auto"] = "auto"
     profile: Annotated[str, FileName()] | None = None
     acceptance: AcceptanceName | str = DEFAULT_ACCEPTANCE
     benchmark: bool = False
@@ -101,6 +106,9 @@ class EngineConfig:
         if self.profile is None and self._length is not None and self._length.needs_profile:
             raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         self._check_acceptance()
+        chains = self.speculation_width in ("auto", 1) or self.acceptance == DEFAULT_ACCEPTANCE
+        allowed = f"1 or 'auto' with acceptance={self.acceptance!r}, which knows chains alone; or acceptance='coupled'"
+        check(chains, "speculation_width", self.speculation_width, allowed)
 
     def _check_acceptance(self) -> None:
         given = self.acceptance
@@ -160,6 +168,14 @@ class EngineConfig:
         return given if isinstance(given, int) else LENGTHS.get(given).most_guesses
 
     @property
+    def width(self) -> int:
+        """Most guesses of a row for the same place; 1 where they are chains."""
+        kind = self.drafter_kind
+        if not self.guesses or kind is None or kind.auto_width == 0 or self.acceptance != DEFAULT_ACCEPTANCE:
+            return 1
+        return kind.auto_width if self.speculation_width == "auto" else self.speculation_width
+
+    @property
     def length_name(self) -> str:
         """How many guesses a round, in a word: "k=4", "auto"."""
         given = self.num_speculative_tokens
@@ -189,6 +205,7 @@ class EngineOptions(TypedDict, total=False):
 
     drafter: str | DrafterKind | None
     num_speculative_tokens: Length
+    speculation_width: int | Literal["auto"]
     profile: str | None
     acceptance: AcceptanceName | str
     benchmark: bool
@@ -215,6 +232,10 @@ LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid', and num_sp
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
+    "speculation_width": (
+        lambda config: config.guesses and config.drafter_kind is not None and config.drafter_kind.auto_width > 0,
+        "a drafter whose guesses may branch: drafter='ngram'",
+    ),
     "acceptance": (lambda config: config.drafter is not None, _GUESSES),
     "profile": (lambda config: config.reads_profile, _GUESSES + "; and num_speculative_tokens='auto' or 'profiled'"),
     "draft_model": (lambda config: config.asks_draft_model, _DRAFTS),
@@ -236,7 +257,8 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
     }
     for name in given.keys() & _NEEDS.keys():
         used, needed = _NEEDS[name]
-        idle = given[name] == usual[name] or (name == "num_speculative_tokens" and given[name] == 0)
+        nothing = {"num_speculative_tokens": 0, "speculation_width": 1}.get(name, usual[name])
+        idle = given[name] in (usual[name], nothing)
         check(idle or used(config), name, given[name], f"left out here; it needs {needed}")
 
 

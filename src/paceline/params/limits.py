@@ -22,6 +22,7 @@ DEFAULT_SPECULATION_LENGTH = 4
 DEFAULT_ACCEPTANCE: AcceptanceName = "coupled"
 SYNTHETIC = "synthetic:"  # before a rate: an acceptance rule for benchmarks
 MAX_SPECULATION_LENGTH = 32
+MAX_SPECULATION_WIDTH = 8
 MAX_LOGPROBS = 20
 
 # Whatever is counted or stored has an end, so that nothing overflows and no request alone can hold up the others.
@@ -54,5 +55,6 @@ Share = Annotated[float, Number(0, 1)]
 Penalty = Annotated[float, Number(-2, 2)]
 Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
 Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
+Width = Annotated[int, Whole(1, MAX_SPECULATION_WIDTH)]
 Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves

@@ -1,0 +1,65 @@
+"""Continuations merged into a tree: what they begin with in common is one path of guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.draft import Draft, branching
+from paceline.params import MAX_SPECULATION_LENGTH
+
+
+@dataclass
+class Branches:
+    """A row's guesses: tokens, the guess that each follows (-1: the row's unseen token), scores and kinds."""
+
+    tokens: list[int] = field(default_factory=list)
+    follows: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The guess of this token after ``parent``; None if there is none."""
+        places = zip(self.tokens, self.follows, strict=True)
+        return next((place for place, guess in enumerate(places) if guess == (token, parent)), None)
+
+    def has_child(self, parent: int) -> bool:
+        """Whether anything follows this guess: the next that does is a sibling."""
+        return parent in self.follows
+
+    def add(self, parent: int, token: int, score: float, kind: int = 0) -> int:
+        """A guess after ``parent``; returns its number."""
+        self.tokens.append(token)
+        self.follows.append(parent)
+        self.scores.append(score)
+        self.kinds.append(kind)
+        return len(self.tokens) - 1
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The guesses that these tokens go by, as far as there are any."""
+        path: list[int] = []
+        for token in tokens:
+            guess = self.child(path[-1] if path else -1, token)
+            if guess is None:
+                break
+            path.append(guess)
+        return path
+
+    def merge(self, guesses: Sequence[int], scores: Sequence[float], kind: int, sibling: int) -> None:
+        """Another continuation, as far as there is room; its first guess that is new gets the kind ``sibling``."""
+        at = -1
+        for token, score in zip(guesses, scores, strict=False):
+            known = self.child(at, token)
+            if known is None:
+                if len(self.tokens) == MAX_SPECULATION_LENGTH:
+                    return
+                known = self.add(at, token, score, sibling if self.has_child(at) else kind)
+            at = known
+
+
+def draft_of(rows: Sequence[Branches], device: torch.device) -> Draft:
+    """Of all rows; of chains where no row branches."""
+    tokens, follows = [row.tokens for row in rows], [row.follows for row in rows]
+    return branching(tokens, follows, device, [row.scores for row in rows], [row.kinds for row in rows])
