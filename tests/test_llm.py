@@ -389,6 +389,15 @@ def test_references_are_a_list_of_texts_for_each_prompt(references: Any) -> None
     assert not llm.engine.busy
 
 
+@pytest.mark.parametrize("blank", ["", " \n\t", [], np.array([], dtype=int)], ids=repr)
+def test_texts_to_copy_from_in_which_there_is_nothing_are_refused_by_name(blank: Any) -> None:
+    llm = make(draft=False, drafter="ngram")
+    with pytest.raises(ParameterError, match=r"^references=.*leave it out"):
+        llm.generate(PROMPTS[0], GREEDY, references=[[[1, 2], blank]], use_tqdm=False)
+    with pytest.raises(ParameterError, match=r"^reference_documents=.*leave it out"):
+        make(draft=False, drafter="ngram", reference_documents=[[1, 2], blank])
+
+
 def test_references_with_more_letters_than_can_be_read_are_refused_before_they_are_read() -> None:
     llm = make(draft=False, drafter="ngram")
     with pytest.raises(ParameterError, match=str(MAX_REFERENCE_CHARACTERS)):

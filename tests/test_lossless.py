@@ -279,6 +279,24 @@ def test_a_head_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: st
     assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
 
 
+@needs_kernels
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("drafter", ["self", "ngram", "sometimes", "hybrid"])
+def test_the_description_tells_whose_guesses_the_host_judges(drafter: str, rule: str) -> None:
+    engine = speculative_engine("native", drafter, 3, "mixed", acceptance=rule)
+    played = count_native_rounds(engine)
+    run(engine, PROMPTS, [SamplingParams(seed=seed, max_tokens=8) for seed in range(len(PROMPTS))])
+    assert engine.describe().count("rounds by the kernels") == 1
+    assert bool(played["by the host"]) == ("(part by part: guesses drawn by a law of their own)" in engine.describe())
+
+
+@needs_kernels
+def test_the_description_tells_of_a_rule_that_the_kernels_do_not_have() -> None:
+    engine = speculative_engine("native", "self", 3, "mixed", acceptance="synthetic:0.8", benchmark=True)
+    assert engine.parts.native is None
+    assert "rounds by the host (the kernels do not have this acceptance rule)" in engine.describe()
+
+
 def count_native_rounds(engine: Engine) -> Counter[str]:
     """How many rounds who played, as they are played."""
     player, played = engine.parts.native, Counter[str]()
@@ -382,9 +400,9 @@ def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
     """
     rng, right = random.Random(7), [each[-1] for each in plain(model, family)]
     if kind == "right":
-        return [[[*prompt, *answer], []] for prompt, answer in zip(PROMPTS, right, strict=True)]
+        return [[[*prompt, *answer], [5]] for prompt, answer in zip(PROMPTS, right, strict=True)]
     if kind == "nearly":
-        return [[[(t + (i % 5 == 4)) % VOCAB for i, t in enumerate(each)], each[3:9]] for each in right]
+        return [[[(t + (i % 5 == 4)) % VOCAB for i, t in enumerate(each)], each[3:9] or [5]] for each in right]
     if kind == "wrong":
         return [[right[(row + 1) % len(right)], [VOCAB - 1] * 50] for row in range(len(right))]
     return [[[rng.randrange(VOCAB) for _ in range(2000)], [*each[::-1], *each] * 3, [each[0]] * 99] for each in right]
@@ -800,7 +818,7 @@ def test_drafted_trees_between_rounds_of_one_native_call_equal_plain_decoding(dr
     kept = count_siblings(engine)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert kept["sibling"] > 0
-    assert "rounds by the kernels (those whose guesses branch part by part)" in engine.describe()
+    assert "rounds by the kernels (part by part: guesses that branch)" in engine.describe()
 
 
 @needs_kernels

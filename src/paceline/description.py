@@ -11,7 +11,7 @@ from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.fingerprint import model_hash
 from paceline.models.prepare import why_not_native
-from paceline.native_round import plays_rounds
+from paceline.native_round import plays_rounds, why_host
 from paceline.params import EngineConfig
 from paceline.pipeline import why_not_device
 from paceline.round import Speculation
@@ -77,14 +77,20 @@ class Running:
         if self.player is not None and why is None:
             how = "CUDA graphs" if self.player.graphs.captures else "uncaptured"
             return f"rounds by the device ({how}, {self.player.ops.name} kernels); "
-        if self.parts.native is not None:
-            branches = " (those whose guesses branch part by part)" if self.parts.drafter.width > 1 else ""
-            return f"rounds by the kernels{branches}; "
+        if plays_rounds(self.models.target):
+            return f"{self._describe_kernels_rounds()}; "
         if self.models.target.device.type != "cuda":
-            shown = self.parts.target.reader is not None and plays_rounds(self.models.target)
-            return "rounds by the host (the drafter reads the target's streams); " if shown else ""
+            return ""
         why = why or "rounds='host'"
         return f"rounds by the host ({why}); "
+
+    def _describe_kernels_rounds(self) -> str:
+        if why := why_host(self.parts.target, self.parts.accept):
+            return f"rounds by the host ({why})"
+        drafter = self.parts.drafter
+        parted = {"guesses that branch": drafter.width > 1, "guesses drawn by a law of their own": drafter.has_laws}
+        left = ", ".join(guesses for guesses, possible in parted.items() if possible)
+        return f"rounds by the kernels (part by part: {left})" if left else "rounds by the kernels"
 
 
 def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:

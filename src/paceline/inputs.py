@@ -50,9 +50,18 @@ def as_documents(name: str, documents: object) -> list[str | list[int]]:
     return [as_prompt(name, document) for document in given]
 
 
+def as_sources(name: str, sources: object) -> list[str | list[int]]:
+    """Texts or lists of token ids to copy from: of empty ones nothing can be. Raises ParameterError."""
+    given = as_documents(name, sources)
+    for source in given:
+        if not (source.strip() if isinstance(source, str) else source):
+            raise ParameterError(name, source, "texts to copy from; an empty or blank one does nothing: leave it out")
+    return given
+
+
 def as_references(name: str, references: object) -> list[str | list[int]]:
-    """Texts or lists of token ids that one request may copy from: few, and not too long. Raises ParameterError."""
-    given = as_documents(name, references)
+    """What one request may copy from (``as_sources``): few, and not too long. Raises ParameterError."""
+    given = as_sources(name, references)
     letters = sum(len(text) for text in given if isinstance(text, str))
     if len(given) > MAX_REFERENCES or letters > MAX_REFERENCE_CHARACTERS:
         allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_CHARACTERS} characters together"

@@ -26,6 +26,7 @@ from paceline.inputs import (
     as_prompts,
     as_references,
     as_references_of_each,
+    as_sources,
 )
 from paceline.models.base import AnyModel
 from paceline.models.loading import eos_token_ids, load_model
@@ -80,7 +81,7 @@ class LLM:
         _check_source("model", model)
         if draft_model is not None:
             _check_source("draft_model", draft_model)
-        documents = as_documents("reference_documents", reference_documents)
+        documents = as_sources("reference_documents", reference_documents)
         config = engine_config(options, draft_model, documents)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)

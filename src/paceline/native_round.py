@@ -59,9 +59,7 @@ class NativeRound:
         model = target.model
         if not plays_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
-        if target.reader is not None:  # the call gives no streams
-            return None
-        return NativeRound(target, model, batch, rule, threads) if rule in RULES.values() else None
+        return None if why_host(target, rule) else NativeRound(target, model, batch, rule, threads)
 
     def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:
         """Whether it can play the next round: one that needs no host, of chains whose guesses have no law."""
@@ -111,6 +109,13 @@ class NativeRound:
         accepted = record[self._accepted : self._accepted + rows].tolist()
         lines = [record[row * _BLOCK : row * _BLOCK + kept + 1].tolist() for row, kept in enumerate(accepted)]
         return HostVerdict(lines, accepted, drafted, record[self._gained : self._gained + rows].tolist())
+
+
+def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:
+    """Why the host plays rounds of a model of which the kernels could; None if it does not."""
+    if target.reader is not None:
+        return "the drafter reads the target's streams"  # the call gives none
+    return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 
 
 def plays_rounds(model: AnyModel) -> TypeGuard[NativeModel]:

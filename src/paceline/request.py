@@ -157,6 +157,10 @@ class Intake:
             allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_TOKENS} tokens together"
             raise ParameterError("references", f"{given} with {size} tokens", allowed)
         for tokens in request.references:
+            if not tokens:
+                raise ParameterError(
+                    "references", tokens, "lists of token ids; an empty one does nothing: leave it out"
+                )
             check_tokens("references", tokens, self.vocab_size)
 
 

@@ -287,7 +287,7 @@ def test_lines_bring_references_along(paceline: Any, tiny: str, lines: Path) -> 
     assert "line 2: references=" in refused.stderr
 
 
-@pytest.mark.parametrize("references", ["text", [1.5], [[True]], {"a": 1}, None])
+@pytest.mark.parametrize("references", ["text", [1.5], [[True]], {"a": 1}, None, ["a", ""]])
 def test_a_line_with_broken_references_is_named(paceline: Any, tiny: str, lines: Path, references: Any) -> None:
     lines.write_text(json.dumps({"prompt": "hello", "references": references}))
     result = paceline("generate", tiny, "--prompts-file", str(lines), "--drafter", "ngram", *GREEDY)

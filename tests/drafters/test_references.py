@@ -136,6 +136,10 @@ def test_references_have_a_limit() -> None:
     play(engine, (replace(GREEDY, max_tokens=2), [[1] * MAX_REFERENCE_TOKENS]))
 
 
+def test_a_reference_without_tokens_is_refused() -> None:
+    assert "leave it out" in refused(copying(), [[1, 2], []])
+
+
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_reference_with_a_token_that_there_is_not_is_refused(token: int) -> None:
     assert f"{VOCAB - 1}" in refused(copying(), [[1, token]])

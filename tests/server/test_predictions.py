@@ -100,6 +100,7 @@ def test_a_streams_last_chunk_counts_it_too(live: Live, right: str) -> None:
         ("chat/completions", {"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
         ("chat/completions", {"prediction": content(7)}, "prediction.content"),
         ("chat/completions", {"prediction": content("")}, "prediction"),
+        ("chat/completions", {"prediction": content(" \n\t\u3000")}, "prediction"),
         ("chat/completions", {"prediction": content([{"type": "text", "text": ""}])}, "prediction"),
         ("chat/completions", {"prediction": content([{"type": "image_url"}])}, "prediction.content"),
         ("chat/completions", {"prediction": content("a" * (MAX_REFERENCE_CHARACTERS + 1))}, "prediction"),

@@ -78,6 +78,11 @@ class Drafter(RowKeeper):
         """Who gets the target's inner streams: they exist only while it reads a token. None: nobody."""
         return None
 
+    @property
+    def has_laws(self) -> bool:
+        """Whether its guesses may come with the law that they were drawn from."""
+        return False
+
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         """At most wish.k guesses for every row; wish.k >= 1."""
         raise NotImplementedError
@@ -109,6 +114,10 @@ class Wrapper(RowKeepers, Drafter):
     @property
     def reader(self) -> Reader | None:
         return self.inner.reader
+
+    @property
+    def has_laws(self) -> bool:
+        return self.inner.has_laws
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:

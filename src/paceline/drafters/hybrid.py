@@ -43,6 +43,10 @@ class HybridDrafter(RowKeepers, Drafter):
         return self._model.reader
 
     @property
+    def has_laws(self) -> bool:
+        return self._model.has_laws
+
+    @property
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self._copying, self._model
 

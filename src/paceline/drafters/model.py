@@ -62,6 +62,10 @@ class ModelDrafter(Drafter):
     def decoders(self) -> Sequence[Decoder]:
         return (self.decoder,)
 
+    @property
+    def has_laws(self) -> bool:
+        return self._independent
+
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         first, stop = wish.stretch(batch.rows)
         if stop - first == batch.rows:

@@ -281,8 +281,8 @@ class Prediction(Strict):
 
     @model_validator(mode="after")
     def _check_size(self) -> Prediction:
-        if not self.text:
-            message = "some text that the answer may repeat; an empty prediction does nothing: leave it out"
+        if not self.text.strip():
+            message = "some text that the answer may repeat; an empty or blank one does nothing: leave it out"
             raise PydanticCustomError("prediction", message, {"field": "prediction"})
         if len(self.text) > MAX_REFERENCE_CHARACTERS:
             context = {"field": "prediction", "most": MAX_REFERENCE_CHARACTERS}
