@@ -61,6 +61,28 @@ def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> Non
     assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 25}
 
 
+def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
+    """Where a pass of whatever size takes longer than its share of a pause: 60 ms, and 4 ms a token."""
+    chunks, prompt, passes = Chunks(1024, 0.1), Text(1500), []
+    chunks.round_seconds = 0.065
+    while prompt.prefilled < prompt.prefill_stop:
+        (part,) = chunks.choose([prompt], decoding=bool(passes))
+        passes.append(part.size)
+        prompt.prefilled = part.stop
+        chunks.speed.learn([part], 0.06 + 0.004 * part.size)
+    assert min(passes[:-1]) >= 4
+    assert 0.04 < chunks.speed.per_pass < 0.08
+
+
+def test_what_a_pass_takes_is_known_from_small_chunks_and_what_a_token_takes_from_others() -> None:
+    speed = Speed()
+    for _ in range(20):
+        speed.learn([Part(0, 0, 400)], 0.06 + 0.4)
+        speed.learn([Part(0, 0, 10)], 0.06 + 0.01)
+    assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.05)
+    assert speed.per_pass == pytest.approx(0.06, rel=0.05)
+
+
 def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener_as_large_as_allowed() -> None:
     assert sizes(chunks_at(0.001).choose([Text(5000)], decoding=False)) == {0: 500}
     assert sizes(chunks_at(0.001, pause=None).choose([Text(5000)], decoding=True)) == {0: 1024}

@@ -12,7 +12,8 @@ _STEP = 512  # positions that are taken to cost the same: a token attends to all
 _GUESS = 0.003  # seconds a token, before anything is known
 _LEARN = 0.5  # how much of a surprise is believed: one stall of the machine is not its speed
 _AIM = 0.8  # of a pause is what a chunk and a round should take: some take longer than others
-_LEAST = 0.25  # of a pause is left to prompts, however long the rounds themselves take
+_LEAST = 0.25  # of a pause is left to prompts, however long rounds, and passes of whatever size, take themselves
+_SMALL = 4  # times smaller than the chunks that rates are known from: such a one tells what a pass takes at least
 _ALONE = 5  # pauses long may a chunk be when no row decodes: a short prompt that arrives waits for it
 _OLDEST = 4  # every so many chunks begin with the prompt that came first, so that short ones never starve it
 
@@ -64,10 +65,16 @@ class Part:
 
 
 class Speed:
-    """Seconds that a prompt's token takes at its position, learned from the chunks that were fed."""
+    """Seconds that a prompt's token takes at its position, learned from the chunks that were fed.
+
+    A pass reads all weights however few its tokens are. Were small chunks to teach what a token takes, that would grow
+    as they shrink, and they shrink as it grows, down to a token a pass. So they teach ``per_pass``: the seconds of any.
+    """
 
     def __init__(self) -> None:
+        self.per_pass = 0.0
         self._rates: dict[int, float] = {}
+        self._usual = 0  # tokens of the largest chunk
 
     def seconds_per_token(self, position: int) -> float:
         """Of the nearest position that is known."""
@@ -83,7 +90,11 @@ class Speed:
             self._rates[parts[0].start // _STEP] = seconds / tokens
         before = [self.seconds_per_token(part.start) for part in parts]
         expected = sum(part.size * rate for part, rate in zip(parts, before, strict=True))
-        surprise = 1 + _LEARN * (seconds / expected - 1)
+        if tokens * _SMALL <= self._usual:
+            self.per_pass += _LEARN * (max(0.0, seconds - expected) - self.per_pass)
+            return
+        self._usual = max(self._usual, tokens)
+        surprise = 1 + _LEARN * (max(seconds - self.per_pass, seconds / _SMALL) / expected - 1)
         for part, rate in zip(parts, before, strict=True):
             self._rates[part.start // _STEP] = rate * surprise
 
@@ -128,12 +139,11 @@ class Chunks:
             self.speed.learn(self._watched.popleft()[0], seconds)
 
     def _seconds(self, decoding: bool) -> float:
-        """That the chunk may take."""
+        """That the chunk's tokens may take."""
         if self._pause is None or not self.awaited:
             return math.inf
-        if not decoding:
-            return _ALONE * self._pause
-        return max(_AIM * self._pause - self.round_seconds, _LEAST * self._pause)
+        pause = _AIM * self._pause - self.round_seconds if decoding else _ALONE * self._pause
+        return max(pause - self.speed.per_pass, _LEAST * self._pause)
 
     def _order(self, prompts: Sequence[Prompt]) -> list[int]:
         """The places of those to feed: the shortest remaining first, now and then the oldest."""
