@@ -110,14 +110,21 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Paceline:
-    """paceline itself, with or without speculation. references: of each prompt, where they are to be copied from."""
+    """paceline itself, with or without speculation. references: of each prompt, where they are to be copied from.
+
+    temperature: 0 is greedy; else every prompt is sampled with a seed of its own, its place in the batch.
+    """
 
     name: str
     llm: LLM
     references: Sequence[Sequence[str]] | None = None
+    temperature: float = 0.0
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        params = [
+            SamplingParams(temperature=self.temperature, max_tokens=tokens, ignore_eos=True, seed=place)
+            for place in range(len(prompts))
+        ]
         run = run_batch(self.llm, prompts, params, references=self.references)
         prefill, decode = run.prefill_and_decode_seconds
         return Timing(

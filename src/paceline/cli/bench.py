@@ -11,6 +11,7 @@ import typer
 from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
 from paceline.cli.console import Sheet, latency_table, note, stderr, table, working
 from paceline.cli.document import command_line, end
+from paceline.cli.drafters import CHOSEN_BY_DRAFTERS, drafters
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -117,6 +118,7 @@ app.command()(with_flags(offline, without={"max_batch_size", "prefix_cache"}))  
 app.command()(with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"}))  # it plays every length
 app.command()(traffic_http)
 app.command()(with_flags(phases, without=CHOSEN_BY_PHASES))
+app.command()(with_flags(drafters, without=CHOSEN_BY_DRAFTERS))
 app.command()(quality)
 
 

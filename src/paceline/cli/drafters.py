@@ -1,0 +1,137 @@
+"""``paceline bench drafters``: who guesses best for a target, on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from paceline.cli.console import Sheet, note, stderr, table
+from paceline.cli.document import checked_plot, command_line, end
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
+from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    from paceline.bench.drafters import Count, DraftCost, Plan, Speed
+    from paceline.bench.tasks import Task
+    from paceline.llm import LLM
+
+CHOSEN_BY_DRAFTERS = {"drafter", "num_speculative_tokens", "profile", "max_batch_size", "prefix_cache"}
+
+
+def drafters(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    head: Annotated[str | None, typer.Option("--head", help="A trained head, beside --draft-model's model.")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="Some of them, separated by commas.")] = (
+        "code,chat,maths,summary,translation,questions"
+    ),
+    prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Of every task.")] = 20,
+    guesses: Annotated[int, typer.Option("--guesses", min=1, max=16, help="A round, where acceptance is counted.")] = 4,
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once, where time is taken.")] = "1,4,8,16",
+    temperatures: Annotated[str, typer.Option("--temperatures", help="0 is greedy.")] = "0,0.8",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of an answer at most.")] = 64,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = 3,
+    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
+        "drafters.json"
+    ),
+    quiet: Quiet = False,
+) -> None:
+    """Compare all drafters of a target: copies, a draft model, a trained head. The last line is one JSON document."""
+    from paceline.bench.drafters import Plan, contenders, count, draft_costs, draw, speeds
+    from paceline.bench.offline import machine, versions
+
+    plot = checked_plot(output)
+    sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
+    plan = Plan(_tasks(tasks), prompts, guesses, max_tokens, _temperatures(temperatures), sizes, repeats)
+    _refuse_without_model(engine)
+    target = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same").load(model, quiet)
+    with_model = _with(engine, model, engine.draft_model)
+    with_head = _with(replace(engine, draft_quantization="same", draft_dtype="same"), model, head)
+    known = contenders(target, with_model, with_head)
+
+    counts = list(count(known, plan, _bar(quiet)))
+    costs = list(draft_costs(known, plan))
+    fast = list(speeds(known, plan, _bar(quiet)))
+    if not quiet:
+        for temperature in plan.temperatures:
+            stderr().print(_acceptance(counts, plan, temperature))
+        stderr().print(_speeds(fast, costs, plan))
+        note(f"written: {output}, {plot}")
+    draw(counts, fast, plot, target.engine.describe())
+    document = {
+        "command": command_line(),
+        "plan": asdict(plan),
+        "engines": {each.name: each.llm.engine.describe() for each in known},
+        "machine": machine(target.engine.threads),
+        "versions": versions(),
+        "acceptance": [each.as_document() for each in counts],
+        "costs": [asdict(each) for each in costs],
+        "speeds": [asdict(each) for each in fast],
+    }
+    end(document, output)
+
+
+def _tasks(text: str) -> tuple[Task, ...]:
+    from paceline.bench.tasks import Task
+
+    known = get_args(Task)
+    wanted = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in wanted if word not in known]:
+        raise ParameterError("--tasks", unknown[0], f"some of {', '.join(known)}")
+    return tuple(task for task in known if task in wanted)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= each <= 2 for each in found):
+        raise ParameterError("--temperatures", text, "numbers from 0 to 2, separated by commas")
+    return found
+
+
+def _refuse_without_model(engine: EngineFlags) -> None:
+    for name, value in (("draft-dtype", engine.draft_dtype), ("draft-quantization", engine.draft_quantization)):
+        if engine.draft_model is None and value != "same":
+            raise ParameterError(f"--{name}", value, "left out without --draft-model")
+
+
+def _with(engine: EngineFlags, model: str, draft: str | None) -> LLM | None:
+    return None if draft is None else replace(engine, draft_model=draft).load(model, quiet=True)
+
+
+def _bar(quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    def progress(steps: Iterable[Any], what: str) -> Iterable[Any]:
+        return tqdm(steps, desc=what, disable=True if quiet else None)  # type: ignore[no-any-return]
+
+    return progress
+
+
+def _acceptance(counts: Sequence[Count], plan: Plan, temperature: float) -> Sheet:
+    here = {(each.drafter, each.task): each for each in counts if each.temperature == temperature}
+    rows = [
+        [name, *(f"{here[name, task].mean_acceptance_length:.2f}" for task in plan.tasks)]
+        for name in dict.fromkeys(drafter for drafter, _ in here)
+    ]
+    title = f"tokens a round, {plan.k} guesses, temperature {temperature:g}"
+    return table(title, ["", *plan.tasks], rows)
+
+
+def _speeds(fast: Sequence[Speed], costs: Sequence[DraftCost], plan: Plan) -> Sheet:
+    cells = [(size, temperature) for temperature in plan.temperatures for size in plan.batch_sizes]
+    found = {(each.drafter, each.batch_size, each.temperature): each.speed_up for each in fast}
+    shares = {(each.drafter, each.batch_size): each.share for each in costs}
+    smallest = plan.batch_sizes[0]
+    rows = [
+        [name, f"{shares[name, smallest]:.0%}", *(f"{found[name, size, heat]:.2f}x" for size, heat in cells)]
+        for name in dict.fromkeys(drafter for drafter, _, _ in found)
+    ]
+    columns = ["", f"a draft of {plan.k},\nof a round", *(f"rows {size}\nT={heat:g}" for size, heat in cells)]
+    return table("auto over plain decoding", columns, rows)

@@ -1,0 +1,79 @@
+"""``paceline bench drafters``: every drafter of a target, counted and timed, in one document."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.drafters import kept_by_position, mixed_batches
+from paceline.bench.tasks import PROMPTS, TASKS
+
+OPTIONS = ("--dtype", "float32", "--max-model-len", "200", "--prompts", "2", "--max-tokens", "6", "--guesses", "2")
+SHORT = (*OPTIONS, "--tasks", "maths,questions", "--repeats", "1", "--batch-sizes", "1,2")
+
+
+def test_every_task_has_twenty_prompts_that_differ() -> None:
+    assert {task: len(set(texts)) for task, texts in PROMPTS.items()} == dict.fromkeys(TASKS, 20)
+
+
+def test_a_guess_is_tried_if_it_was_made_and_all_before_it_were_kept() -> None:
+    rows = [(0, 2), (1, 2), (2, 2), (1, 1), (0, 0)]  # kept, made
+    assert kept_by_position(rows, 3) == (3 / 4, 1 / 2, None)
+
+
+@pytest.mark.parametrize("size", [1, 4, 8, 16])
+def test_batches_have_equally_many_prompts_of_every_task(size: int) -> None:
+    batches = mixed_batches(TASKS, size)
+    assert {len(batch) for batch in batches} == {size}
+    texts = [text for batch in batches for text in batch]
+    of_task = [sum(text in PROMPTS[task] for text in texts) for task in TASKS]
+    assert len(set(of_task)) == 1
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_document_has_every_drafter_on_every_task(
+    paceline: Any, tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.bench.drafters.COST_SECONDS", 0.02)
+    file = tmp_path / "drafters.json"
+    options = (*SHORT, "--draft-model", tiny_draft, "--output", str(file))
+    result = paceline("bench", "drafters", tiny, *options)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document == json.loads(file.read_text())
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    names = ["ngram", "siblings", "model", "model or copies"]
+    counted = [(each["drafter"], each["task"], each["temperature"]) for each in document["acceptance"]]
+    assert set(counted) == {
+        (name, task, heat)
+        for name in names
+        for task in ("maths", "questions")
+        for heat in (0, 0.8)
+        if (name, heat) != ("siblings", 0)
+    }
+    for each in document["acceptance"]:
+        assert each["mean_acceptance_length"] == 1 + each["accepted"] / each["rounds"]
+        assert 0 <= each["accepted"] <= each["drafted"] <= 2 * each["rounds"]
+    model = [each for each in document["acceptance"] if each["drafter"] == "model"]
+    assert all(each["drafted"] > each["rounds"] for each in model), "it guesses two tokens wherever two have room"
+    timed = {(each["drafter"], each["batch_size"], each["temperature"]) for each in document["speeds"]}
+    assert timed == {(name, size, heat) for name in names if name != "siblings" for size in (1, 2) for heat in (0, 0.8)}
+    assert all(each["speed_up"] > 0 for each in document["speeds"])
+    assert all(each["share"] >= 0 for each in document["costs"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--tasks", "cooking"),
+        ("--temperatures", "3"),
+        ("--temperatures", "warm"),
+        ("--draft-quantization", "int8"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(paceline: Any, tiny: str, wrong: tuple[str, str]) -> None:
+    result = paceline("bench", "drafters", tiny, *SHORT, *wrong)
+    assert result.exit_code == 2
+    assert wrong[0] in result.stderr
