@@ -16,6 +16,7 @@ import pytest
 from paceline.evaluation import problems as module
 from paceline.evaluation.problems import Problem
 from paceline.evaluation.sandbox import Sandbox
+from paceline.llm import LLM
 
 CHECK = "def check(f):\n    assert f(1) == 2\n"
 PROBLEMS = [
@@ -61,6 +62,23 @@ def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: s
     assert [sample["task_id"] for sample in samples] == [p.task_id for p in PROBLEMS for _ in range(3)]
     assert {type(sample["completion"]) for sample in samples} == {str}
     assert (out / "humaneval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_side_reads_the_prompt_itself(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget counts from a request's arrival, so a side must not find the prompt read by the side before it."""
+    copied = []
+    generate = LLM.generate
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        outputs = generate(*arguments, **options)
+        copied.extend(output.cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", counted)
+    assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(tmp_path / "out")).exit_code == 0
+    assert copied == [0] * 2 * (1 + len(PROBLEMS)), "two sides, each warmed up with the first problem"
 
 
 def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(

@@ -121,7 +121,15 @@ def _answers(plan: Plan, side: Side, problem: Problem) -> list[CompletionOutput]
     assert side.llm.tokenizer is not None, "models that have a name have a tokenizer"
     prompt = tokens_of(problem, side.llm.tokenizer, plan.style)
     seed = plan.seed + int(problem.task_id.rpartition("/")[2])
-    params = replace(plan.params, n=side.n, seed=seed, stop=STOP, rank_by="mean_logprob")
+    params = replace(
+        plan.params,
+        n=side.n,
+        seed=seed,
+        stop=STOP,
+        rank_by="mean_logprob",
+        # A budget counts from a request's arrival: every side reads the prompt itself, whoever was asked it before.
+        keep_prefix=False,
+    )
     (output,) = side.llm.generate([prompt], params, use_tqdm=False)
     if output.error is not None:
         raise output.error
