@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
         "hardware",
         "cgroups",
     },
-    {"models", "heads", "decoder", "tokenizer", "structured"},
+    {"models", "heads", "decoder", "tokenizer", "structured", "parallel"},
     {"drafters", "lengths"},
     {"round", "device_round", "native_round"},
     {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from paceline.attention import AttentionBackend, make_backend
 from paceline.decoder import Decoder
@@ -11,7 +12,7 @@ from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.errors import ParameterError
 from paceline.heads.decoder import HeadDecoder, HeadModel
 from paceline.lengths.cost import CostTable
-from paceline.models.base import AnyModel, FlatModel
+from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.params import EngineConfig
 from paceline.request import check_tokens
 
@@ -25,6 +26,13 @@ class Models:
     eos_token_ids: tuple[int, ...] = ()
     documents: Sequence[Sequence[int]] = field(default_factory=tuple)  # for the n-gram drafter
     costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines on these models
+    users: WeakSet[object] = field(default_factory=WeakSet)
+
+    def give_back(self, user: object) -> None:
+        """One user less. Where other ranks have parts of the target, they end with the last."""
+        self.users.discard(user)
+        if not self.users and isinstance(self.target, SharedModel):
+            self.target.close()
 
 
 @dataclass(frozen=True)

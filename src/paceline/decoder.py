@@ -15,7 +15,7 @@ from paceline.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.batch import Batch
 from paceline.cache import KVCache
 from paceline.draft import Draft, Verdict, real_places
-from paceline.models.base import AnyModel, FlatModel, Model
+from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
 from paceline.nodes import Nodes, Tree
 
 CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
@@ -63,9 +63,7 @@ class Decoder:
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size  # the batch's; the head may be padded
         self.backend = backend
         self._flat = model if isinstance(model, FlatModel) else None  # asked once: the answer takes 20 microseconds
-        self.cache = KVCache(
-            model.layers, rows, model.kv_heads, positions, model.head_dim, dtype=model.dtype, device=model.device
-        )
+        self.cache = _cache_for(model, rows, positions)
         self._places = list(
             range(rows)
         )  # of the rows in the cache; only a FlatModel, told each token's row, has others
@@ -308,6 +306,12 @@ class Decoder:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every row has a place in the cache, and one of its own."""
         assert sorted(self._places) == list(range(self.cache.rows)), "two rows share a place in the cache"
+
+
+def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
+    if isinstance(model, SharedModel):
+        return model.new_cache(rows, positions)
+    return KVCache(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype, model.device)
 
 
 def _tree_of(parents: list[list[int]], guesses: list[list[int]], slots: list[int]) -> list[list[int]]:

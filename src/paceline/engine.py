@@ -22,7 +22,7 @@ from paceline.description import Running
 from paceline.device_round import DeviceRound, Rule
 from paceline.draft import Verdict
 from paceline.errors import ParameterError, PromptTooLongError
-from paceline.hardware import default_threads, torch_threads
+from paceline.hardware import threads_of_each, torch_threads
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
@@ -62,7 +62,7 @@ class Engine:
         check_attention(models, config)
         check_memory(models.target, models.draft, config, self.max_model_len)
         self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
-        self.threads = config.threads or default_threads()
+        self.threads = config.threads or threads_of_each(config.tensor_parallel)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round

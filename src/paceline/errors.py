@@ -12,6 +12,7 @@ PacelineError
 │   └── StructureError                   answers cannot be held to the structure asked for
 ├── ProfileError                         a profile cannot be read, or is of another machine or model
 ├── CapacityError                        the rows asked for do not fit into memory
+├── RankError                            a process that shares the model has ended, and the engine with it
 ├── MissingPackageError                  an optional package is not installed; says how to get it
 └── ApiError (server/errors.py)          an HTTP answer that is no success
 """
@@ -85,6 +86,10 @@ class ProfileError(PacelineError):
 
 class CapacityError(PacelineError):
     """The rows asked for need more memory than there is."""
+
+
+class RankError(PacelineError):
+    """The processes that share a model cannot go on together; the engine has ended, and a new LLM is needed."""
 
 
 class MissingPackageError(PacelineError):

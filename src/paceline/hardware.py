@@ -39,6 +39,11 @@ def default_threads() -> int:
     return threads if quota is None else min(threads, max(1, math.ceil(quota)))
 
 
+def threads_of_each(ranks: int) -> int:
+    """The same where so many processes share the machine."""
+    return max(1, default_threads() // ranks)
+
+
 def native_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 itself (where it does not, float32 is faster)."""
     if device.type == "cuda":

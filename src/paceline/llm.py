@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
-from paceline.hardware import default_threads, resolve_device, resolve_dtype, torch_threads
+from paceline.hardware import default_threads, resolve_device, resolve_dtype, threads_of_each, torch_threads
 from paceline.heads.decoder import HeadModel
 from paceline.heads.loading import find_head, load_head_for
 from paceline.inputs import (
@@ -33,6 +33,7 @@ from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
+from paceline.models.shares import Share
 from paceline.outputs import RequestOutput, Score
 from paceline.params import (
     DEFAULT_MODEL,
@@ -51,6 +52,7 @@ from paceline.sharing import SharedEngine
 from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
+_OF_WEIGHTS = "dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic", "tensor_parallel"
 _PARAMS = "SamplingParams, or a list of them, one a prompt; SamplingParams.from_mapping makes them from a dictionary"
 
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
@@ -83,6 +85,7 @@ class LLM:
             _check_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
         config = engine_config(options, draft_model, documents)
+        _serve_if_launched(config.tensor_parallel)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)
         if draft_model is not None and head is None:
@@ -90,9 +93,10 @@ class LLM:
         references = [self._encode(document) for document in documents]
         with torch_threads(config.threads or default_threads()):  # for a while: other engines have numbers of their own
             draft = None if draft_model is None or head is not None else _load_draft(draft_model, config)
-            target = _load(model, config, config.dtype, config.quantization)
+            target = _load_target(model, config)
             draft = draft if head is None else _load_head(head, model, target, config)
         self._models = Models(target, draft, self._eos(model), references)
+        self._models.users.add(self)
         self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
     @classmethod
@@ -100,14 +104,15 @@ class LLM:
         llm = cls.__new__(cls)
         llm.tokenizer = other.tokenizer
         llm._models = other._models
+        llm._models.users.add(llm)
         llm._shared = SharedEngine(Engine(other._models, config))
         return llm
 
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
         """Another engine on the same weights, with some options changed (but not how the weights were loaded)."""
-        for fixed in ("dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic"):
-            if fixed in options:
-                raise ParameterError(fixed, options[fixed], "what the weights were loaded with; make a new LLM")
+        for fixed, given in options.items():
+            if fixed in _OF_WEIGHTS:
+                raise ParameterError(fixed, given, "what the weights were loaded with; make a new LLM")
         config = replace(self.engine.config, **options)
         check_used(config, options)
         return self._sharing(self, config)
@@ -232,10 +237,14 @@ class LLM:
         return tokens, len(before)
 
     def close(self) -> None:
-        """Give the caches back. The object cannot be used afterwards; closing it again does nothing."""
+        """Give the caches back. The object cannot be used afterwards; closing it again does nothing.
+
+        Other processes that share the target end when nobody uses it any more.
+        """
         if self._shared is not None:
             self._shared.close()
         self._shared = None
+        self._models.give_back(self)
 
     @property
     def engine(self) -> Engine:
@@ -352,6 +361,25 @@ def _load(
     if kept is not None and isinstance(model, NativeModel):
         kept.save(model)
     return model
+
+
+def _load_target(source: ModelSource, config: EngineConfig) -> AnyModel:
+    """All of it, or rank 0's part."""
+    if config.tensor_parallel == 1:
+        return _load(source, config, config.dtype, config.quantization)
+    from paceline.parallel.launch import lead
+
+    device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
+    threads = config.threads or threads_of_each(share.ranks)
+    return lead(source, share, resolve_dtype(config.dtype, device), device, threads)
+
+
+def _serve_if_launched(ranks: int) -> None:
+    """A rank other than 0 that torchrun has started comes back from here no more."""
+    if ranks > 1:
+        from paceline.parallel.launch import serve_if_launched
+
+        serve_if_launched(ranks)
 
 
 def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:

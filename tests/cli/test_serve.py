@@ -52,10 +52,12 @@ def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.Mon
     assert config.api_keys == ("one", "two", "three", "four")
 
 
-def test_more_devices_than_one_are_refused(paceline: Any) -> None:
-    result = paceline("serve", "--tensor-parallel-size", "2")
+@pytest.mark.parametrize("option", ["--tensor-parallel", "--tensor-parallel-size"])
+def test_what_ranks_cannot_share_is_refused(paceline: Any, option: str) -> None:
+    result = paceline("serve", option, "2", "--attention", "native")
     assert result.exit_code == 2
-    assert "tensor_parallel_size=2" in result.output
+    assert "attention='native'" in result.output
+    assert "tensor_parallel=2" in result.output
 
 
 def test_without_the_packages_of_the_server_the_extra_is_named(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,14 @@ class EngineFlags:
         ),
     ] = EngineConfig.prefix_cache
     device: Annotated[str, engine_option("--device", text="cpu, cuda, cuda:1, ...")] = EngineConfig.device
+    tensor_parallel: Annotated[
+        int,
+        engine_option(
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            text="Processes that share the target, on CUDA a device each.",
+        ),
+    ] = EngineConfig.tensor_parallel
     threads: Annotated[
         int | None,
         engine_option("--threads", text="CPU threads. Default: torch's choice, at most a container's quota."),
@@ -151,6 +159,7 @@ class EngineFlags:
             "max_model_len": self.max_model_len,
             "prefix_cache": self.prefix_cache,
             "device": self.device,
+            "tensor_parallel": self.tensor_parallel,
             "threads": self.threads,
         }
 

@@ -129,13 +129,8 @@ def serve(
             help='JSON in place of --drafter, --draft-model, -k: {"method": "ngram", "num_speculative_tokens": 4}.',
         ),
     ] = None,
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", help="Devices that share a model: 1.")
-    ] = 1,
 ) -> None:
     """Serve a model over HTTP as OpenAI does. Without a draft model, n-gram lookup guesses."""
-    if tensor_parallel_size != 1:
-        raise ParameterError("tensor_parallel_size", tensor_parallel_size, "1: a model runs on one device")
     try:
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:

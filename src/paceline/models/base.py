@@ -78,6 +78,19 @@ class FlatModel(AnyModel, Protocol):
 
 
 @runtime_checkable
+class SharedModel(AnyModel, Protocol):
+    """A model that other ranks have parts of, and of its caches, too."""
+
+    def new_cache(self, rows: int, positions: int) -> KVCache:
+        """One on every rank."""
+        ...
+
+    def close(self) -> None:
+        """The other ranks end; closing it again does nothing."""
+        ...
+
+
+@runtime_checkable
 class Counted(Protocol):
     """A model that knows how much it multiplies."""
 

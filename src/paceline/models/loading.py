@@ -14,15 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from paceline.errors import ModelFormatError
-from paceline.models import gguf_config, weights
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
 from paceline.models.boundary import Found, brief, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
-from paceline.models.config import ModelConfig, longest_sequence
+from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
+from paceline.models.shares import Share
 from paceline.models.transformer import Transformer
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -45,6 +46,35 @@ def load_model(
         return _from_loaded(source, dtype, device)
     load = _from_gguf if source.is_file() else _from_directory
     return load(source, dtype, device, progress)
+
+
+@reads_model
+def load_part(
+    source: Found, share: Share, *, dtype: torch.dtype, device: torch.device
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A rank's part of the model of ``source``: the whole model's configuration, and this part's weights.
+
+    Raises ParameterError if the model cannot be cut so, else as ``load_model``.
+    """
+    path, config = check_cut(source, share)
+    stored, names = _stored_of(path)
+    config = _truly(config, names, stored)
+    placements = weights.place(config, names, stored, str(path))
+    return config, weights.assemble(shares.cut(placements, config, share), dtype, device)
+
+
+@reads_model
+def check_cut(source: Found, share: Share) -> tuple[Path, ModelConfig]:
+    """Where the model lies and what it looks like, before anything is loaded. Raises as ``load_part``."""
+    if isinstance(source, PreTrainedModel):
+        allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, of which every rank reads"
+        raise ParameterError("tensor_parallel", share.ranks, f"{allowed} a part")
+    config = native_config(source)
+    if config is None:
+        allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} are cut"
+        raise ParameterError("tensor_parallel", share.ranks, allowed)
+    share.local(config)
+    return source, config
 
 
 @reads_model
@@ -266,7 +296,12 @@ def _transformer(
     device: torch.device,
     progress: bool,
 ) -> Transformer:
-    if config.tied and not weights.truly_tied(names, stored):
-        config = dataclasses.replace(config, tied=False)
+    config = _truly(config, names, stored)
     placements = weights.place(config, names, stored, where)
     return Transformer(config, weights.assemble(placements, dtype, device, progress=progress), where)
+
+
+def _truly(config: ModelConfig, names: weights.Names, stored: Mapping[str, weights.StoredTensor]) -> ModelConfig:
+    """Tied only if the files say nothing else."""
+    untied = config.tied and not weights.truly_tied(names, stored)
+    return dataclasses.replace(config, tied=False) if untied else config

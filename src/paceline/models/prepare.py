@@ -9,7 +9,7 @@ import torch
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.gpu.launch import require_triton
 from paceline.kernels import native
-from paceline.models.base import AnyModel, Model
+from paceline.models.base import AnyModel, Model, SharedModel
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
 from paceline.params import AttentionName, QuantizationName
@@ -68,6 +68,8 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
 
 def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | None:
     """Why the native kernels cannot take the model; None if nothing is known against it."""
+    if isinstance(model, SharedModel):
+        return "the native kernels run whole models, and ranks share this one"
     if model.device.type != "cpu":
         return f"the native kernels run on the CPU, the model is on {model.device}"
     if not isinstance(model, Transformer):

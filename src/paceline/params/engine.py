@@ -13,6 +13,7 @@ from paceline.params.limits import (
     MAX_BYTES,
     MAX_COUNT,
     MAX_PREFILL_CHUNK,
+    MAX_RANKS,
     MAX_ROWS,
     MAX_THREADS,
     SYNTHETIC,
@@ -73,7 +74,11 @@ class EngineConfig:
     prefix_cache: whether a prompt copies the keys and values of the longest beginning that it shares with any text
         whose row has not been needed since. False reads every prompt whole, once for all of its answers.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
-    threads: CPU threads of this engine; None: torch's own choice, and no more than a container's CPU quota can run.
+    tensor_parallel: processes (ranks) that share the target, each with a part of every matrix and of the cache: this
+        one and others that it starts, or that torchrun has started; on CUDA a device each, from ``device`` on.
+        Drafting, sampling and all decisions stay here.
+    threads: CPU threads of this engine, of each rank; None: torch's own choice, and no more than a container's CPU
+        quota can run, shared by the ranks.
     memory_limit: bytes the engine may take; None is what the machine has free.
     """
 
@@ -96,6 +101,7 @@ class EngineConfig:
     longest_pause: Seconds | None = 0.1
     prefix_cache: bool = True
     device: Name = "auto"
+    tensor_parallel: Annotated[int, Whole(1, MAX_RANKS)] = 1
     threads: Annotated[int, Whole(1, MAX_THREADS)] | None = None
     memory_limit: Annotated[int, Whole(1, MAX_BYTES)] | None = None
 
@@ -109,6 +115,17 @@ class EngineConfig:
         chains = self.speculation_width in ("auto", 1) or self.acceptance == DEFAULT_ACCEPTANCE
         allowed = f"1 or 'auto' with acceptance={self.acceptance!r}, which knows chains alone; or acceptance='coupled'"
         check(chains, "speculation_width", self.speculation_width, allowed)
+        if self.tensor_parallel > 1:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """What one process can and several that share a model cannot."""
+        one, ranks = "with tensor_parallel=1", f"with tensor_parallel={self.tensor_parallel}"
+        whole = f"'auto', 'padded', 'split' or 'ragged' {ranks}: the CPU kernels run whole models"
+        check(self.attention != "native", "attention", self.attention, whole)
+        check(self.quantization is None, "quantization", self.quantization, f"None {ranks}; others {one}")
+        batch = f"False {ranks}: the order in which ranks add up may depend on the batch; True {one}"
+        check(not self.deterministic, "deterministic", self.deterministic, batch)
 
     def _check_acceptance(self) -> None:
         given = self.acceptance
@@ -222,6 +239,7 @@ class EngineOptions(TypedDict, total=False):
     longest_pause: float | None
     prefix_cache: bool
     device: str
+    tensor_parallel: int
     threads: int | None
     memory_limit: int | None
 

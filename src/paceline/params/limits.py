@@ -35,6 +35,7 @@ MAX_LOGIT_BIAS = 2**16  # entries: set one by one when the row starts, 0.2 secon
 MAX_ROWS = 2**12
 MAX_PREFILL_CHUNK = 2**20
 MAX_THREADS = 2**10
+MAX_RANKS = 2**6
 MAX_BYTES = 2**63 - 1
 MAX_SECONDS = 366 * 24 * 3600.0  # a year: who wants to wait for ever says None
 MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from paceline.engine import Request
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RankError
 from paceline.outputs import RequestOutput, TokenLogprob
 from paceline.params import SamplingParams, ServerConfig
 from paceline.prefixes import Scope
@@ -241,6 +241,8 @@ class EngineService:
     def _round(self) -> None:
         try:
             changed = self.engine.step()
+        except RankError:  # nothing can be run any more
+            raise
         except Exception:
             log.exception("a round failed")
             self._fail([output.request_id for output in self.engine.clear_begun()], errors.round_failed())
@@ -329,6 +331,8 @@ class EngineService:
             if scoring.scorer is None:
                 scoring.scorer = self.engine.scorer(scoring.token_ids, scoring.top, scoring.scope)
             self.engine.score_some(scoring.scorer)
+        except RankError:
+            raise
         except Exception as error:
             log.exception("log-probabilities of a prompt failed")
             self._settle(scoring, errors.failed(error))

@@ -1,0 +1,72 @@
+"""What ranks other than 0 do: hear what is to be done, do it, hear again."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from paceline.attention import AttentionBackend, make_backend
+from paceline.attention.cached import CachedAttend, PackedCachedAttend
+from paceline.cache import KVCache
+from paceline.parallel.model import BACKEND_NAMES, PartOfModel
+from paceline.parallel.plan import Op, as_steps, unpacked_pass
+from paceline.params import AttentionName
+
+
+class Follower:
+    """A rank's part of the model and of every cache. It decides nothing."""
+
+    def __init__(self, model: PartOfModel) -> None:
+        self.model, self.ranks = model, model.ranks
+        self._caches: dict[int, KVCache] = {}
+        self._ended = False
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Until rank 0 says that nothing more will come."""
+        while not self._ended:
+            told = list(as_steps(self.ranks.hear()))
+            sent = [self.ranks.receive(shape, torch.int64) if shape else None for _, _, shape in told]
+            for (op, numbers, _), tensor in zip(told, sent, strict=True):
+                self._do(op, numbers, tensor)
+
+    def _do(self, op: Op, numbers: tuple[int, ...], tensor: Tensor | None) -> None:
+        """numbers and tensor: as ``Op`` says."""
+        match op, numbers, tensor:
+            case Op.FORWARD, (cache, backend, first_row, longest), Tensor():
+                self._forward(self._caches[cache], BACKEND_NAMES[backend], first_row, longest, tensor)
+            case Op.HEAD, (tokens,), None:
+                self._head(tokens)
+            case Op.COPY_ROW, (cache, source, destination, length), None:
+                self._caches[cache].copy_row(source, destination, length)
+            case Op.SWAP_ROWS, (cache, one, other, length), None:
+                self._caches[cache].swap_rows(one, other, length)
+            case Op.KEEP, (cache,), Tensor():
+                self._caches[cache].keep(tensor[:, 0], tensor[:, 1], tensor[:, 2:])
+            case Op.NEW_CACHE, (cache, rows, positions), None:
+                self._caches[cache] = self.model.cache(rows, positions)
+            case Op.DROP_CACHE, (cache,), None:
+                del self._caches[cache]
+            case Op.END, (), None:
+                self._ended = True
+            case _:
+                raise ValueError(f"rank 0 said what means nothing: {op!r} with {len(numbers)} numbers")
+
+    def _forward(self, cache: KVCache, name: AttentionName, first_row: int, longest: int, packed: Tensor) -> None:
+        """As ``Decoder`` does; what comes out is the same as on rank 0."""
+        tokens, positions, ancestors = unpacked_pass(packed)
+        backend = _backend(name, self.model.device)
+        plan = backend.plan(positions, longest, ancestors)
+        packs = name == "ragged" and self.model.device.type == "cuda" and ancestors is None
+        attend = (PackedCachedAttend if packs else CachedAttend)(cache, backend, plan, first_row)
+        self.model.streams(tokens, positions, attend)
+
+    def _head(self, tokens: int) -> None:
+        self.model.run_head(self.ranks.receive((tokens, self.model.hidden_width), self.model.dtype))
+
+
+@cache
+def _backend(name: AttentionName, device: torch.device) -> AttentionBackend:
+    return make_backend(name, device)
