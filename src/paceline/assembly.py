@@ -69,7 +69,8 @@ class Assembly:
 
 def lookup_is_free(models: Models, config: EngineConfig) -> bool:
     """Whether n-gram lookup takes no round off the device, or somebody asked for it."""
-    on_host = models.target.device.type != "cuda" or config.rounds == "host" or isinstance(models.draft, HeadModel)
+    by_choice = config.rounds == "host" or (config.rounds == "auto" and config.tensor_parallel > 1)
+    on_host = models.target.device.type != "cuda" or by_choice or isinstance(models.draft, HeadModel)
     return on_host or bool(models.documents)
 
 

@@ -81,7 +81,8 @@ class Running:
             return f"{self._describe_kernels_rounds()}; "
         if self.models.target.device.type != "cuda":
             return ""
-        why = why or "rounds='host'"
+        shared = self.config.tensor_parallel > 1 and self.config.rounds == "auto"
+        why = why or ("ranks share the target" if shared else "rounds='host'")
         return f"rounds by the host ({why}); "
 
     def _describe_kernels_rounds(self) -> str:

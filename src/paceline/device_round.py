@@ -22,6 +22,7 @@ from paceline.drafters.model import USUAL_LAG, draw_chain
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, ops_for
 from paceline.gpu.state import RECORD_TAIL, with_logprobs
+from paceline.models.base import SharedModel
 from paceline.params import MAX_SPECULATION_LENGTH
 from paceline.rows import RowState
 from paceline.sampling import Purpose
@@ -59,7 +60,8 @@ class DeviceRound:
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.length.shape[0]
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
-        self.graphs = Graphs(batch.device, self._nobody_lives, capture=capture)
+        fellows = target.model if isinstance(target.model, SharedModel) else None
+        self.graphs = Graphs(batch.device, self._nobody_lives, capture=capture, fellows=fellows)
         self._ring = Ring(batch.device, self.capacity * (2 * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
 
     @contextmanager

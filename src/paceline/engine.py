@@ -101,7 +101,8 @@ class Engine:
         rounds, obstacle = self.config.rounds, why_not_device(self.parts)
         if rounds == "device" and obstacle is not None:
             raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
-        wanted = rounds == "device" or (rounds == "auto" and self.models.target.device.type == "cuda")
+        alone = self.models.target.device.type == "cuda" and self.config.tensor_parallel == 1
+        wanted = rounds == "device" or (rounds == "auto" and alone)
         return wanted and obstacle is None
 
     def _policy(self) -> LengthPolicy:

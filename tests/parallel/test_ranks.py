@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from head_support import tiny_head
 from model_support import FOREIGN, NATIVE, random_tokens, tiny
 from paceline import LLM
 from paceline.attention.padded import PaddedAttention
@@ -141,6 +144,17 @@ def test_the_caches_of_all_ranks_follow_rows_that_move_and_trees_that_are_kept(t
     assert any(answer.metrics.accepted > 3 for each in found for answer in each.candidates)
 
 
+def test_a_trained_head_reads_the_streams_of_rank_0(tmp_path: Path) -> None:
+    path, requests, each = write(toy("llama"), tmp_path), prompts(3), params(12)[:3]
+    whole = load_model(path, dtype=torch.float32)
+    expected = run(make_engine(whole, max_model_len=POSITIONS), requests, each)
+    with in_threads(path) as part:
+        engine = make_engine(part, tiny_head(part, 48), max_model_len=POSITIONS, drafter="feature")
+        found = run(engine, requests, each)
+    assert answers(found) == answers(expected)
+    assert any(answer.metrics.drafted > 0 for output in found for answer in output.candidates)
+
+
 def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
     path = write(toy("qwen3"), tmp_path)
     expected = make_engine(load_model(path, dtype=torch.float32), max_model_len=POSITIONS)
@@ -170,6 +184,15 @@ def broken(*_: object) -> None:
     raise OverflowError("too much")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_comes_after_the_pass_it_falls_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the ranks stay at the same place, and the model goes on."""
     with in_threads(write(toy("llama"), tmp_path)) as part:
@@ -194,6 +217,33 @@ def test_caches_that_nobody_uses_are_dropped_on_all_ranks(tmp_path: Path) -> Non
             engine.next_logits([1, 2])
         gc.collect()
         assert [step.op for step in part._pending] == [Op.DROP_CACHE]
+
+
+class Recording:
+    """In place of a CUDA graph: what is captured runs at once, and replays are counted."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        Recording.replays += 1
+
+    def pool(self) -> None:
+        return None
+
+
+def test_the_others_capture_what_rank_0_captures_and_replay_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, **_: nullcontext())
+    monkeypatch.setattr(Recording, "replays", 0)
+    with in_threads(write(toy("llama"), tmp_path)) as part:
+        engine = make_engine(part)
+        with part.capturing() as number:
+            captured = engine.next_logits([1, 2])
+        for _ in range(3):
+            with part.replaying(number):
+                pass
+        assert torch.equal(engine.next_logits([1, 2]), captured)
+    assert Recording.replays == 3
 
 
 @pytest.mark.parametrize("kind", FOREIGN)

@@ -15,11 +15,36 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Program = Callable[[], Tensor]
+
+
+class Fellows(Protocol):
+    """Other ranks, which have parts in the programs: they capture and replay when this one does."""
+
+    def capturing(self) -> AbstractContextManager[int]:
+        """What is captured in here -> its number."""
+        ...
+
+    def replaying(self, number: int, /) -> AbstractContextManager[None]:
+        """Beside what is done in here."""
+        ...
+
+
+class Nobody:
+    """Who has no fellows."""
+
+    def capturing(self) -> AbstractContextManager[int]:
+        return nullcontext(0)
+
+    def replaying(self, number: int, /) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 _WARM_UPS = 2  # the first compiles and picks kernels; the second finds everything in place
 
 
@@ -27,7 +52,7 @@ class Graphs:
     """Runs programs: on CUDA as graphs, captured at the first use of their key; elsewhere as they are.
 
     idle: a context in which running a program changes nothing that counts, for the runs before a capture.
-    capture: False runs programs eagerly on CUDA, too.
+    capture: False runs programs eagerly on CUDA, too. fellows: other ranks, if any have parts in the programs.
     """
 
     def __init__(
@@ -36,10 +61,11 @@ class Graphs:
         idle: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         capture: bool = True,
+        fellows: Fellows | None = None,
     ) -> None:
         self.captures = capture and device.type == "cuda"
-        self._idle = idle
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._idle, self._fellows = idle, fellows or Nobody()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, int]] = {}
         self._pool: object = None
 
     @property
@@ -53,11 +79,12 @@ class Graphs:
             return program()
         if key not in self._graphs:
             self._graphs[key] = self._capture(program)
-        graph, result = self._graphs[key]
-        graph.replay()
+        graph, result, number = self._graphs[key]
+        with self._fellows.replaying(number):
+            graph.replay()
         return result
 
-    def _capture(self, program: Program) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, program: Program) -> tuple[torch.cuda.CUDAGraph, Tensor, int]:
         """All graphs share one pool of memory: they never run at the same time."""
         with self._idle():
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -67,10 +94,10 @@ class Graphs:
                     program()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            with self._fellows.capturing() as number, torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
                 result = program()
         self._pool = self._pool or graph.pool()
-        return graph, result
+        return graph, result, number
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.attention.base import Attend
 from paceline.cache import KVCache
 from paceline.errors import ParameterError
+from paceline.gpu.graphs import Fellows
 from paceline.nodes import Nodes
 from paceline.params import QuantizationName
 
@@ -78,11 +79,19 @@ class FlatModel(AnyModel, Protocol):
 
 
 @runtime_checkable
-class SharedModel(AnyModel, Protocol):
-    """A model that other ranks have parts of, and of its caches, too."""
+class SharedModel(AnyModel, Fellows, Protocol):
+    """A model that other ranks have parts of, of its caches and of the programs that it runs in, too."""
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """One on every rank."""
+        ...
+
+    def when_a_rank_ends(self, call: Callable[[], None]) -> None:
+        """``call`` is called, by a thread of somebody's, when a rank has ended by itself."""
+        ...
+
+    def check(self) -> None:
+        """Raise RankError if a rank has ended."""
         ...
 
     def close(self) -> None:

@@ -21,12 +21,17 @@ class Follower:
     def __init__(self, model: PartOfModel) -> None:
         self.model, self.ranks = model, model.ranks
         self._caches: dict[int, KVCache] = {}
-        self._ended = False
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: object = None
 
     @torch.inference_mode()
     def run(self) -> None:
         """Until rank 0 says that nothing more will come."""
-        while not self._ended:
+        self._obey(until=Op.END)
+
+    def _obey(self, until: Op) -> None:
+        op = None
+        while op != until:
             told = list(as_steps(self.ranks.hear()))
             sent = [self.ranks.receive(shape, torch.int64) if shape else None for _, _, shape in told]
             for (op, numbers, _), tensor in zip(told, sent, strict=True):
@@ -46,13 +51,25 @@ class Follower:
             case Op.KEEP, (cache,), Tensor():
                 self._caches[cache].keep(tensor[:, 0], tensor[:, 1], tensor[:, 2:])
             case Op.NEW_CACHE, (cache, rows, positions), None:
-                self._caches[cache] = self.model.cache(rows, positions)
+                self._caches[cache] = KVCache(*self.model.cache_shape(rows, positions))
             case Op.DROP_CACHE, (cache,), None:
                 del self._caches[cache]
-            case Op.END, (), None:
-                self._ended = True
+            case Op.CAPTURE, (graph,), None:
+                self._capture(graph)
+            case Op.REPLAY, (graph,), None:
+                self._graphs[graph].replay()
+            case ((Op.END | Op.CAPTURED), (), None):
+                pass
             case _:
                 raise ValueError(f"rank 0 said what means nothing: {op!r} with {len(numbers)} numbers")
+
+    def _capture(self, number: int) -> None:
+        """Rank 0 captures the same passes at the same time."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            self._obey(until=Op.CAPTURED)
+        self._pool = self._pool or graph.pool()
+        self._graphs[number] = graph
 
     def _forward(self, cache: KVCache, name: AttentionName, first_row: int, longest: int, packed: Tensor) -> None:
         """As ``Decoder`` does; what comes out is the same as on rank 0."""

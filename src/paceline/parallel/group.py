@@ -30,9 +30,9 @@ class Ranks:
 
     def __init__(self, store: Store, share: Share, device: torch.device, interface: str | None = None) -> None:
         self.share, self.device = share, device
-        self._control = _gloo(PrefixStore("control", store), share, FOREVER, interface)
+        self._control = _gloo(PrefixStore("control", store), share, interface)
         store = PrefixStore("data", store)
-        self._data: Any = _nccl(store, share) if device.type == "cuda" else _gloo(store, share, PATIENCE, interface)
+        self._data: Any = _nccl(store, share) if device.type == "cuda" else _gloo(store, share, interface)
         self.name = "nccl" if device.type == "cuda" else "gloo"
 
     def say(self, numbers: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class Ranks:
     def hear(self) -> list[int]:
         """The others: what is to be done next; waits for as long as nothing is."""
         first = torch.zeros(_AT_ONCE, dtype=torch.int64)
-        self._control.broadcast(first, 0).wait()
+        self._control.broadcast(first, 0, timeout=FOREVER).wait()
         count, *numbers = first.tolist()
         if count < _AT_ONCE:
             return numbers[:count]
@@ -85,10 +85,10 @@ class Ranks:
         self._data.abort()
 
 
-def _gloo(store: Store, share: Share, patience: timedelta, interface: str | None) -> Any:
+def _gloo(store: Store, share: Share, interface: str | None) -> Any:
     groups: Any = dist.ProcessGroupGloo  # whose options have no types
     options = groups._Options()
-    options._timeout = patience
+    options._timeout = PATIENCE
     where = {"hostname": "127.0.0.1"} if interface is None else {"interface": interface}
     options._devices = [groups.create_device(**where)]
     return groups(store, share.rank, share.ranks, options)

@@ -16,9 +16,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +39,7 @@ from paceline.parallel.plan import Op, Step, as_numbers
 log = logging.getLogger("paceline")
 
 _LOOK = 0.02  # seconds between two looks whether the others are ready
+_WATCH = 0.2  # seconds between two looks whether they are still there
 _GOODBYE = 5.0  # seconds in which a rank that was told to end must have done so
 
 
@@ -93,13 +95,13 @@ class Spawned:
             _end(process, orderly)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def watch(self, ranks: Ranks) -> None:
-        """On CUDA devices a rank that has ended is waited for in vain: end the waiting."""
+    def watch(self, call: Callable[[], None]) -> None:
+        """Call this, in a thread of its own, when one has ended by itself."""
 
         def look() -> None:
-            while not self._ended.wait(_LOOK):
+            while not self._ended.wait(_WATCH):
                 if self.fate() is not None:
-                    ranks.abort()
+                    call()
                     return
 
         threading.Thread(target=look, daemon=True, name="paceline-ranks").start()
@@ -109,16 +111,17 @@ class Launched:
     """Ranks that somebody else has started, who ends the others when one ends."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store, self._ended = store, False
 
     def fate(self, patience: float = 0.0) -> str | None:
         return None
 
     def end(self, ranks: Ranks | None, *, orderly: bool) -> None:
-        if orderly and ranks is not None:
+        if orderly and ranks is not None and not self._ended:
             _say_end(ranks)
+        self._ended = True
 
-    def watch(self, ranks: Ranks) -> None:
+    def watch(self, call: Callable[[], None]) -> None:
         """The launcher does."""
 
 
@@ -204,9 +207,16 @@ def _lead(fellows: Spawned | Launched, share: Share, settings: Settings, launche
     ranks = Ranks(store, share, device, interface_of() if launched else None)
     model = LeadingPart(config, weights, settings.path, ranks, fellows)
     weakref.finalize(model, fellows.end, ranks, orderly=True)  # also when this process ends
-    if device.type == "cuda":
-        fellows.watch(ranks)
+    fellows.watch(partial(_has_ended, weakref.ref(model), ranks))
     return model
+
+
+def _has_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
+    """On CUDA devices a rank that has ended is waited for in vain; gloo notices by itself."""
+    if ranks.device.type == "cuda":
+        ranks.abort()
+    if (alive := model()) is not None:
+        alive.a_rank_has_ended()
 
 
 def _wait_for(store: Store, fellows: Fellows, share: Share) -> None:

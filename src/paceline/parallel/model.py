@@ -6,10 +6,10 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from paceline.parallel.group import Ranks
 from paceline.parallel.plan import Op, Step, as_numbers, packed_pass
 from paceline.params import AttentionName
 
+CacheShape: TypeAlias = tuple[int, int, int, int, int, torch.dtype, torch.device]
 BACKEND_NAMES = cast(tuple[AttentionName, ...], tuple(BACKENDS))
 
 LAST_WORDS = 2.0  # seconds in which a process that broke a connection is seen to have ended
@@ -75,9 +76,9 @@ class PartOfModel(Transformer):
             self._head = SomeRows(self._embedding, ranks.share.of(config.vocab_size))
         self.precision += f", cut into {ranks.share.ranks} ranks ({ranks.name})"
 
-    def cache(self, rows: int, positions: int) -> KVCache:
-        """For the heads of this part."""
-        return KVCache(self.layers, rows, self.kv_heads, positions, self.head_dim, self.dtype, self.device)
+    def cache_shape(self, rows: int, positions: int) -> CacheShape:
+        """What ``KVCache`` takes, for the heads of this part."""
+        return self.layers, rows, self.kv_heads, positions, self.head_dim, self.dtype, self.device
 
     def run_head(self, hidden: Tensor) -> Tensor | None:
         """Hidden [N, width] -> logits [N, vocab_size] in float32 on rank 0."""
@@ -115,10 +116,24 @@ class LeadingPart(PartOfModel):
         self._fellows, self._turn, self._numbers = fellows, threading.Lock(), count()
         self._pending: deque[Step] = deque()
         self._failure: str | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def when_a_rank_ends(self, call: Callable[[], None]) -> None:
+        self._listeners.append(call)
+
+    def a_rank_has_ended(self) -> None:
+        """From whoever watches them, in a thread of his."""
+        for call in self._listeners:
+            call()
+
+    def check(self) -> None:
+        with self._turn:
+            if fate := self._failure or self._fellows.fate():
+                raise RankError(fate)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """One on every rank."""
-        cache = MirroredCache(self.cache(rows, positions), next(self._numbers), self._pending)
+        cache = MirroredCache(next(self._numbers), self._pending, self.cache_shape(rows, positions))
         self._pending.append(Step(Op.NEW_CACHE, (cache.number, rows, positions)))
         weakref.finalize(cache, self._pending.append, Step(Op.DROP_CACHE, (cache.number,)))
         return cache
@@ -138,6 +153,22 @@ class LeadingPart(PartOfModel):
             logits = self.run_head(flat)
         assert logits is not None
         return logits.view(*hidden.shape[:-1], -1)
+
+    @contextmanager
+    def capturing(self) -> Iterator[int]:
+        """What is captured in here, the others capture, too -> the graph's number."""
+        number = next(self._numbers)
+        with self._together(Step(Op.CAPTURE, (number,))):
+            pass
+        yield number
+        with self._together(Step(Op.CAPTURED)):
+            pass
+
+    @contextmanager
+    def replaying(self, number: int) -> Iterator[None]:
+        """The others replay that graph beside what is done in here."""
+        with self._together(Step(Op.REPLAY, (number,))):
+            yield
 
     @contextmanager
     def _together(self, step: Step) -> Iterator[None]:
@@ -177,8 +208,8 @@ class LeadingPart(PartOfModel):
 class MirroredCache(KVCache):
     """Rank 0's cache; what happens to it will happen to the other ranks' of the same number, in the same order."""
 
-    def __init__(self, own: KVCache, number: int, pending: deque[Step]) -> None:
-        self.keys, self.values = own.keys, own.values
+    def __init__(self, number: int, pending: deque[Step], shape: CacheShape) -> None:
+        super().__init__(*shape)
         self.number, self._pending = number, pending
 
     def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:

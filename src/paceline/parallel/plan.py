@@ -24,6 +24,9 @@ class Op(IntEnum):
     KEEP = 5  # cache; [B, 2 + k]: rows, text, paths
     FORWARD = 6  # cache, backend, first row, longest; [B, L, 2 or 2 + L]: tokens, positions, of a tree ancestors
     HEAD = 7  # tokens; their hidden states follow
+    CAPTURE = 8  # graph: what comes until CAPTURED is recorded as it, and not run (CUDA)
+    CAPTURED = 9
+    REPLAY = 10  # graph
 
 
 @dataclass(frozen=True)

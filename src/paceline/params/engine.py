@@ -60,7 +60,7 @@ class EngineConfig:
         attention and Triton's matrix products. The native kernels are so anyway.
     rounds: "device": a round is one program that the host never interrupts (on CUDA a graph), and the host is one round
         behind; requests with penalties, cuts or log-probabilities are still played by the host. "host": it reads every
-        round. "auto" is device on CUDA, where models, drafter and attention allow it.
+        round. "auto" is device on CUDA, where models, drafter and attention allow it and no ranks share the target.
     dtype: "auto" is bfloat16 where the machine multiplies it natively, else float32.
     quantization: "int8" or "int4" weights, made at load, on the native kernels; on CUDA "int8" or "fp8", on Triton's.
         None leaves them in ``dtype``.

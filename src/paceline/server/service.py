@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.engine import Request
 from paceline.errors import PacelineError, RankError
+from paceline.models.base import SharedModel
 from paceline.outputs import RequestOutput, TokenLogprob
 from paceline.params import SamplingParams, ServerConfig
 from paceline.prefixes import Scope
@@ -208,6 +209,9 @@ class EngineService:
         self.engine = self._llm.engine
         self.state = "warming up"
         log.info("%s", self.engine.describe())
+        target = self.engine.models.target
+        if isinstance(target, SharedModel):
+            target.when_a_rank_ends(lambda: self._inbox.put(target.check))
         self._warm_up()
         self.state = "ready"
         log.info("ready")
