@@ -940,6 +940,7 @@ LAW_PARAMS = {
     "a structure": {"temperature": 1.2, "structured_outputs": HELD},
 }
 SAMPLES = 4000
+SLOW_COUPLED = pytest.param("coupled", marks=pytest.mark.slow)  # equal to plain decoding, to the token: tested above
 
 
 def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
@@ -1005,27 +1006,34 @@ class GuessesByOwnLaw(Drafter):
         return Draft(flat.view(batch.rows, k), counts, q.clone())
 
 
-@pytest.mark.parametrize("knobs", LAW_PARAMS)
+LAWS = [  # a path each: draws of the target, draws from laws with every kind of parameter, laws that differ by row
+    ("model", "coupled", 2, "every knob"),
+    *(("model", "rejection", 2, knobs) for knobs in LAW_PARAMS),
+    ("hybrid", "rejection", 2, "plain law"),
+    ("random guesses", "rejection", 2, "plain law"),
+]
+MORE_LAWS = [
+    ("none", "coupled", 1),
+    ("model", "coupled", 2),
+    ("model", "rejection", 1),
+    ("model", "rejection", 3),
+    ("ngram", "rejection", 2),
+    ("hybrid", "coupled", 2),
+    ("hybrid", "rejection", 2),
+    ("random guesses", "rejection", 2),
+]
+SLOW_LAWS = [(*law, knobs) for law in MORE_LAWS for knobs in LAW_PARAMS if (*law, knobs) not in LAWS]
+
+
 @pytest.mark.parametrize(
-    ("drafter", "rule", "k"),
-    [
-        ("none", "coupled", 1),
-        ("model", "coupled", 2),
-        ("model", "rejection", 1),
-        ("model", "rejection", 2),
-        ("model", "rejection", 3),
-        ("ngram", "rejection", 2),
-        ("hybrid", "coupled", 2),
-        ("hybrid", "rejection", 2),
-        ("random guesses", "rejection", 2),
-    ],
+    ("drafter", "rule", "k", "knobs"), [*LAWS, *(pytest.param(*law, marks=pytest.mark.slow) for law in SLOW_LAWS)]
 )
 def test_three_tokens_follow_the_exact_law(drafter: str, rule: str, k: int, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **LAW_PARAMS[knobs])
     assert p_value(law_engine(drafter, rule, k), params) > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["stops", "confident"])
 def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str) -> None:
     """A stop that depends on the guesses drawn so far, their own likelihoods included."""
@@ -1034,7 +1042,7 @@ def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["hybrid", "by the guesses"])
 def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: str, rule: str) -> None:
     engine = law_engine("hybrid", rule, 3)
@@ -1083,7 +1091,7 @@ def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:
     assert chisquare([found[c] for c in cells], [law[c] * SAMPLES for c in cells]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 def test_rounds_that_the_device_plays_alone_keep_the_law(rule: str) -> None:
     engine = make_engine(
         LAW_TARGET(), LAW_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
@@ -1108,7 +1116,9 @@ def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
     return last
 
 
-@pytest.mark.parametrize("wrong", ["bonus from the draft", "recovered from the target"])
+@pytest.mark.parametrize(
+    "wrong", ["recovered from the target", pytest.param("bonus from the draft", marks=pytest.mark.slow)]
+)
 def test_a_wrong_rule_fails_the_test_of_the_law(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_last_draw", _wrong_last_draw(wrong))
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
