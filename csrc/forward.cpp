@@ -105,6 +105,7 @@ class Pass {
       tap(layer, thread);
       run_layer(layer, thread, watch);
     }
+    tap(m_.layers.size(), thread);
     const Share share(tokens_.count, thread, pool_.threads());
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = share.first; i < share.last; ++i) {
@@ -133,7 +134,9 @@ class Pass {
     const Norm first = norm(layer.input_norm), second = norm(layer.post_norm);
     float* residual = m_.residual_.as<float>();
 
-    auto input = prepare(residual, m_.padded_width, &first, layer.qkv, thread);
+    const bool joined = s_.fusion && index == 0;
+    auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
+                        : prepare(residual, m_.padded_width, &first, layer.qkv, thread);
     watch.lap(kPrepare);
     multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread);
     watch.lap(kProducts);
@@ -158,17 +161,32 @@ class Pass {
   void embed(int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
-      if (!s_.embedding) {
-        k_.embed(s_.head, tokens_.tokens[i], residual(i));
-        continue;
-      }
-      const uint16_t* from = s_.embedding + static_cast<size_t>(tokens_.tokens[i]) * static_cast<size_t>(m_.padded_width);
-      for (int j = 0; j < m_.padded_width; ++j) {
-        const uint32_t bits = static_cast<uint32_t>(from[j]) << 16;
-        std::memcpy(residual(i) + j, &bits, sizeof bits);
-      }
+      if (!s_.fusion) embed_token(i, residual(i));
+      else join(i);
     }
     pool_.meet();
+  }
+
+  void embed_token(int i, float* out) const {
+    if (!s_.embedding) return k_.embed(s_.head, tokens_.tokens[i], out);
+    const uint16_t* from = s_.embedding + static_cast<size_t>(tokens_.tokens[i]) * static_cast<size_t>(m_.padded_width);
+    for (int j = 0; j < m_.padded_width; ++j) {
+      const uint32_t bits = static_cast<uint32_t>(from[j]) << 16;
+      std::memcpy(out + j, &bits, sizeof bits);
+    }
+  }
+
+  // A head's first layer reads the normed embedding and, behind it, the normed hidden state that enters.
+  void join(int i) const {
+    const size_t width = static_cast<size_t>(s_.width), stride = static_cast<size_t>(m_.padded_width);
+    float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
+    float* hidden = embedded + stride;
+    embed_token(i, embedded);
+    k_.rms_norm(embedded, norm(m_.layers[0].input_norm), m_.padded_width, embedded);
+    std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
+    std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
+    k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
+    if (s_.fusion->normed_residual) std::memcpy(residual(i), hidden, sizeof(float) * stride);
   }
 
   // Norm (if any) and quantisation of every row. Few rows: each thread makes its own copy and need not wait for others.
@@ -255,7 +273,9 @@ class Pass {
 
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);
-  const int widest = std::max({padded_width, padded_attention, padded_ffn});
+  const int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_ffn,
+                               spec.fusion ? spec.fusion->fuse.inputs : 0});
+  if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
   attended_.grow(n * static_cast<size_t>(padded_attention));
@@ -277,7 +297,8 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
   const Paths paths(tokens);
   for (int start = 0; start < tokens.count; start += kChunk) {
     const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start,
-                          tokens.slots ? tokens.slots + start : nullptr, nullptr, std::min(kChunk, tokens.count - start)};
+                          tokens.slots ? tokens.slots + start : nullptr, nullptr, std::min(kChunk, tokens.count - start),
+                          tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start) * width;
     const Streams here = {out.hidden + done, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
@@ -316,6 +337,68 @@ class HeadPass {
   int rows_;
   float* logits_;
 };
+
+// A target's streams to what a head reads of them.
+class FusePass {
+ public:
+  FusePass(Model& model, Pool& pool, const float* features, int rows, float* out)
+      : m_(model), f_(*model.spec.fusion), pool_(pool), features_(features), rows_(rows), out_(out) {}
+
+  static void job(void* self, int thread) { static_cast<FusePass*>(self)->run(thread); }
+
+ private:
+  void run(int thread) {
+    const Share rows(rows_, thread, pool_.threads());
+    float* own = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    for (int i = rows.first; i < rows.last; ++i) lay(i, own);
+    const Norm joint = {f_.joint_norm, f_.streams * f_.stream_width, m_.spec.epsilon};
+    m_.kernels.quantise(m_.joined_.as<float>(), f_.joint_norm ? &joint : nullptr, f_.fuse, m_.shared_.view, rows);
+    pool_.meet();
+    const Share share(panels(f_.fuse.outputs), thread, pool_.threads());
+    const LinearCall call = {&f_.fuse, m_.shared_.view, rows_, Epilogue::kStore, out_, static_cast<size_t>(f_.fuse.outputs)};
+    m_.kernels.linear(call, share.first, share.last);
+  }
+
+  // One token's streams side by side, each normed where that is asked for.
+  void lay(int i, float* own) const {
+    const size_t width = static_cast<size_t>(f_.stream_width), all = width * static_cast<size_t>(f_.streams);
+    const size_t inputs = static_cast<size_t>(f_.fuse.inputs);
+    const int stride = padded(f_.stream_width, kInputMultiple);
+    const float* from = features_ + all * static_cast<size_t>(i);
+    float* to = m_.joined_.as<float>() + inputs * static_cast<size_t>(i);
+    std::memset(to + all, 0, sizeof(float) * (inputs - all));
+    if (!f_.stream_norms) {
+      std::memcpy(to, from, sizeof(float) * all);
+      return;
+    }
+    for (size_t stream = 0; stream < static_cast<size_t>(f_.streams); ++stream) {
+      std::memcpy(own, from + stream * width, sizeof(float) * width);
+      std::memset(own + width, 0, sizeof(float) * (static_cast<size_t>(stride) - width));
+      const Norm norm = {f_.stream_norms + stream * static_cast<size_t>(stride), f_.stream_width, m_.spec.epsilon};
+      m_.kernels.rms_norm(own, norm, stride, own);
+      std::memcpy(to + stream * width, own, sizeof(float) * width);
+    }
+  }
+
+  Model& m_;
+  const Fusion& f_;
+  Pool& pool_;
+  const float* features_;
+  int rows_;
+  float* out_;
+};
+
+void Model::fuse(Pool& pool, const float* features, int rows, float* out) {
+  std::lock_guard<std::mutex> lock(one_call_at_a_time_);
+  const size_t all = static_cast<size_t>(spec.fusion->streams) * static_cast<size_t>(spec.fusion->stream_width);
+  for (int start = 0; start < rows; start += kChunk) {
+    const int count = std::min(kChunk, rows - start);
+    grow(pool.threads(), count);
+    FusePass pass(*this, pool, features + static_cast<size_t>(start) * all, count,
+                  out + static_cast<size_t>(start) * static_cast<size_t>(spec.width));
+    pool.run(FusePass::job, &pass);
+  }
+}
 
 void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);

@@ -11,7 +11,7 @@ Buffer::~Buffer() { std::free(data_); }
 
 const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
   for (int i = 0; i < fed.count; ++i) {
-    if (fed.tokens[i] < 0 || fed.tokens[i] >= vocabulary()) return "a token is outside the vocabulary";
+    if (fed.tokens[i] < 0 || fed.tokens[i] >= read_vocabulary()) return "a token is outside the vocabulary";
     if (fed.rows[i] < 0 || fed.rows[i] >= cache.rows) return "a row is outside the cache";
     if (fed.positions[i] < 0 || fed.positions[i] > INT32_MAX) return "a position is negative or absurdly large";
     if (!fed.parents && i > 0 && fed.rows[i] == fed.rows[i - 1] && fed.positions[i] <= fed.positions[i - 1]) return "positions of a row do not ascend";

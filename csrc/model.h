@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 14;
+constexpr int kAbiVersion = 15;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -22,6 +22,20 @@ struct Layer {
   const float* q_norm;  // or null
   const float* k_norm;
   int64_t window;       // 0: unlimited
+};
+
+// What makes a decoder a head that reads its target's streams (src/paceline/heads/feature.py). Its first layer reads the normed
+// embedding of a token beside the normed hidden state that enters: what the streams were fused to, or what it said last.
+struct Fusion {
+  Linear fuse;                // of all streams side by side
+  const float* stream_norms;  // [streams][padded stream width], or null
+  const float* joint_norm;    // of all streams side by side, or null
+  const float* hidden_norm;
+  const int64_t* targets;     // the target's number of each of its tokens
+  int64_t vocabulary;         // the target's
+  int32_t streams, stream_width;
+  int32_t normed_residual;    // whether the first layer adds to the normed hidden state
+  int32_t normed_state;       // whether the next step reads what the last norm gave
 };
 
 struct ModelSpec {
@@ -34,6 +48,7 @@ struct ModelSpec {
   int64_t positions;
   int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
   float epsilon, attention_scale;
+  const Fusion* fusion;  // or null
 };
 
 // Tokens of every row, row after row: those of row i are numbers starts[i] .. starts[i + 1] - 1.
@@ -87,6 +102,39 @@ struct LogprobCall {
   float* values;
 };
 
+class Model;
+
+// A target's streams, fused, of every position of every row: what a head reads.
+struct Kept {
+  uint8_t* streams;  // [row][capacity + 1][head's width]; the last place is for what lies beyond
+  int64_t capacity;
+  int32_t bf16;
+};
+
+// Guesses of a head, which first reads what it lacks of each row's text: the tokens start .. stop - 1, each at the place before
+// its own, with the streams that are kept there.
+struct DraftCall {
+  DrawRows by;             // where guesses are drawn
+  const int64_t* text;     // [place][text_stride]
+  int64_t text_stride;
+  Kept kept;
+  int64_t rows;
+  const int64_t* places;   // of the rows in the text, in what is kept and in the cache
+  const int64_t *start, *stop;
+  const int64_t* counts;   // guesses that each row is to have, at most `guess_stride`; a row that is to have none reads nothing.
+                           // Null: all rows read, and none has any
+  int64_t guess_stride;
+  int64_t* guesses;        // [rows][guess_stride]
+  int64_t* drawn;          // of each row: guesses; none after a text of one token, which has no streams yet
+  float* chances;          // [rows][guess_stride], or null: the softmax at each guess
+  float* laws;             // [guess_stride][rows][vocabulary], or null: what each was drawn from
+  float* logits;           // [rows][vocabulary], a probability of 0 wherever the head says nothing
+  float* const* instead;   // or null; of each row where the logits lie that count in their place, or null: what `look` leaves there
+  int32_t (*look)();       // called before each draw of all rows; null: nobody looks. 0: nothing more is drawn
+  int32_t (*goes_on)();    // asked after each guess of all rows; null: always
+  uint32_t purpose;
+};
+
 // A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed.
 struct RoundCall {
   DrawRows by;
@@ -102,6 +150,11 @@ struct RoundCall {
   float* logits;
   int64_t room;       // for the unseen tokens and the guesses of all rows
   uint32_t purpose;
+  Model* head;        // or null; keeps the streams of what is read
+  Kept kept;
+  const int64_t* taps;
+  int64_t tap_count;
+  float* features;    // [room][tap_count][width]
 };
 
 struct Cache {
@@ -120,6 +173,7 @@ struct Tokens {
   const int64_t* slots;    // where keys and values go; null: at their positions
   const int64_t* parents;  // the token that each follows, -1: the row's text; null: chains
   int count;
+  const float* entering = nullptr;  // [tokens][width]: the hidden states that a head reads beside the tokens
 };
 
 // What a pass gives of every token.
@@ -127,7 +181,7 @@ struct Streams {
   float* hidden;  // [tokens][width]
   const int64_t* taps;  // layers
   int tap_count;
-  float* features;  // [tokens][tap_count][width]: what enters each of these layers
+  float* features;  // [tokens][tap_count][width]: what enters each of these layers; what leaves the last enters one more
 };
 
 enum Phase { kEmbed, kPrepare, kProducts, kRotary, kAttention, kPhases };
@@ -165,8 +219,10 @@ class Model {
 
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
+  void fuse(Pool& pool, const float* features, int rows, float* out);  // a head's: [rows][streams][stream width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t vocabulary() const { return spec.head.outputs; }
+  int64_t read_vocabulary() const { return spec.fusion ? spec.fusion->vocabulary : vocabulary(); }
 
   const ModelSpec spec;
   const Kernels& kernels;
@@ -176,14 +232,22 @@ class Model {
  private:
   friend class Pass;
   friend class HeadPass;
+  friend class FusePass;
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;
-  Buffer residual_, qkv_, attended_, activated_, padded_hidden_;
+  Buffer joined_, residual_, qkv_, attended_, activated_, padded_hidden_;
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;
 };
+
+// Draws the next guess of these rows, in their places' order: `call` has one place a row. chances, laws: as in DraftCall.
+void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
+                  float* chances, float* laws);
+
+// Fuses the streams of tokens and keeps them.
+void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);
 
 // The share of `thread` in `count` things.
 struct Share : Range {

@@ -185,29 +185,47 @@ float own_logprob(const Kernels& kernels, const DrawCall& call, int64_t place, i
   return kernels.logprobs(draw, token, 0, nullptr, nullptr);
 }
 
-// visit(draw, row, place) for the places of every row, each after the guesses before it.
+// visit(draw, row, place) for the places of a row, each after the guesses before it.
+template <class Visit>
+void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit visit) {
+  Workspace& workspace = Workspace::own();
+  const DrawScratch scratch = workspace.lists(call.vocabulary);
+  Adjustments adjustments(call.by, row, call.vocabulary, workspace);
+  const int64_t* guesses = call.guesses + row * call.guess_stride;
+  for (int64_t i = 0; i < call.first; ++i) adjustments.follow(guesses[i]);
+  const RowLogits places(call, row, first_place);
+  for (int64_t place = 0; place < call.block; ++place) {
+    float* logits = places.at(place);
+    const int64_t position = call.by.length[row] + call.first + place;
+    adjustments.apply(logits, position);
+    visit(draw_of(call, row, position, logits, scratch), row, place);
+    adjustments.restore(logits);
+    if (call.first + place < call.guess_stride) adjustments.follow(guesses[call.first + place]);
+  }
+}
+
+// The same for every row.
 template <class Visit>
 void at_places(Pool& pool, const DrawCall& call, Visit visit) {
   const std::vector<int64_t> starts = first_places(call);
-  for_every_row(pool, call.rows, [&](int64_t row) {
-    Workspace& workspace = Workspace::own();
-    const DrawScratch scratch = workspace.lists(call.vocabulary);
-    Adjustments adjustments(call.by, row, call.vocabulary, workspace);
-    const int64_t* guesses = call.guesses + row * call.guess_stride;
-    for (int64_t i = 0; i < call.first; ++i) adjustments.follow(guesses[i]);
-    const RowLogits places(call, row, starts[static_cast<size_t>(row)]);
-    for (int64_t place = 0; place < call.block; ++place) {
-      float* logits = places.at(place);
-      const int64_t position = call.by.length[row] + call.first + place;
-      adjustments.apply(logits, position);
-      visit(draw_of(call, row, position, logits, scratch), row, place);
-      adjustments.restore(logits);
-      if (call.first + place < call.guess_stride) adjustments.follow(guesses[call.first + place]);
-    }
-  });
+  for_every_row(pool, call.rows, [&](int64_t row) { at_places_of(call, row, starts[static_cast<size_t>(row)], visit); });
 }
 
 }  // namespace
+
+void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
+                  float* chances, float* laws) {
+  for_every_row(pool, static_cast<int64_t>(rows.size()), [&](int64_t i) {
+    const int64_t each = rows[static_cast<size_t>(i)];
+    at_places_of(call, each, each, [&](const Draw& draw, int64_t row, int64_t) {
+      const int64_t token = kernels.draw(draw), at = row * call.guess_stride + call.first;
+      if (chances) chances[at] = kernels.likelihood(draw, token);
+      if (laws) kernels.law(draw, laws + (call.first * call.rows + row) * call.vocabulary);
+      guesses[at] = token;
+    });
+  });
+}
+
 }  // namespace paceline
 
 using namespace paceline;
@@ -297,14 +315,16 @@ class RoundTokens {
       for (int64_t j = 0; j <= call.counts[row]; ++j) {
         tokens_.push_back(j ? guesses[j - 1] : call.text.text[row * call.text.text_stride + last]);
         rows_.push_back(call.places[row]);
+        lines_.push_back(row);
         positions_.push_back(last + j);
       }
     }
   }
   Tokens view() const { return {tokens_.data(), rows_.data(), positions_.data(), nullptr, nullptr, static_cast<int>(tokens_.size())}; }
+  const int64_t* lines() const { return lines_.data(); }  // of each token: its row
 
  private:
-  std::vector<int64_t> tokens_, rows_, positions_;
+  std::vector<int64_t> tokens_, rows_, lines_, positions_;
 };
 
 bool counts_fit(const RoundCall& call) {
@@ -323,7 +343,9 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   const Tokens tokens = fed.view();
   if (tokens.count > call->room) return "there is no room for the logits of so many tokens";
   if (const char* problem = model->problem_with(tokens, *cache)) return problem;
-  model->forward(*pool, tokens, *cache, Streams{call->hidden, nullptr, 0, nullptr}, seconds);
+  const Streams out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
+  model->forward(*pool, tokens, *cache, out, seconds);
+  if (call->head) keep_streams(*call->head, *pool, call->kept, fed.lines(), tokens.positions, call->features, tokens.count);
   model->logits(*pool, call->hidden, tokens.count, call->logits);
   DrawCall draw = {};
   draw.by = call->by;

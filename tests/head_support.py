@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.heads.config import HeadConfig
-from paceline.heads.decoder import HeadModel
+from paceline.heads.decoder import TorchHead
 from paceline.heads.feature import FeatureHead
+from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
+from paceline.models.native import Quantization
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 
@@ -80,10 +82,11 @@ def random_head(
     switches: Sequence[str] = (),
     qk_norm: bool = False,
     seed: int = 0,
+    dim: int | None = None,
 ) -> dict[str, Tensor]:
     """Tensors by the names of the speculators layout; every one of them matters."""
     generator = torch.Generator().manual_seed(seed)
-    dim = width // HEADS
+    dim = dim or width // HEADS
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * 0.3
@@ -102,10 +105,10 @@ def random_head(
         norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if index == 0 else [])]
         tensors |= {f"{layer}{name}.weight": 1 + noise(width) for name in norms}
         tensors |= {
-            f"{layer}self_attn.q_proj.weight": noise(width, read),
+            f"{layer}self_attn.q_proj.weight": noise(HEADS * dim, read),
             f"{layer}self_attn.k_proj.weight": noise(KV_HEADS * dim, read),
             f"{layer}self_attn.v_proj.weight": noise(KV_HEADS * dim, read),
-            f"{layer}self_attn.o_proj.weight": noise(width, width),
+            f"{layer}self_attn.o_proj.weight": noise(width, HEADS * dim),
             f"{layer}mlp.gate_proj.weight": noise(MLP, width),
             f"{layer}mlp.up_proj.weight": noise(MLP, width),
             f"{layer}mlp.down_proj.weight": noise(width, MLP),
@@ -225,18 +228,47 @@ def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, 
 # Heads for the tests' tiny targets
 
 
-def tiny_head(target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0) -> HeadModel:
+def tiny_head(target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0) -> TorchHead:
     """A random head that can say two thirds of the target's tokens."""
-    vocabulary = target.vocab_size
+    head = tiny_feature_head(target.vocab_size, target_width, taps, seed)
+    return TorchHead(head, "tiny head", taps, target.max_positions)
+
+
+def tiny_native_head(
+    target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), quantization: Quantization | None = "int8"
+) -> NativeHead:
+    """The same on the CPU kernels, which take heads of 16 numbers and more."""
+    head = tiny_feature_head(target.vocab_size, target_width, taps, dim=16)
+    return NativeHead(head, "tiny head", taps, target.max_positions, quantization=quantization)
+
+
+def tiny_feature_head(
+    vocabulary: int,
+    target_width: int,
+    taps: Sequence[int],
+    seed: int = 0,
+    dim: int = 4,
+    *,
+    switches: Sequence[str] = (),
+    qk_norm: bool = False,
+    depth: int = 1,
+) -> FeatureHead:
+    drafted = 2 * vocabulary // 3
     tensors = random_head(
         width=16,
         target_width=target_width,
         streams=len(taps),
+        depth=depth,
         vocabulary=vocabulary,
-        drafted=2 * vocabulary // 3,
+        drafted=drafted,
+        switches=switches,
+        qk_norm=qk_norm,
         seed=seed,
+        dim=dim,
     )
-    shape = {"model_type": "llama", **layers(hidden_size=16, vocab_size=vocabulary)}
-    head = FeatureHead(HeadConfig(shape, target_width, 2 * vocabulary // 3, tuple(taps)))
+    family = "qwen3" if qk_norm else "llama"
+    shape = layers(hidden_size=16, vocab_size=vocabulary, head_dim=dim, num_hidden_layers=depth)
+    options = dict.fromkeys(switches, True)
+    head = FeatureHead(HeadConfig({"model_type": family, **shape}, target_width, drafted, tuple(taps), **options))
     head.load_state_dict(tensors)
-    return HeadModel(head.requires_grad_(False), "tiny head", taps, target.max_positions)
+    return head.requires_grad_(False)

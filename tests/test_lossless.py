@@ -20,7 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from head_support import tiny_head
+from head_support import tiny_head, tiny_native_head
 from paceline import acceptance, rules
 from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
@@ -34,7 +34,7 @@ from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, ProfiledLength
 from paceline.lengths.cost import CostModel
-from paceline.models.base import Model
+from paceline.models.base import AnyModel, Model
 from paceline.outputs import RequestOutput
 from paceline.params import SamplingParams, StructuredOutputs
 from paceline.rows import RowState
@@ -83,7 +83,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
     "llama": lambda: tiny_head(tiny_llama(), 32),
-    "native": lambda: tiny_head(tiny_native(1), 72),
+    "native": lambda: tiny_native_head(tiny_native(1), 72),
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 DRAFTERS += ["head", "head hybrid"]
@@ -260,7 +260,10 @@ needs_kernels = pytest.mark.skipif(not native.available(), reason=f"the kernels 
 @needs_kernels
 @pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
 @pytest.mark.parametrize("length", ["random", "caps", "selection", "auto"])
-@pytest.mark.parametrize("drafter", ["self", "ngram", "documents", "always", "sometimes", "ragged", "short", "hybrid"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["self", "ngram", "documents", "always", "sometimes", "ragged", "short", "hybrid", "head", "head hybrid"],
+)
 def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: str, family: str) -> None:
     """Where every row needs the host, now and then, and where none does."""
     engine = speculative_engine("native", drafter, length, family, prefill_chunk=7)
@@ -272,9 +275,22 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: st
 
 
 @needs_kernels
+@pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
 @pytest.mark.parametrize("drafter", ["head", "head hybrid"])
-def test_a_head_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str) -> None:
-    engine = speculative_engine("native", drafter, "random", "mixed", prefill_chunk=7)
+def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, family: str) -> None:
+    engine = speculative_engine("native", drafter, "random", family, prefill_chunk=7)
+    engine.parts.native = None
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
+def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str) -> None:
+    target = tiny_native(1)
+    documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
+    options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7}
+    engine = make_engine(target, tiny_head(target, 72), eos=EOS, **options)
+    engine.parts.policy = RandomLength(seed=4)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
 
@@ -972,8 +988,10 @@ def p_value(engine: Engine, params: SamplingParams) -> float:
 
 
 def law_engine(drafter: str, rule: str, k: int) -> Engine:
-    draft = LAW_DRAFT() if drafter in ("model", "hybrid") else None
-    named = drafter if drafter in ("model", "ngram", "hybrid") else None
+    draft: AnyModel | None = LAW_DRAFT() if drafter in ("model", "hybrid") else None
+    if drafter == "feature":
+        draft = tiny_native_head(LAW_TARGET(), 8)  # it can say two of the four tokens
+    named = drafter if drafter in ("model", "ngram", "hybrid", "feature") else None
     engine = make_engine(
         LAW_TARGET(),
         draft,
@@ -1031,6 +1049,21 @@ SLOW_LAWS = [(*law, knobs) for law in MORE_LAWS for knobs in LAW_PARAMS if (*law
 def test_three_tokens_follow_the_exact_law(drafter: str, rule: str, k: int, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **LAW_PARAMS[knobs])
     assert p_value(law_engine(drafter, rule, k), params) > 1e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("rule", "knobs"),
+    [
+        ("rejection", "plain law"),
+        *(pytest.param("rejection", knobs, marks=pytest.mark.slow) for knobs in [*LAW_PARAMS][1:]),
+        pytest.param("coupled", "plain law", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_head_cannot_say_leaves_the_law_as_it_is(rule: str, knobs: str) -> None:
+    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=23, **LAW_PARAMS[knobs])
+    engine = law_engine("feature", rule, 2)
+    assert p_value(engine, params) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])

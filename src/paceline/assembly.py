@@ -10,7 +10,8 @@ from paceline.attention import AttentionBackend, make_backend
 from paceline.decoder import Decoder
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.errors import ParameterError
-from paceline.heads.decoder import HeadDecoder, HeadModel
+from paceline.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
+from paceline.heads.native import NativeHead, NativeHeadDecoder
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.params import EngineConfig
@@ -52,7 +53,9 @@ class Assembly:
     def decoder(self, model: AnyModel) -> Decoder:
         """With a cache for all rows; its logits have the size of the target's."""
         sizes = self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
-        return HeadDecoder(model, *sizes) if isinstance(model, HeadModel) else Decoder(model, *sizes)
+        if isinstance(model, NativeHead):
+            return NativeHeadDecoder(model, *sizes)
+        return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else Decoder(model, *sizes)
 
     def drafter(self, target: Decoder) -> Drafter:
         """Raises ParameterError where it lacks what it needs."""

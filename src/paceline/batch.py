@@ -94,6 +94,12 @@ class Wish:
         caps = [k] * batch.rows if self.caps is None else self.caps
         return replace(self, k=k, caps=[min(cap, most) for cap, most in zip(caps, allowed, strict=True)])
 
+    def counts(self, batch: Batch) -> list[int]:
+        """Most guesses of each of the batch's rows, which may be a part of those that it was made for."""
+        if self.caps is None:
+            return [self.k] * batch.rows
+        return [min(self.k, cap) for cap in self.caps[batch.first : batch.first + batch.rows]]
+
     def stretch(self, rows: int) -> tuple[int, int]:
         """First and stop of the stretch of ``rows`` outside which no row may have guesses."""
         if self.caps is None:

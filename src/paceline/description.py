@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.assembly import Models
 from paceline.device_round import DeviceRound
 from paceline.hardware import machine_name
+from paceline.heads.native import NativeHead
 from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.fingerprint import model_hash
@@ -100,7 +101,7 @@ def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:
 
 
 def _describe_model(model: AnyModel) -> str:
-    where = "" if isinstance(model, FlatModel) else f" on {model.device}"
+    where = "" if isinstance(model, FlatModel | NativeHead) else f" on {model.device}"
     return f"{model.name} ({_precision(model)}{where})"
 
 

@@ -206,6 +206,15 @@ class ReadDraft(Draft):
     def first(self, counts: Sequence[int]) -> Draft:
         return ReadDraft.of(self._lines(counts), self._device)
 
+    def spread(self, first: int, rows: int) -> Draft:
+        after = rows - first - len(self.guesses)
+
+        def widen(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
+            return [*([] for _ in range(first)), *map(list, lines), *([] for _ in range(after))]
+
+        tables = (None if table is None else widen(table) for table in (self.confidence, self.kinds))
+        return ReadDraft.of(widen(self.guesses), self._device, *tables)
+
     def _lines(self, counts: Sequence[int]) -> list[list[int]]:
         return [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
 

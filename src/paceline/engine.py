@@ -195,7 +195,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
         if self._goes_without_torch():
-            return self._step()
+            with kernel_threads(self.threads):
+                return self._step()
         with torch.inference_mode(), self._own_threads():
             return self._step()
 

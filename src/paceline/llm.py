@@ -389,11 +389,8 @@ def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:
 
 
 def _load_head(path: Path, source: ModelSource, target: AnyModel, config: EngineConfig) -> HeadModel:
-    if config.draft_quantization not in ("same", None):
-        allowed = "None with a trained head, which runs in float32 or bfloat16"
-        raise ParameterError("draft_quantization", config.draft_quantization, allowed)
-    dtype = config.dtype if config.draft_dtype == "same" else config.draft_dtype
-    return load_head_for(target, source, path, dtype=resolve_dtype(dtype, target.device))
+    dtype = resolve_dtype(config.dtype if config.draft_dtype == "same" else config.draft_dtype, target.device)
+    return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 
 def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) -> Tokenizer | None:

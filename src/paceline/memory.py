@@ -8,6 +8,7 @@ from paceline.cache import KVCache
 from paceline.errors import CapacityError
 from paceline.hardware import available_memory
 from paceline.heads.decoder import HeadModel
+from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
 from paceline.native_round import kept_bytes
 from paceline.params import EngineConfig
@@ -44,7 +45,11 @@ def plan_memory(
     tokens = rows * (config.most_guesses + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
-    workspace = logits + activations + kept_bytes(target, tokens)
+    if isinstance(draft, NativeHead):
+        said = rows * target.vocab_size * 4
+        workspace = logits + activations + said + kept_bytes(target, tokens, len(draft.taps))
+    else:
+        workspace = logits + activations + kept_bytes(target, tokens)
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace)
 
 

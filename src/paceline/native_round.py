@@ -17,7 +17,8 @@ from paceline.acceptance import RULES, AcceptanceRule
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Draft, HostVerdict, ReadVerdict, Verdict
-from paceline.kernels.abi import CRound
+from paceline.heads.native import NativeStreams
+from paceline.kernels.abi import CRound, address
 from paceline.kernels.drawing import Rows
 from paceline.models.base import AnyModel
 from paceline.models.native import NativeModel
@@ -48,7 +49,16 @@ class NativeRound:
             purpose=Purpose.DRAW,
         )
         self._drawing: Rows | None = None  # whom the call describes
-        self._work: tuple[Tensor, ...] = ()  # hidden states and logits of the largest round, or of a larger one
+        self._work: tuple[Tensor, ...] = ()  # hidden states and so on of the largest round, or of a larger one
+        self._taps = torch.empty(0, dtype=torch.int64)
+        if isinstance(target.reader, NativeStreams):
+            self._show(target.reader)
+
+    def _show(self, streams: NativeStreams) -> None:
+        """The call fuses and keeps what the head reads of each token."""
+        call, self._taps = self._call, torch.tensor(streams.taps)
+        call.head, call.kept = streams.model.decoder.handle, streams.described
+        call.taps, call.tap_count = address(self._taps), len(streams.taps)
 
     @staticmethod
     def of(target: Decoder, batch: Batch, rule: AcceptanceRule, threads: int | None = None) -> NativeRound | None:
@@ -101,8 +111,9 @@ class NativeRound:
         call = self._call
         if tokens > call.room:
             call.room = min(max(tokens, 2 * call.room), len(self._batch.lengths) * _BLOCK)
-            self._work = torch.empty(call.room, self._model.width), torch.empty(call.room, self._model.vocab_size)
-            call.hidden, call.logits = (memory.data_ptr() for memory in self._work)
+            widths = self._model.width, self._model.vocab_size, len(self._taps) * self._model.width
+            self._work = tuple(torch.empty(call.room, width) for width in widths)
+            call.hidden, call.logits, call.features = (memory.data_ptr() for memory in self._work)
 
     def _read(self, drafted: list[int]) -> HostVerdict:
         record, rows = self._record, len(drafted)
@@ -113,8 +124,8 @@ class NativeRound:
 
 def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:
     """Why the host plays rounds of a model of which the kernels could; None if it does not."""
-    if target.reader is not None:
-        return "the drafter reads the target's streams"  # the call gives none
+    if not isinstance(target.reader, NativeStreams | None):  # the call gives them to heads of the kernels alone
+        return "the drafter reads the target's streams"
     return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 
 
@@ -123,6 +134,6 @@ def plays_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
     return isinstance(model, NativeModel) and model.plays_rounds
 
 
-def kept_bytes(model: AnyModel, tokens: int) -> int:
-    """What stays allocated after rounds of so many tokens, in bytes."""
-    return 4 * tokens * (model.width + model.vocab_size) if plays_rounds(model) else 0
+def kept_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:
+    """What stays allocated after rounds of so many tokens, of which so many streams are read, in bytes."""
+    return 4 * tokens * ((1 + taps) * model.width + model.vocab_size) if plays_rounds(model) else 0

@@ -29,7 +29,7 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.heads.decoder import HeadDecoder, HeadModel
+from paceline.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
@@ -66,7 +66,7 @@ def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[
     return [recorder.shown[place] for place in range(len(text))]
 
 
-def guesses_of(head: HeadModel, features: list[Tensor], text: list[int], k: int) -> list[int]:
+def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
     """What the format's description says that a head guesses after a text."""
     reading = Reading(head.head.state_dict())
     for place, token in enumerate(text[1:]):
@@ -82,7 +82,7 @@ def guesses_of(head: HeadModel, features: list[Tensor], text: list[int], k: int)
 class Watched:
     """Compares the head's guesses of every greedy row with the independent reading's."""
 
-    def __init__(self, engine: Engine, target: AnyModel, head: HeadModel) -> None:
+    def __init__(self, engine: Engine, target: AnyModel, head: TorchHead) -> None:
         self.target, self.head, self.compared = target, head, Counter[str]()
         self.drafter = engine.parts.drafter
         self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
@@ -149,7 +149,7 @@ def test_what_the_head_cannot_say_has_probability_0() -> None:
 
 def test_the_streams_of_a_tree_follow_the_path_that_is_kept() -> None:
     target = tiny_llama()
-    decoder = HeadDecoder(tiny_head(target, 32), ReferenceAttention(), 3, 20)
+    decoder = TorchHeadDecoder(tiny_head(target, 32), ReferenceAttention(), 3, 20)
     decoder.streams.fused[1, 5:9] = torch.arange(4.0)[:, None]
     decoder.streams.keep_paths(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 3, 2]]))
     assert decoder.streams.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
@@ -229,7 +229,7 @@ def test_a_head_without_an_embedding_takes_its_targets(tmp_path: Path) -> None:
     target = tiny_llama_of_transformers()
     llm = llm_with(published(tmp_path / "head", own_embedding=False))
     head = llm.engine.models.draft
-    assert isinstance(head, HeadModel)
+    assert isinstance(head, TorchHead)
     assert torch.equal(head.head.embed_tokens.weight, target.get_input_embeddings().weight)
     target.save_pretrained(tmp_path / "target")
     assert torch.equal(load_embedding(tmp_path / "target", dtype=torch.float32), head.head.embed_tokens.weight)

@@ -59,7 +59,7 @@ class Drafter(RowKeeper):
     needs_draft_model: ClassVar[bool] = False
     copies: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
-    uses_torch: ClassVar[bool] = True
+    uses_torch: bool = True
     auto_width: ClassVar[int] = 0
     width = 1
 

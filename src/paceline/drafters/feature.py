@@ -9,6 +9,7 @@ from paceline.drafters.base import Equipment
 from paceline.drafters.model import ModelDrafter
 from paceline.errors import ParameterError
 from paceline.heads.decoder import HeadDecoder, HeadModel
+from paceline.heads.native import NativeHeadDecoder
 
 
 class FeatureDrafter(ModelDrafter):
@@ -25,6 +26,8 @@ class FeatureDrafter(ModelDrafter):
     def __init__(self, decoder: HeadDecoder, acceptance: str) -> None:
         super().__init__(decoder, acceptance)
         self.head = decoder
+        self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
+        self.uses_torch = self._natively is None or self._independent
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> FeatureDrafter:
@@ -42,6 +45,10 @@ class FeatureDrafter(ModelDrafter):
         return f"head {draft}"
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
+        """On the CPU kernels all of it is one call; elsewhere a pass for each guess."""
+        if self._natively is not None:
+            laws = self._independent and not batch.sampling.all_greedy
+            return self._natively.draft(batch, wish.counts(batch), wish.enough, laws=laws)
         draft = super()._propose(batch, wish)
         if min(batch.lengths[: batch.rows]) < 2:
             draft.counts[batch.live_length < 2] = 0

@@ -29,6 +29,7 @@ class HybridDrafter(RowKeepers, Drafter):
 
     def __init__(self, copying: NgramDrafter, model: ModelDrafter) -> None:
         self._copying, self._model = copying, model
+        self.uses_torch = model.uses_torch
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:

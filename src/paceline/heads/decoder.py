@@ -18,39 +18,50 @@ from paceline.decoder import Decoder
 from paceline.heads.feature import FeatureHead, Step
 from paceline.nodes import Tree
 
-_NEVER = (
-    -1e30
-)  # a logit whose probability is 0 in float32 beside any other; a floor of -inf would make 0 / 0 of nothing
+NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a floor of -inf would make 0 / 0 of nothing
 
 
 class HeadModel:
     """A head as the engine sees a draft model: V the target's vocabulary.
 
     taps: the target's layers whose entering streams it reads. max_positions: what its target allows; with rotary
-    positions nothing but its guesses' quality depends on them.
+    positions nothing but its guesses' quality depends on them. dtype: of its keys, values and fused streams.
     """
 
     def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
         shape = head.config.decoder
-        self.head, self.name, self.taps, self.max_positions = head, name, tuple(taps), max_positions
+        self.name, self.taps, self.max_positions = name, tuple(taps), max_positions
         self.vocab_size, self.layers = shape.vocab_size, shape.layers
         self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
         self.dtype, self.device = head.fc.weight.dtype, head.fc.weight.device
-        self._targets = head.targets
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
-        own = self.head.logits(hidden).float()
-        logits = own.new_full((*own.shape[:-1], self.vocab_size), _NEVER)
-        return logits.index_copy_(-1, self._targets, own)
+        raise NotImplementedError
 
     def weight_bytes(self) -> int:
         """Memory of its tensors, in bytes."""
-        return sum(tensor.nbytes for tensor in self.head.state_dict().values())
+        raise NotImplementedError
 
     def stream_bytes(self, rows: int, positions: int) -> int:
         """Memory of the fused streams, beside keys and values, in bytes."""
         return rows * (positions + 1) * self.width * self.dtype.itemsize
+
+
+class TorchHead(HeadModel):
+    """One that runs in torch, a pass for each guess: where the kernels do not run, and what they are compared with."""
+
+    def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
+        super().__init__(head, name, taps, max_positions)
+        self.head, self._targets = head, head.targets
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        own = self.head.logits(hidden).float()
+        logits = own.new_full((*own.shape[:-1], self.vocab_size), NEVER)
+        return logits.index_copy_(-1, self._targets, own)
+
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.head.state_dict().values())
 
 
 class KeptStreams:
@@ -60,12 +71,12 @@ class KeptStreams:
     """
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
-        self.taps, self._head, self._end = model.taps, model.head, positions
+        self.taps, self._end = model.taps, positions
         self.fused = torch.zeros(rows, positions + 1, model.width, dtype=model.dtype, device=model.device)
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         """N tokens: rows, slots [N], features [N, taps, target width]."""
-        self.fused[rows, slots.clamp(max=self._end)] = self._head.fuse(features)
+        raise NotImplementedError
 
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
         order = torch.arange(paths.shape[1], device=paths.device)
@@ -86,22 +97,56 @@ class KeptStreams:
         return self.fused[first_row : first_row + len(places)].gather(1, index)
 
 
+class TorchStreams(KeptStreams):
+    """Fused by torch."""
+
+    def __init__(self, model: TorchHead, rows: int, positions: int) -> None:
+        super().__init__(model, rows, positions)
+        self._head = model.head
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        self.fused[rows, slots.clamp(max=self._end)] = self._head.fuse(features)
+
+
 class HeadDecoder(Decoder):
     """Token j of a row is read at place j - 1, with the streams of the token before it; the first is never read.
 
     seen [R]: the tokens read, the first counted in: at least 1.
     """
 
+    streams: KeptStreams
+
     def __init__(
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
-        self.head, self.streams = model.head, KeptStreams(model, rows, positions)
         self.seen.fill_(1)
+
+    def note_guesses(self, batch: Batch, count: int) -> None:
+        """They were read without streams: those that are kept are read again, with theirs."""
+
+    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        """After the target, whose streams of these tokens and of those before them it reads."""
+        super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        super().copy_row(source, destination, length)
+        self.seen[destination].clamp_(min=1)
+
+    def cut_row(self, row: int, length: int) -> None:
+        super().cut_row(row, max(1, length))
+
+
+class TorchHeadDecoder(HeadDecoder):
+    """Runs a ``TorchHead``."""
+
+    def __init__(
+        self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, backend, rows, positions, vocab_size)
+        self.head, self.streams = model.head, TorchStreams(model, rows, positions)
         self._last: Step  # of the last forward pass, [B, L, width]
         self._state: Tensor  # [B, width], what the next guess is read with
-
-    # Its own passes
 
     def forward(
         self,
@@ -145,17 +190,3 @@ class HeadDecoder(Decoder):
         normed = self._run(guesses[:, -1:], self._state[:, None], places, batch.longest + step, batch.first)
         self._state = self._last.state[:, 0]
         return normed[:, 0]
-
-    def note_guesses(self, batch: Batch, count: int) -> None:
-        """They were read without streams: those that are kept are read again, with theirs."""
-
-    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
-        """After the target, whose streams of these tokens and of those before them it reads."""
-        super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
-
-    def copy_row(self, source: int, destination: int, length: int) -> None:
-        super().copy_row(source, destination, length)
-        self.seen[destination].clamp_(min=1)
-
-    def cut_row(self, row: int, length: int) -> None:
-        super().cut_row(row, max(1, length))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path, PurePath
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from paceline.errors import ModelFormatError, VocabularyMismatchError
+from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.heads.checkpoint import is_head, load_head, read_head_config
 from paceline.heads.config import HeadConfig
-from paceline.heads.decoder import HeadModel
+from paceline.heads.decoder import HeadModel, TorchHead
+from paceline.heads.feature import FeatureHead
+from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, name_of
 from paceline.models.hub import resolve
 from paceline.models.loading import load_config, load_embedding
+from paceline.models.native import NativeModel
+from paceline.params import QuantizationName
 
 log = logging.getLogger("paceline")
 
@@ -28,8 +34,18 @@ def find_head(source: Source) -> Path | None:
     return path if is_head(path) else None
 
 
-def load_head_for(target: AnyModel, source: Source, path: Path, *, dtype: torch.dtype) -> HeadModel:
+def load_head_for(
+    target: AnyModel,
+    source: Source,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    quantization: QuantizationName | Literal["same"] | None = "same",
+) -> HeadModel:
     """The head at ``path`` for the target that was loaded from ``source``, on its device.
+
+    quantization: "same": its weights as the target has them, on the CPU kernels if these run the target and can run the
+    head, else in ``dtype``.
 
     Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers,
     or of another class. Another name is only warned of: one model has many.
@@ -42,7 +58,36 @@ def load_head_for(target: AnyModel, source: Source, path: Path, *, dtype: torch.
         device=target.device,
         embedding=lambda: load_embedding(source, dtype=dtype, device=target.device),
     )
-    return HeadModel(head, str(path), taps, target.max_positions)
+    return prepare_head(head, str(path), taps, target, quantization)
+
+
+def prepare_head(
+    head: FeatureHead,
+    name: str,
+    taps: Sequence[int],
+    target: AnyModel,
+    quantization: QuantizationName | Literal["same"] | None = "same",
+) -> HeadModel:
+    """For the CPU kernels where they run the target, else for torch.
+
+    Raises ParameterError if a quantization was asked for that is not possible.
+    """
+    given = name, taps, target.max_positions
+    obstacle = "its target does not run on the CPU kernels"
+    if isinstance(target, NativeModel) and target.plays_rounds:
+        wanted = target.quantization if quantization == "same" else quantization
+        if wanted is None and head.fc.weight.dtype != torch.bfloat16:
+            return TorchHead(head, *given)
+        try:
+            if wanted == "fp8":
+                raise ModelFormatError("fp8 weights need a CUDA device")
+            return NativeHead(head, *given, quantization=wanted)
+        except ModelFormatError as error:
+            obstacle = str(error)
+    if quantization not in ("same", None):
+        allowed = f"None with this trained head, which runs in float32 or bfloat16: {obstacle}"
+        raise ParameterError("draft_quantization", quantization, allowed)
+    return TorchHead(head, *given)
 
 
 def _check_target(config: HeadConfig, target: AnyModel, source: Source, path: Path) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import (
+    CFUNCTYPE,
     POINTER,
     Structure,
     c_bool,
@@ -23,7 +24,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 14  # of model.h: it changes with the structs and functions
+ABI_VERSION = 15  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -74,6 +75,17 @@ class CLayer(Structure):
     )
 
 
+class CFusion(Structure):
+    """csrc: Fusion."""
+
+    _fields_ = (
+        ("fuse", CLinear),
+        *((name, c_void_p) for name in ("stream_norms", "joint_norm", "hidden_norm", "targets")),
+        ("vocabulary", c_int64),
+        *((name, c_int32) for name in ("streams", "stream_width", "normed_residual", "normed_state")),
+    )
+
+
 class CModel(Structure):
     """csrc: ModelSpec."""
 
@@ -94,6 +106,7 @@ class CModel(Structure):
         ("rotary_half", c_int32),
         ("epsilon", c_float),
         ("attention_scale", c_float),
+        ("fusion", POINTER(CFusion)),
     )
 
 
@@ -177,6 +190,33 @@ class CTextRows(Structure):
         return cls(*places, stops.shape[1], text.stride(0))
 
 
+class CKept(Structure):
+    """csrc: Kept."""
+
+    _fields_ = (("streams", c_void_p), ("capacity", c_int64), ("bf16", c_int32))
+
+
+Callback = CFUNCTYPE(c_int32)
+
+
+class CDraft(Structure):
+    """csrc: DraftCall."""
+
+    _fields_ = (
+        ("by", CDrawRows),
+        ("text", c_void_p),
+        ("text_stride", c_int64),
+        ("kept", CKept),
+        ("rows", c_int64),
+        *((name, c_void_p) for name in ("places", "start", "stop", "counts")),
+        ("guess_stride", c_int64),
+        *((name, c_void_p) for name in ("guesses", "drawn", "chances", "laws", "logits", "instead")),
+        ("look", Callback),
+        ("goes_on", Callback),
+        ("purpose", c_uint32),
+    )
+
+
 class CRound(Structure):
     """csrc: RoundCall."""
 
@@ -188,6 +228,11 @@ class CRound(Structure):
         *((name, c_void_p) for name in ("tokens", "accepted", "gained", "hidden", "logits")),
         ("room", c_int64),
         ("purpose", c_uint32),
+        ("head", c_void_p),
+        ("kept", CKept),
+        ("taps", c_void_p),
+        ("tap_count", c_int64),
+        ("features", c_void_p),
     )
 
 
@@ -241,6 +286,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_model_free": (None, (c_void_p,)),
     "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
+    "pl_keep_streams": (None, (*(c_void_p,) * 6, c_int)),
+    "pl_draft": (c_char_p, (c_void_p,) * 5),
     "pl_texts_new": (c_void_p, ()),
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),

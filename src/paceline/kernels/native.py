@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import ParameterError
 from paceline.kernels import build
-from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CModel, CRound, address
+from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CDraft, CKept, CModel, CRound, address
 from paceline.nodes import Nodes
 
 _log = logging.getLogger("paceline.kernels")
@@ -260,6 +260,23 @@ class NativeDecoder:
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
         pool = current_pool(self.kernels, threads or self._threads).handle
         problem = self._library.pl_round(self._handle, pool, *given)
+        return None if problem is None else str(problem.decode())
+
+    @property
+    def handle(self) -> int:
+        """For calls that name this decoder beside another one. It must be kept alive."""
+        return int(self._handle)
+
+    def keep_streams(self, kept: CKept, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        """A head's: fuse features [N, streams, stream width] and keep them at rows, slots [N] int64."""
+        where = rows.data_ptr(), slots.data_ptr(), features.data_ptr(), rows.shape[0]
+        self._library.pl_keep_streams(self._handle, self._pool, ctypes.addressof(kept), *where)
+
+    def draft(self, call: CDraft, cache: CCache) -> str | None:
+        """A head's: read what it lacks, then guess; returns what is wrong with the input, or None."""
+        problem = self._library.pl_draft(
+            self._handle, self._pool, ctypes.addressof(call), ctypes.addressof(cache), None
+        )
         return None if problem is None else str(problem.decode())
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:

@@ -32,6 +32,27 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class FusionWeights:
+    """What makes a decoder a head that reads its target's streams; its first layer's qkv has two widths of inputs.
+
+    fuse: all streams side by side to the width. stream_norms [streams, stream width] or joint_norm [streams * stream
+    width]: before it. hidden_norm [width]: of what enters beside the embedding. targets [outputs of the head] int64:
+    the target's number of each of its tokens, ascending; vocabulary: how many the target has, all of which it reads.
+    """
+
+    fuse: LinearWeights
+    hidden_norm: Tensor
+    targets: Tensor
+    vocabulary: int
+    streams: int
+    stream_width: int
+    stream_norms: Tensor | None = None
+    joint_norm: Tensor | None = None
+    normed_residual: bool = False
+    normed_state: bool = False
+
+
+@dataclass(frozen=True)
 class NativeSpec:
     """A whole decoder: RMS norms first, rotary positions, SwiGLU. head None: tied to the embedding [vocab, width]."""
 
@@ -50,6 +71,7 @@ class NativeSpec:
     epsilon: float = 1e-6
     rotary_scaling: float = 1.0
     attention_scale: float | None = None
+    fusion: FusionWeights | None = None
 
     @property
     def scale(self) -> float:

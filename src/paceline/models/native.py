@@ -29,7 +29,7 @@ from paceline.params import QuantizationName
 
 Quantization = Literal["int8", "int4"]
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
-_HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # 4 bits hurt the head most
+HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # 4 bits hurt the head most
 
 
 class NativeModel:
@@ -50,7 +50,7 @@ class NativeModel:
         kernels: native.Kernels | Literal["choose"] | None = "choose",
         contents: Contents | None = None,
     ) -> None:
-        _check(spec)
+        check_spec(spec)
         if quantization not in LAYER_FORMAT:
             raise ParameterError("quantization", quantization, "None, 'int8' or 'int4'")
         self.name = name
@@ -64,7 +64,7 @@ class NativeModel:
         self.kernels = _kernels_in_words(chosen)
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)
         self.timed = False  # whether forward adds to ``seconds``, by native.PHASES
-        formats = LAYER_FORMAT[quantization], _HEAD_FORMAT[quantization]
+        formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         assert contents is None or chosen is not None
         self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, contents)
@@ -89,7 +89,7 @@ class NativeModel:
         cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
     ) -> NativeModel:
         """From a loaded model, which stays as it is."""
-        _check_config(model.config)
+        check_config(model.config)
         weights = _weights_of(model)
         return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
 
@@ -175,7 +175,7 @@ def _kernels_in_words(kernels: native.Kernels | None) -> str:
 
 def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
     """A model's parts by the names of ``models.weights``. Raises ModelFormatError if the kernels cannot run it."""
-    _check_config(config)
+    check_config(config)
     assert config.rotary is not None
 
     def linear(name: str) -> LinearWeights:
@@ -239,7 +239,7 @@ def _norm_weight(norm: object) -> Tensor | None:
     return norm.weight if isinstance(norm, RMSNorm) else None
 
 
-def _check_config(config: ModelConfig) -> None:
+def check_config(config: ModelConfig) -> None:
     """Raise ModelFormatError for what ``NativeSpec`` cannot say."""
     wanted = {
         "an RMS norm before each part": config.norm == "rms" and config.norm_first and config.final_norm,
@@ -253,7 +253,7 @@ def _check_config(config: ModelConfig) -> None:
         raise ModelFormatError(f"the CPU kernels cannot run a {config.family} model without {' and '.join(missing)}")
 
 
-def _check(spec: NativeSpec) -> None:
+def check_spec(spec: NativeSpec) -> None:
     if spec.head_dim % 16 or spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
         shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
         raise ModelFormatError(f"the CPU kernels need heads of a multiple of 16, at most 64 to a key head; not {shape}")

@@ -7,6 +7,7 @@ memory that was packed before and kept on disk (``packed_file``). Where a weight
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import pointer
 from typing import TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from paceline.cache import KVCache
 from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 
 Contents: TypeAlias = Callable[[Tensor], None]
 """Writes what was packed before into memory of its size, uint8."""
@@ -71,6 +72,7 @@ class _Places:
     def of_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
         """The whole decoder, but for its rotary tables."""
         layers = [self._layer(layer, to) for layer in spec.layers]
+        fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         return abi.CModel(
             layers=(abi.CLayer * len(layers))(*layers),
             head=self._linear(spec.head or LinearWeights(spec.embedding), head_to),
@@ -86,6 +88,22 @@ class _Places:
             rotary_half=len(spec.inverse_frequencies),
             epsilon=spec.epsilon,
             attention_scale=spec.scale,
+            fusion=fusion,
+        )
+
+    def _fusion(self, fusion: FusionWeights, to: Format) -> abi.CFusion:
+        norms, joint = fusion.stream_norms, fusion.joint_norm
+        return abi.CFusion(
+            fuse=self._linear(fusion.fuse, to),
+            stream_norms=None if norms is None else self._vector(self._padded(norms)),
+            joint_norm=None if joint is None else self._vector(self._padded(joint)),
+            hidden_norm=self._vector(self._padded(fusion.hidden_norm)),
+            targets=self._vector(fusion.targets, torch.int64),
+            vocabulary=fusion.vocabulary,
+            streams=fusion.streams,
+            stream_width=fusion.stream_width,
+            normed_residual=fusion.normed_residual,
+            normed_state=fusion.normed_state,
         )
 
     def _layer(self, layer: LayerWeights, to: Format) -> abi.CLayer:

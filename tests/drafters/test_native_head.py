@@ -1,0 +1,395 @@
+"""A head on the CPU kernels: what it guesses is what an independent reading says, in one call, whatever its company."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
+from paceline.attention.reference import ReferenceAttention
+from paceline.batch import Batch, RowStart, Wish
+from paceline.draft import Draft
+from paceline.drafters.feature import FeatureDrafter
+from paceline.engine import Engine
+from paceline.errors import ParameterError
+from paceline.heads.decoder import TorchHead
+from paceline.heads.feature import FeatureHead
+from paceline.heads.loading import prepare_head
+from paceline.heads.native import NativeHead, NativeHeadDecoder
+from paceline.kernels import native
+from paceline.kernels.pack import INPUT_MULTIPLE, Format, dequantise, quantise
+from paceline.memory import plan_memory
+from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization
+from paceline.params import EngineConfig, SamplingParams
+from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, make_request, run, tiny_llama, tiny_native
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}"),
+]
+
+STREAM = 72  # the width of the tiny target
+TAPS = (0, 1)
+TEXTS = [[(5 * i + 2 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 12, 2, 31))]
+PLAIN = SamplingParams(temperature=1.0, max_tokens=20, seed=1)
+
+
+def feature_head(**options: Any) -> FeatureHead:
+    return tiny_feature_head(VOCAB, STREAM, TAPS, dim=16, **options)
+
+
+def natively(head: FeatureHead, quantization: Quantization | None = None) -> NativeHead:
+    return NativeHead(head, "tiny head", TAPS, POSITIONS, quantization=quantization)
+
+
+def features_of(texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """What a target might have said of each token, [text, taps, width]."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(len(text), len(TAPS), STREAM, generator=generator) for text in texts]
+
+
+FEATURES = features_of(TEXTS)
+
+
+def decoder_of(head: NativeHead, rows: Sequence[int]) -> NativeHeadDecoder:
+    """Its rows have these of the texts, whose streams are kept and of which nothing is read."""
+    decoder = NativeHeadDecoder(head, ReferenceAttention(), len(rows), POSITIONS, VOCAB)
+    for row, which in enumerate(rows):
+        places = torch.arange(len(TEXTS[which]) - 1)
+        decoder.streams.read(torch.full_like(places, row), places, FEATURES[which][:-1])
+    return decoder
+
+
+def batch_of(rows: Sequence[int], params: SamplingParams = PLAIN) -> Batch:
+    batch = Batch(len(rows), POSITIONS, VOCAB)
+    for row, which in enumerate(rows):
+        batch.set_row(row, RowStart(TEXTS[which], params, seed=which))
+    batch.set_rows(len(rows))
+    return batch
+
+
+def _rounded(tensor: Tensor, to: Format, parts: int) -> Tensor:
+    """Each of so many parts of the inputs is padded, which decides what shares a scale."""
+    width = tensor.shape[1] // parts
+    wide = torch.cat([pad(part, (0, -width % INPUT_MULTIPLE)) for part in tensor.chunk(parts, dim=1)], dim=1)
+    values = dequantise(quantise(wide, to), wide.shape[1])
+    return torch.cat([part[:, :width] for part in values.chunk(parts, dim=1)], dim=1)
+
+
+def rounded(head: FeatureHead, quantization: Quantization | None) -> dict[str, Tensor]:
+    """The head's tensors as the kernels have them."""
+    formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
+    state = dict(head.state_dict())
+    for name, tensor in state.items():
+        if name.endswith("_proj.weight") or name in ("fc.weight", "lm_head.weight"):
+            parts = 2 if name.startswith("layers.0.self_attn") and "o_proj" not in name else 1
+            state[name] = _rounded(tensor, formats[name == "lm_head.weight"], parts)
+    state["embed_tokens.weight"] = state["embed_tokens.weight"].bfloat16().float()
+    return state
+
+
+def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, guesses: Sequence[int]) -> Tensor:
+    """[k, V]: what an independent reading says of each of these guesses, given those before it."""
+    text, targets = TEXTS[which], tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    reading = Reading(tensors, switches)
+    for place, token in enumerate(text[1:]):
+        state, logits = reading.step(token, reading.fused(FEATURES[which][place]), place)
+    laws = torch.zeros(len(guesses), VOCAB)
+    for step, guess in enumerate(guesses):
+        laws[step, targets] = logits.softmax(-1)
+        state, logits = reading.step(guess, state, len(text) - 1 + step)
+    return laws
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{name: {"switches": [name]} for name in SWITCHES},
+    "query and key norms": {"qk_norm": True},
+    "two layers": {"depth": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_are_those_of_an_independent_reading_step_by_step(kind: str) -> None:
+    options = KINDS[kind]
+    head = feature_head(**options)
+    rows, counts = [0, 1, 2, 3], [3, 4, 0, 2]
+    draft = decoder_of(natively(head), rows).draft(batch_of(rows), counts, None, laws=True)
+    assert draft.drafted == [0, 4, 0, 2], "a text of one token has no streams yet"
+    assert draft.probabilities is not None
+    for row, guesses in enumerate(draft.guesses):
+        if guesses:
+            expected = laws_of(rounded(head, None), options.get("switches", ()), rows[row], guesses)
+            found = draft.probabilities[row, : len(guesses)]
+            assert bool((found[:, ~head.t2d] == 0).all())
+            assert float((found - expected).abs().max()) < 0.02
+            assert float((found - expected).abs().mean()) < 0.002
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.06), ("int4", 0.06)])
+def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) -> None:
+    head = feature_head()
+    draft = decoder_of(natively(head, quantization), [1, 3]).draft(batch_of([1, 3]), [3, 3], None, laws=True)
+    assert draft.probabilities is not None
+    for row, which in enumerate((1, 3)):
+        expected = laws_of(rounded(head, quantization), (), which, draft.guesses[row])
+        assert float((draft.probabilities[row] - expected).abs().max()) < most
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read() -> None:
+    head = natively(feature_head())
+    rows = [3, 0, 1, 2]
+    batch, decoder = batch_of(rows), decoder_of(head, rows)
+    for row, (start, stop) in enumerate([(0, 9), (0, 1), (0, 12), (0, 0)]):
+        decoder.prefill_rows(batch, [row], [start], [stop])
+    decoder.prefill_rows(batch, [0, 2], [9, 12], [20, 12])
+    together = decoder.draft(batch, [4, 2, 1, 3], None, laws=True)
+    assert together.drafted == [4, 0, 1, 3]
+    assert decoder.seen.tolist() == [31, 1, 12, 2]
+    for row, which in enumerate(rows):
+        if together.drafted[row]:
+            own, sole = batch_of([which]), decoder_of(head, [which])
+            alone = sole.draft(own, [together.drafted[row]], None, laws=True)
+            assert alone.guesses[0] == together.guesses[row]
+            assert alone.probabilities is not None
+            assert together.probabilities is not None
+            k = len(alone.guesses[0])
+            assert torch.equal(alone.probabilities[0, :k], together.probabilities[row, :k])
+
+
+def test_a_draft_in_which_the_length_policy_says_stop_ends_there_with_scores() -> None:
+    decoder, batch, asked = decoder_of(natively(feature_head()), [1, 3]), batch_of([1, 3]), []
+
+    def enough(_: Batch, scores: Sequence[Sequence[float]], follows: object = None) -> bool:
+        asked.append([len(line) for line in scores])
+        return len(asked) == 2
+
+    draft = decoder.draft(batch, [4, 1], enough, laws=False)
+    assert asked == [[1, 1], [2, 1]]
+    assert draft.drafted == [2, 1]
+    whole = decoder_of(natively(feature_head()), [1, 3]).draft(batch, [2, 1], None, laws=True)
+    assert draft.confidence is not None
+    laws = laws_of(rounded(feature_head(), None), (), 1, draft.guesses[0])
+    chances = [float(law[guess]) for law, guess in zip(laws, draft.guesses[0], strict=True)]
+    assert list(draft.confidence[0]) == pytest.approx(chances, abs=0.02)
+    assert whole.drafted == [2, 1]
+
+
+def test_an_error_of_the_length_policys_is_raised_after_the_call() -> None:
+    decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
+
+    def broken(*_: object) -> bool:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        decoder.draft(batch, [4], broken, laws=False)
+
+
+def test_rows_with_a_constraint_guess_what_it_allows() -> None:
+    """And those beside them what they guess anyway."""
+    rows, counts = [1, 3, 3], [3, 2, 4]
+    free = decoder_of(natively(feature_head()), rows).draft(batch_of(rows), counts, None, laws=True)
+    batch, asked = batch_of(rows), []
+
+    class Even:
+        """Even tokens alone."""
+
+        def __init__(self, row: int) -> None:
+            self.row = row
+
+        def ask(self, guesses: Sequence[int], first: int, places: int) -> Even:
+            asked.append((self.row, len(guesses), first, places))
+            return self
+
+        def send(self) -> None:
+            asked.append((self.row, "sent"))
+
+        def mask(self, logits: Tensor) -> None:
+            logits[:, 1::2] = -torch.inf
+
+        def advance(self, tokens: Sequence[int]) -> None:
+            raise AssertionError("nothing is gained here")
+
+    batch.sampling.constraints[:2] = [Even(0), Even(1)]
+    batch.set_rows(3)
+    held = decoder_of(natively(feature_head()), rows).draft(batch, counts, None, laws=True)
+    assert asked[:4] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, "sent"), (1, "sent")]
+    assert asked[-2:] == [(0, 2, 2, 1), (0, "sent")]
+    assert held.drafted == counts
+    assert held.guesses[2] == free.guesses[2]
+    assert not any(guess % 2 for line in held.guesses[:2] for guess in line)
+    assert any(guess % 2 for line in free.guesses[:2] for guess in line)
+
+
+def test_a_token_that_is_none_is_refused() -> None:
+    decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
+    batch.tokens[0, 3] = VOCAB
+    with pytest.raises(ParameterError, match="outside the vocabulary"):
+        decoder.draft(batch, [2], None, laws=False)
+
+
+# In the engine
+
+PROMPTS = [[(7 * i + 3 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 9, 2, 17, 5, 30, 3))]
+PARAMS = [
+    SamplingParams(temperature=row % 2, max_tokens=5 + 2 * row, n=1 + 2 * (row == 3), seed=row) for row in range(7)
+]
+
+
+class Anew:
+    """Holds every draft of an engine to that of a decoder which has never seen the rows before."""
+
+    def __init__(self, engine: Engine, target: Any, head: NativeHead) -> None:
+        self.target, self.head, self.compared = target, head, 0
+        self.drafter = engine.parts.drafter
+        self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
+
+    def check(self, batch: Batch, wish: Wish) -> Draft:
+        draft = self.propose(batch, wish).capped(wish.caps)
+        for row, guesses in enumerate(draft.guesses):
+            if guesses:
+                assert guesses == self.anew(batch, row, len(guesses))
+                self.compared += len(guesses)
+        return draft
+
+    def anew(self, batch: Batch, row: int, count: int) -> list[int]:
+        engine = make_engine(self.target, self.head, drafter="feature", max_batch_size=1)
+        (decoder,) = engine.parts.drafter.decoders
+        text = batch.tokens[row, : batch.lengths[row]].tolist()
+        own = Batch(1, POSITIONS, VOCAB)
+        own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[row])))
+        own.set_rows(1)
+        own.sampling.prompt_length[0] = batch.sampling.prompt_length[row]
+        engine.parts.target.prefill(own, 0, [0], [len(text) - 1])
+        assert isinstance(decoder, NativeHeadDecoder)
+        return decoder.draft(own, [count], None, laws=False).guesses[0]
+
+
+@pytest.mark.parametrize("rounds", ["kernels", "host"])
+@pytest.mark.parametrize("chunk", [4, 256])
+def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
+    """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
+    target = tiny_native(1)
+    head = tiny_native_head(target, STREAM)
+    engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
+    engine.parts.policy = RandomLength(seed=chunk)
+    if rounds == "host":
+        engine.parts.native = None
+    watched = Anew(engine, target, head)
+    run(engine, PROMPTS, PARAMS)
+    assert watched.compared > 100
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often which function of the library was called."""
+    calls, library = Counter[str](), native.available()[0].library
+    for name in ("pl_draft", "pl_round", "pl_forward", "pl_logits", "pl_keep_streams", "pl_draw", "pl_accept"):
+        monkeypatch.setattr(library, name, _counting(calls, name, getattr(library, name)))
+    return calls
+
+
+def _counting(calls: Counter[str], name: str, function: Callable[..., object]) -> Callable[..., object]:
+    def call(*arguments: object) -> object:
+        calls[name] += 1
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_native(1)
+    engine = make_engine(target, tiny_native_head(target, STREAM), drafter="feature", num_speculative_tokens=3)
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=2)
+    for prompt in PROMPTS[1:4]:
+        engine.add(make_request(prompt, params))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    assert "rounds by the kernels" in engine.describe()
+    assert engine._goes_without_torch()
+    calls = counted(monkeypatch)
+    for _ in range(5):
+        engine.step()
+    assert calls == {"pl_draft": 5, "pl_round": 5}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_prompts_that_are_copied_bring_the_bits_of_cold_ones(temperature: float) -> None:
+    """Answers, and how many guesses were made and kept: a head reads its target's streams of what was copied."""
+    target = tiny_native(1)
+    head = tiny_native_head(target, STREAM)
+    first = [(3 * i) % VOCAB for i in range(40)]
+    params = SamplingParams(temperature=temperature, max_tokens=12, seed=9)
+
+    def found(*, reuse: bool) -> tuple[list[list[list[int]]], list[tuple[int, int]], int]:
+        engine = make_engine(target, head, drafter="feature", max_batch_size=2, prefix_cache=reuse)
+        outputs = run(engine, [first], [params])
+        turn = [*first, *outputs[0].outputs[0].token_ids, 5, 6, 7]
+        outputs += run(engine, [turn], [params])
+        outputs += run(engine, [[*first[:30], 2, 2], turn], [params] * 2)
+        metrics = [output.outputs[0].metrics for output in outputs]
+        copied = sum(output.cached_tokens for output in outputs)
+        return answers(outputs), [(each.drafted, each.accepted) for each in metrics], copied
+
+    cold, warm = found(reuse=False), found(reuse=True)
+    assert warm[:2] == cold[:2]
+    assert (cold[2], warm[2] > 80) == (0, True)
+
+
+def test_where_a_head_runs_follows_its_target() -> None:
+    target, half = tiny_native(1), feature_head().bfloat16()
+    head = prepare_head(half, "head", TAPS, target)
+    assert isinstance(head, NativeHead)
+    engine = make_engine(target, head, drafter="feature")
+    assert f"head head (int8 on the CPU kernels {native.available()[0].name})" in engine.describe()
+    assert "rounds by the kernels" in engine.describe()
+    assert isinstance(prepare_head(half, "head", TAPS, target, "int4"), NativeHead)
+    assert isinstance(prepare_head(half, "head", TAPS, target, None), NativeHead)
+    assert isinstance(prepare_head(feature_head(), "head", TAPS, target, None), TorchHead), "float32 was asked for"
+    with pytest.raises(ParameterError, match="fp8 weights need a CUDA device"):
+        prepare_head(half, "head", TAPS, target, "fp8")
+    with pytest.raises(ParameterError, match="its target does not run on the CPU kernels"):
+        prepare_head(half, "head", TAPS, tiny_llama(), "int8")
+    small = tiny_feature_head(VOCAB, STREAM, TAPS, dim=4).bfloat16()
+    assert isinstance(prepare_head(small, "head", TAPS, target), TorchHead)
+    with pytest.raises(ParameterError, match="heads of a multiple of 16"):
+        prepare_head(small, "head", TAPS, target, "int8")
+
+
+def test_only_rounds_that_reject_by_law_need_torch() -> None:
+    target = tiny_native(1)
+    head, slow = tiny_native_head(target, STREAM), tiny_head(target, STREAM)
+    needs = {
+        (rule, kind): make_engine(target, draft, drafter=kind, acceptance=rule).parts.drafter.uses_torch
+        for rule in ("coupled", "rejection")
+        for kind, draft in (("feature", head), ("hybrid", head))
+    }
+    assert needs == {(rule, kind): rule == "rejection" for rule, kind in needs}
+    assert make_engine(target, slow, drafter="feature").parts.drafter.uses_torch
+
+
+def test_memory_counts_what_a_head_of_the_kernels_keeps() -> None:
+    target = tiny_native(1)
+    head = tiny_native_head(target, STREAM)
+    config = EngineConfig(drafter="feature", max_batch_size=3, max_model_len=POSITIONS, dtype="float32", device="cpu")
+    engine = make_engine(target, head, drafter="feature", max_batch_size=3)
+    drafter = engine.parts.drafter
+    assert isinstance(drafter, FeatureDrafter)
+    (decoder,) = drafter.decoders
+    assert isinstance(decoder, NativeHeadDecoder)
+    caches = [each.cache for each in (engine.parts.target, decoder)]
+    tables = [table for cache in caches for table in (cache.keys, cache.values)]
+    expected = sum(table.nbytes for table in (*tables, decoder.streams.fused))
+    plan = plan_memory(target, head, config, 3, POSITIONS)
+    assert plan.caches == expected
+    torchs = plan_memory(target, tiny_head(target, STREAM), config, 3, POSITIONS)
+    tokens = 3 * (config.most_guesses + 1)
+    assert plan.workspace - torchs.workspace == 4 * (3 * VOCAB + tokens * len(TAPS) * STREAM)
