@@ -49,7 +49,7 @@ LAYERS: list[set[str]] = [
         "engine",
         "sharing",
     },
-    {"llm", "server", "cli", "bench", "training", "evaluation", "transformers", "llm_plugin"},
+    {"llm", "server", "cli", "bench", "training", "evaluation", "transformers", "llm_plugin", "ray"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 FREE = {"__init__", "__main__"}  # the front door: it may name everything, lazily
