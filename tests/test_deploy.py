@@ -107,10 +107,12 @@ def test_the_proxies_pass_events_on_at_once_and_bodies_as_long_as_the_server_tak
     assert "proxy_buffering off;" in nginx
     assert "gzip off;" in nginx
     assert f"client_max_body_size {ServerConfig.max_body_bytes >> 20}m;" in nginx
+    assert f"client_max_body_size {ServerConfig.max_upload_bytes >> 20}m;" in nginx
     assert "limit_conn_status 429;" in nginx
     caddy = (DEPLOY / "Caddyfile").read_text()
     assert "flush_interval -1" in caddy
     assert f"max_size {ServerConfig.max_body_bytes >> 20}MiB" in caddy
+    assert f"max_size {ServerConfig.max_upload_bytes >> 20}MiB" in caddy
 
 
 def test_all_that_the_server_can_do_is_installed() -> None:

@@ -88,6 +88,7 @@ BAD_SERVER: list[tuple[str, Any]] = [
     *[("api_keys", v) for v in ("secret", ["secret", ""], [1], None)],
     *[("max_waiting", v) for v in (-1, 2**63)],
     *[("max_body_bytes", v) for v in (0, 2**63)],
+    *[("max_upload_bytes", v) for v in (0, 2**63)],
     *[("body_timeout", v) for v in (0, math.nan, math.inf, 1e300, 10**400)],
     *[("request_timeout", v) for v in (0, 1e-300, math.nan, math.inf)],
     *[("shutdown_timeout", v) for v in (-1, math.nan, math.inf)],

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
+from starlette.types import Message
 
 from paceline.engine import Engine
 from paceline.errors import ParameterError
 from paceline.outputs import RequestOutput
 from paceline.params import ServerConfig
 from paceline.server import limits
-from paceline.server.batch.forms import parts_of
+from paceline.server.batch.forms import FormReader, Part
 from paceline.server.batch.runner import BEHIND
 from paceline.server.batch.store import Store
 from paceline.server.errors import ApiError
-from polling import wait_until
+from paceline.server.security import Upload
+from polling import PATIENCE, wait_until
 from served import Served
 from server_support import Live, start
 from web import client
@@ -32,6 +38,7 @@ from web import client
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+MAX_UPLOAD = 2**20
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
@@ -82,7 +89,8 @@ def texts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def live(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     path = tmp_path_factory.mktemp("batches")
-    config = ServerConfig(port=0, served_model_name="tiny", max_waiting=12, batch_dir=str(path), max_body_bytes=2**16)
+    sizes = {"max_body_bytes": 2**16, "max_upload_bytes": MAX_UPLOAD}
+    config = ServerConfig(port=0, served_model_name="tiny", max_waiting=12, batch_dir=str(path), **sizes)  # type: ignore[arg-type]
     yield from start(config, tiny)
 
 
@@ -170,7 +178,7 @@ def test_what_is_not_understood_is_refused_by_name(live: Live) -> None:
     with pytest.raises(openai.BadRequestError, match="expires_after"):
         api.files.create(file=("x", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
     with pytest.raises(openai.APIStatusError) as error:
-        api.files.create(file=("x", b"x" * 2**17), purpose="batch")
+        api.files.create(file=("x", b"x" * MAX_UPLOAD), purpose="batch")
     assert error.value.status_code == 413
 
 
@@ -208,6 +216,15 @@ FORM = 'multipart/form-data; boundary="b"'
 GOOD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
 
 
+def parts_of(kind: str, body: bytes, size: int) -> tuple[list[Part], bytes]:
+    """A form that comes in pieces of this size: its fields, and the content of its files."""
+    contents: list[bytes] = []
+    reader = FormReader(kind, contents.append)
+    for place in range(0, len(body), size):
+        reader.feed(body[place : place + size])
+    return reader.end(), b"".join(contents)
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -226,16 +243,112 @@ GOOD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\
         (FORM, b"--b\r\n\r\n" * 1000 + b"--b--"),
     ],
 )
-def test_forms_that_are_none_are_refused(kind: str, body: bytes) -> None:
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_forms_that_are_none_are_refused(kind: str, body: bytes, size: int) -> None:
     with pytest.raises(ApiError) as refusal:
-        parts_of(kind, body)
+        parts_of(kind, body, size)
     assert refusal.value.status in (400, 415)
 
 
-def test_a_form_is_read_to_the_byte() -> None:
-    inside = b"x--b\r\n\r\n\x00\xff--b"
-    (part,) = parts_of(FORM, GOOD.replace(b"\r\n\r\nx", b"\r\n\r\n" + inside))
-    assert (part.name, part.filename, part.content) == ("file", "f", inside)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40, 10**6])
+def test_a_form_is_read_to_the_byte(size: int) -> None:
+    inside = b"x--b\r\n\r\n\x00\xff--b\r\n--\r\n-"
+    field = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    (field_part, part), content = parts_of(FORM, field + GOOD.replace(b"\r\n\r\nx", b"\r\n\r\n" + inside), size)
+    assert (field_part.name, field_part.filename, field_part.content) == ("purpose", None, b"batch")
+    assert (part.name, part.filename, content) == ("file", "f", inside)
+
+
+def test_a_form_is_never_whole_in_memory() -> None:
+    written: list[int] = []
+    reader = FormReader(FORM, lambda content: written.append(len(content)))
+    reader.feed(GOOD[: GOOD.index(b"x\r\n")])
+    for _ in range(100):
+        reader.feed(b"\r" * 10**4)
+    assert 10**6 - sum(written) < 100
+    with pytest.raises(ApiError, match="no file"):
+        FormReader(FORM, written.append).feed(GOOD.replace(b'; filename="f"', b"").replace(b"x", b"x" * 5000))  # type: ignore[arg-type]
+
+
+def files_in(live: Live) -> set[str]:
+    return {path.name for path in (Path(str(live.context.config.batch_dir)) / "files").iterdir()}
+
+
+def test_a_file_may_be_longer_than_a_body(live: Live) -> None:
+    api = official(live.url)
+    lines = [line(str(number), "x" * 300) for number in range(500)]
+    assert len(jsonl(lines)) > 2 * live.context.config.max_body_bytes
+    before = files_in(live)
+    name = upload(api, lines)
+    assert api.files.content(name).content == jsonl(lines)
+    assert files_in(live) - before == {f"{name}.data", f"{name}.json"}
+    api.files.delete(name)
+
+
+def test_an_upload_that_does_not_say_how_long_it_is_ends_at_the_limit_and_leaves_nothing(live: Live) -> None:
+    before = files_in(live)
+
+    def pieces() -> Iterator[bytes]:
+        yield GOOD[: GOOD.index(b"x\r\n")]
+        for _ in range(2 * MAX_UPLOAD // 2**14):
+            yield b"x" * 2**14
+
+    with suppress(httpx.TransportError):  # it may still be sending when it is refused
+        assert client.post(f"{live.url}/v1/files", content=pieces(), headers={"Content-Type": FORM}).status_code == 413
+    wait_until(lambda: files_in(live) == before)
+
+
+def test_of_an_upload_whose_client_hangs_up_nothing_is_left(live: Live) -> None:
+    before = files_in(live)
+    host, port = live.url.removeprefix("http://").split(":")
+    head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM}\r\nContent-Length: 900000\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as made:
+        made.sendall(head.encode() + GOOD[: GOOD.index(b"x\r\n")] + b"x" * 2**18)
+        wait_until(lambda: files_in(live) - before)
+    wait_until(lambda: files_in(live) == before)
+
+
+def test_uploads_that_arrive_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_FILES_BYTES", 150)
+    store = Store(tmp_path)
+
+    async def receive() -> None:
+        async with store.arriving("one") as first, store.arriving("one") as second:
+            await first.take(first.write, b"x" * 100)
+            with pytest.raises(ApiError, match="delete some"):
+                await second.take(second.write, b"x" * 100)
+            async with store.arriving("two") as other:
+                await other.take(other.write, b"x" * 100)
+            await first.keep("first")
+
+    asyncio.run(receive())
+    store.close()
+    assert [kept.document.bytes for kept in store.files.values()] == [100]
+    assert len(list((tmp_path / "files").iterdir())) == 2, "its content and its document"
+
+
+def test_an_upload_has_as_much_time_as_ordinary_bodies_of_its_length(live: Live) -> None:
+    config = replace(live.context.config, body_timeout=0.05, max_upload_bytes=2**30)
+    left: list[Message] = [{"type": "http.request", "body": b"x" * 2**20, "more_body": True}] * 2
+
+    async def receive() -> Message:
+        if left:
+            return left.pop()
+        await asyncio.sleep(0.2 if len(waited) == 0 else PATIENCE)
+        waited.append(1)
+        return {"type": "http.request", "body": b"", "more_body": True}
+
+    async def read() -> None:
+        waiting = Upload(config, receive)
+        for _ in range(3):
+            await waiting.next_message()
+        with pytest.raises(ApiError, match="did not arrive") as refusal:
+            await waiting.next_message()
+        assert refusal.value.status == 408
+
+    waited: list[int] = []
+    asyncio.run(read())
+    assert waited == [1]
 
 
 def test_pages_from_elsewhere_cannot_upload(live: Live) -> None:

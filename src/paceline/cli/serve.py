@@ -84,6 +84,9 @@ class ServerFlags:
     max_bodies_bytes: Annotated[
         int, _option("--max-bodies-bytes", text="Bodies of all requests that have not been answered, together.")
     ] = ServerConfig.max_bodies_bytes
+    max_upload_bytes: Annotated[
+        int, _option("--max-upload-bytes", text="Longest file for a batch, with the form around it; goes to the disk.")
+    ] = ServerConfig.max_upload_bytes
     request_timeout: Annotated[
         float | None, _option("--request-timeout", text="Seconds after which a request is given up. Default: never.")
     ] = ServerConfig.request_timeout

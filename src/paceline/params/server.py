@@ -57,6 +57,8 @@ class ServerConfig:
     send_timeout: seconds after which a client that reads nothing is given up.
     max_body_bytes: of a request. body_timeout: seconds in which it must have arrived.
     max_bodies_bytes: of all requests that have not been answered; of one address half of it.
+    max_upload_bytes: of a form with a file for a batch, which goes to the disk as it comes and counts in neither. It
+        has ``body_timeout`` once more for every ``max_body_bytes`` that have arrived.
     request_timeout: seconds after which a request is given up, where it does not say so itself; None: never.
     shutdown_timeout: seconds that running requests may still take when the server is told to end.
     stall_timeout: seconds that the engine may take over one step, before ``/health`` calls it stalled. A step is meant
@@ -84,6 +86,7 @@ class ServerConfig:
     max_body_bytes: Annotated[int, Whole(1, MAX_BYTES)] = 4 * 2**20
     body_timeout: Seconds = 30.0
     max_bodies_bytes: Annotated[int, Whole(2, MAX_BYTES)] = 64 * 2**20
+    max_upload_bytes: Annotated[int, Whole(1, MAX_BYTES)] = 200 * 2**20
     request_timeout: Seconds | None = None
     shutdown_timeout: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
     stall_timeout: Seconds = 10.0

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +23,7 @@ from paceline.server.quotas import read_key
 from paceline.server.shares import Shares
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # what a load balancer and a browser need before there is a key
+UPLOADS = "/v1/files"  # files for batches, if any are kept
 OPEN_TREE = "/playground/"  # the page's scripts and styles
 
 
@@ -129,12 +132,23 @@ class Gate:
             raise errors.unauthorized()
         if _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise errors.encoded()
-        announced, limit = _header(scope, b"content-length"), self._config.max_body_bytes
+        announced, limit = _header(scope, b"content-length"), self._longest_body(scope)
         if announced.isdigit() and int(announced) > limit:
             raise errors.too_large(limit)
 
+    def _longest_body(self, scope: Scope) -> int:
+        return self._config.max_upload_bytes if self._is_upload(scope) else self._config.max_body_bytes
+
+    def _is_upload(self, scope: Scope) -> bool:
+        """Whether the body is a file, which goes to the disk piece by piece and is never whole in memory."""
+        keeps = self._config.batch_dir is not None
+        return keeps and scope["method"] == "POST" and scope["path"] == UPLOADS
+
     async def _with_body(self, client: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Its bytes count until it is answered: that is how long something keeps them."""
+        if self._is_upload(scope):
+            await self._app(scope, Upload(self._config, receive).next_message, send)
+            return
         body = _Body(self._bytes, client, self._config.max_body_bytes)
         try:
             if scope["method"] == "POST":  # no other has a body that means anything
@@ -149,13 +163,8 @@ class Gate:
             body.give_back()
 
     async def _read(self, body: _Body, receive: Receive) -> None:
-        seconds = self._config.body_timeout
-        try:
-            async with asyncio.timeout(seconds):
-                await body.read(receive)
-        except TimeoutError:
-            message = f"the request's body did not arrive within {seconds:g} s"
-            raise errors.ApiError(408, errors.INVALID, message, code="body_timeout") from None
+        async with _in_time(self._config.body_timeout):
+            await body.read(receive)
 
     async def _refuse(self, error: errors.ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._meter.refused(error)
@@ -190,6 +199,41 @@ class _Body:
     def give_back(self) -> None:
         """Nothing keeps it any more."""
         self._shares.give(self._client, self._charged)
+
+
+class Upload:
+    """A file that is being received, by whoever asks for the next message: within its limit, and fast enough."""
+
+    def __init__(self, config: ServerConfig, receive: Receive) -> None:
+        self._config, self._receive = config, receive
+        self._began, self._received = time.monotonic(), 0
+        self._complete = False
+
+    async def next_message(self) -> Message:
+        """Raises ApiError: 413, 408. Behind the body nothing comes until the client hangs up."""
+        if self._complete:
+            return await self._receive()
+        config = self._config
+        seconds = config.body_timeout * (1 + self._received / config.max_body_bytes)
+        async with _in_time(seconds, since=self._began):
+            message = await self._receive()
+        self._received += len(message.get("body", b""))
+        if self._received > config.max_upload_bytes:
+            raise errors.too_large(config.max_upload_bytes)
+        self._complete = not message.get("more_body", False)
+        return message
+
+
+@asynccontextmanager
+async def _in_time(seconds: float, since: float | None = None) -> AsyncIterator[None]:
+    """Raise ApiError (408) if a body takes longer than so many seconds, from ``since`` on; None: from now on."""
+    passed = 0.0 if since is None else time.monotonic() - since
+    try:
+        async with asyncio.timeout(seconds - passed):
+            yield
+    except TimeoutError:
+        message = f"the request's body did not arrive within {seconds:g} s"
+        raise errors.ApiError(408, errors.INVALID, message, code="body_timeout") from None
 
 
 def _take(shares: Shares, client: str, units: int, name: str) -> None:

@@ -1,8 +1,12 @@
-"""Uploads as browsers and OpenAI's clients send them: multipart/form-data (RFC 7578), whole and in memory."""
+"""Uploads as browsers and OpenAI's clients send them: multipart/form-data (RFC 7578), read as they come.
+
+A file's content goes on as it is found; everything else is short.
+"""
 
 from __future__ import annotations
 
 import email
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
 from email.policy import compat32
@@ -11,25 +15,98 @@ from paceline.server import errors
 
 _MAX_PARTS = 16
 _MAX_HEADERS = 2**12  # bytes of one part's
+_MAX_FIELD = 2**12  # bytes of a part that is no file
 _MAX_BOUNDARY = 70
+_END = b"--"  # behind the last boundary
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """A field of a form. filename: None unless it is a file."""
+    """A field of a form. filename: None unless it is a file, whose content is elsewhere."""
 
     name: str
     filename: str | None
-    content: bytes
+    content: bytes = b""
 
 
-def parts_of(content_type: str, body: bytes) -> list[Part]:
-    """All fields. Raises ApiError: 415 for another kind of body, 400 for a broken one."""
-    boundary = _boundary(content_type)
-    preamble, *found = (b"\r\n" + body).split(b"\r\n--" + boundary, _MAX_PARTS + 1)
-    if preamble or len(found) < 2 or not found[-1].startswith(b"--"):
-        raise errors.invalid(f"a form has 1 to {_MAX_PARTS} parts, each behind its boundary, and an end")
-    return [_part(part) for part in found[:-1]]
+class FormReader:
+    """Reads a form piece by piece, in memory that does not grow with it.
+
+    write: gets the content of files. Raises ApiError: 415 for another kind of body, 400 for a broken form.
+    """
+
+    def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._boundary = b"\r\n--" + _boundary(content_type)
+        self._buffer = bytearray(b"\r\n")  # the first boundary has no line before it
+        self._step = self._preamble
+        self._parts: list[Part] = []
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes. Raises ApiError."""
+        self._buffer += piece
+        while self._step():
+            pass
+
+    def end(self) -> list[Part]:
+        """All parts; there is no more to come. Raises ApiError."""
+        if self._step != self._epilogue or not self._parts:
+            raise _broken()
+        return self._parts
+
+    # Each takes what it can from the buffer and says whether more can be done.
+
+    def _preamble(self) -> bool:
+        if len(self._buffer) < len(self._boundary):
+            return False
+        if not self._buffer.startswith(self._boundary):
+            raise _broken()
+        del self._buffer[: len(self._boundary)]
+        self._step = self._head
+        return True
+
+    def _head(self) -> bool:
+        if self._buffer.startswith(_END):
+            self._step = self._epilogue
+            return True
+        at = self._buffer.find(b"\r\n\r\n")
+        head = bytes(self._buffer[: max(at, 0)])
+        if at > _MAX_HEADERS or (at < 0 and len(self._buffer) > _MAX_HEADERS):
+            raise _bad_part()
+        if at < 0:
+            return False
+        if len(self._parts) == _MAX_PARTS:
+            raise _broken()
+        if self._boundary in head:
+            raise _bad_part()
+        self._parts.append(_part(head))
+        del self._buffer[: at + 4]
+        self._step = self._content
+        return True
+
+    def _content(self) -> bool:
+        at = self._buffer.find(self._boundary)
+        sure = at if at >= 0 else max(0, len(self._buffer) - len(self._boundary) + 1)
+        self._keep(bytes(self._buffer[:sure]))
+        del self._buffer[: sure + len(self._boundary) if at >= 0 else sure]
+        if at < 0:
+            return False
+        self._step = self._head
+        return True
+
+    def _keep(self, content: bytes) -> None:
+        part = self._parts[-1]
+        if part.filename is not None:
+            self._write(content)
+        elif len(part.content) + len(content) > _MAX_FIELD:
+            raise errors.invalid(f"a field of a form that is no file has at most {_MAX_FIELD} bytes")
+        else:
+            part.content += content
+
+    def _epilogue(self) -> bool:
+        """It means nothing."""
+        self._buffer.clear()
+        return False
 
 
 def _boundary(content_type: str) -> bytes:
@@ -42,12 +119,19 @@ def _boundary(content_type: str) -> bytes:
     return boundary.encode()
 
 
-def _part(part: bytes) -> Part:
-    head, end, content = part.partition(b"\r\n\r\n")
-    if not part.startswith(b"\r\n") or not end or len(head) > _MAX_HEADERS:
-        raise errors.invalid(f"a part of a form has headers of at most {_MAX_HEADERS} bytes, an empty line and content")
+def _part(head: bytes) -> Part:
+    if not head.startswith(b"\r\n"):
+        raise _bad_part()
     headers = email.message_from_string(head[2:].decode("utf-8", "replace"), policy=compat32)
     if headers.get_content_disposition() != "form-data":
         raise errors.invalid("a part of a form has the header 'Content-Disposition: form-data; name=...'")
     name = headers.get_param("name", "", "content-disposition")
-    return Part(str(name), headers.get_filename(), content)
+    return Part(str(name), headers.get_filename())
+
+
+def _broken() -> errors.ApiError:
+    return errors.invalid(f"a form has 1 to {_MAX_PARTS} parts, each behind its boundary, and an end")
+
+
+def _bad_part() -> errors.ApiError:
+    return errors.invalid(f"a part of a form has headers of at most {_MAX_HEADERS} bytes, an empty line and content")

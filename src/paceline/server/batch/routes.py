@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
 from paceline.server import errors
 from paceline.server.batch.documents import (
@@ -21,13 +22,14 @@ from paceline.server.batch.documents import (
     FilesQuery,
     PageQuery,
 )
-from paceline.server.batch.forms import Part, parts_of
+from paceline.server.batch.forms import FormReader, Part
 from paceline.server.batch.runner import ANYBODY, Runner
 from paceline.server.batch.store import page
 from paceline.server.bodies import checked
 from paceline.server.context import Context
 
 Q = TypeVar("Q", bound=BaseModel)
+_PIECE = 2**16  # bytes
 _FORM = {
     "type": "object",
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string", "const": "batch"}},
@@ -70,10 +72,25 @@ def _add_uploads(app: FastAPI, desk: Desk) -> None:
         """Keep a file: a form with the file and its purpose, "batch"."""
         store = desk.runner.store
         _refuse_strangers(request)
-        content_type, body = request.headers.get("content-type", ""), await request.body()
-        parts = await asyncio.to_thread(parts_of, content_type, body)
-        file = _upload_of(parts)
-        return document(await store.add(desk.owner_of(request), file.filename or "", file.content))
+        async with store.arriving(desk.owner_of(request)) as arrival:
+            reader = FormReader(request.headers.get("content-type", ""), arrival.write)
+            try:
+                async for piece in _pieces(request):
+                    await arrival.take(reader.feed, piece)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+            return document(await arrival.keep(_upload_of(reader.end()).filename or ""))
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes, in pieces that are worth a turn on the disk."""
+    waiting = bytearray()
+    async for chunk in request.stream():
+        waiting += chunk
+        if len(waiting) >= _PIECE:
+            yield bytes(waiting)
+            waiting.clear()
+    yield bytes(waiting)
 
 
 def _add_files(app: FastAPI, desk: Desk) -> None:

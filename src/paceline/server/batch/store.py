@@ -11,8 +11,9 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +52,7 @@ class Store:
             1, thread_name_prefix="batch files"
         )  # one: documents are written in their order
         self._tidy()
+        self.arrivals: dict[str, Arrival] = {}
         self.files = _loaded(self._files_at, KeptFile)
         self.batches = _loaded(self._batches_at, KeptBatch)
 
@@ -83,21 +85,18 @@ class Store:
         assert _ID.fullmatch(name)
         return self._files_at / f"{name}.data"
 
-    async def add(self, owner: str, filename: str, content: bytes) -> FileObject:
-        """An upload. Raises ApiError (400) if its owner has too many, or too large ones."""
-        self._check_room(owner, len(content))
-        kept = KeptFile(owner=owner, document=_file(_new_id("file-"), filename, len(content), "batch"))
-        self.files[kept.document.id] = kept  # it counts from now on
+    @asynccontextmanager
+    async def arriving(self, owner: str) -> AsyncIterator[Arrival]:
+        """A file that comes piece by piece. What has not been kept at the end of the block is gone."""
+        self.check_room(owner, files=1)
+        arrival = Arrival(_new_id("file-"), owner, self)
+        await self.work(arrival.open)
+        self.arrivals[arrival.name] = arrival
         try:
-            await self.work(lambda: self._write_file(kept, content))
-        except BaseException:
-            del self.files[kept.document.id]
-            raise
-        return kept.document
-
-    def _write_file(self, kept: KeptFile, content: bytes) -> None:
-        _write(self.content(kept.document.id), content)
-        self._write_document(kept)
+            yield arrival
+        finally:
+            del self.arrivals[arrival.name]
+            await self.work(arrival.drop)
 
     async def adopt(self, owner: str, name: str, filename: str, path: Path) -> FileObject:
         """A file that lies beside the others becomes one of them, also if that was begun before."""
@@ -107,7 +106,7 @@ class Store:
         def move() -> None:
             if path.exists():
                 path.replace(self.content(name))
-            self._write_document(kept)
+            self.write_document(kept)
 
         await self.work(move)
         self.files[name] = kept
@@ -131,9 +130,11 @@ class Store:
 
         await self.work(remove)
 
-    def _check_room(self, owner: str, size: int) -> None:
+    def check_room(self, owner: str, files: int = 0, size: int = 0) -> None:
+        """Raise ApiError (400) if an owner has too many files, or too large ones; those that arrive count."""
         mine = [kept.document.bytes for kept in self.files.values() if kept.owner == owner]
-        if len(mine) >= limits.MAX_FILES or sum(mine) + size > limits.MAX_FILES_BYTES:
+        mine += [each.received for each in self.arrivals.values() if each.owner == owner]
+        if len(mine) + files > limits.MAX_FILES or sum(mine) + size > limits.MAX_FILES_BYTES:
             message = (
                 f"{len(mine)} files with {sum(mine)} bytes are kept, and {limits.MAX_FILES} with "
                 f"{limits.MAX_FILES_BYTES} are the most; delete some"
@@ -170,8 +171,51 @@ class Store:
         text = kept.model_dump_json().encode()
         await self.work(lambda: _write(self._batches_at / f"{kept.document.id}.json", text))
 
-    def _write_document(self, kept: KeptFile) -> None:
+    def write_document(self, kept: KeptFile) -> None:
+        """On the disk's thread."""
         _write(self._files_at / f"{kept.document.id}.json", kept.model_dump_json().encode())
+
+
+class Arrival:
+    """A file that is being received. received: bytes so far, which its owner has no room for twice."""
+
+    def __init__(self, name: str, owner: str, store: Store) -> None:
+        self.name, self.owner, self.received = name, owner, 0
+        self._store, self._path, self._size = store, store.part(name), 0
+
+    def open(self) -> None:
+        """On the disk's thread, as ``write`` and ``drop``."""
+        self._file = self._path.open("wb")
+
+    def write(self, content: bytes) -> None:
+        """Some of its content."""
+        self._file.write(content)
+        self._size += len(content)
+
+    def drop(self) -> None:
+        """Nothing is left, unless it was kept."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    async def take(self, work: Callable[[bytes], None], piece: bytes) -> None:
+        """``work`` on what has just arrived, on the disk's thread. Raises ApiError if there is no room for it."""
+        self._store.check_room(self.owner, size=len(piece))
+        self.received += len(piece)
+        await self._store.work(lambda: work(piece))
+
+    async def keep(self, filename: str) -> FileObject:
+        """It is one of the files."""
+        kept = KeptFile(owner=self.owner, document=_file(self.name, filename, self._size, "batch"))
+
+        def move() -> None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._path.replace(self._store.content(self.name))
+            self._store.write_document(kept)
+
+        await self._store.work(move)
+        self._store.files[self.name] = kept
+        return kept.document
 
 
 def is_open(kept: KeptBatch) -> bool:
