@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from paceline.llm import LLM
-from paceline.outputs import CompletionOutput
+from paceline.outputs import CompletionOutput, TokenKind
 from paceline.params import SamplingParams
+from paceline.server.replies import kept_by_round
 from server_support import TEMPLATE, Live
 from web import client
 
@@ -87,6 +88,43 @@ def test_log_probabilities_stand_beside_their_tokens_in_chunks_of_several(live: 
     assert {len(each) for chunk in chunks for each in chunk.choices[0].logprobs.top_logprobs} == {2}
     offsets = [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset]
     assert offsets == [len("".join(answer.pieces[:i])) for i in range(len(ids))]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        ("", []),
+        ("p p", []),
+        ("r", [0]),
+        ("a a b p r", [2, 0]),
+        ("a b a a", [1, 2]),  # the last round was cut
+    ],
+)
+def test_rounds_that_guessed_are_told_by_their_tokens(kinds: str, kept: list[int]) -> None:
+    words: dict[str, TokenKind] = {"a": "accepted", "r": "recovered", "b": "bonus", "p": "plain"}
+    assert kept_by_round([words[kind] for kind in kinds.split()]) == kept
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_how_guessing_went_stands_at_the_root_of_a_reply_with_one_answer(live: Live, path: str) -> None:
+    prompt: Any = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
+    body = prompt | {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "metrics": True}
+    whole = live.post(path, body).json()
+    lines = live.post(path, body | {"stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    told, own = whole["metrics"]["speculative_decoding"], whole["choices"][0]["paceline"]
+    histogram = told["acceptance_histogram"]
+    assert [chunk["metrics"]["speculative_decoding"] for chunk in chunks if "metrics" in chunk] == [told]
+    assert sum(histogram) == told["num_spec_steps"] == sum(kind in ("recovered", "bonus") for kind in own["kinds"])
+    accepted = sum(kept * rounds for kept, rounds in enumerate(histogram))
+    assert accepted == told["num_accepted_draft_tokens"] == own["metrics"]["accepted"]
+    assert told["num_draft_tokens"] == own["metrics"]["drafted"] > 0
+    assert told["mean_acceptance_length"] == pytest.approx(1 + accepted / sum(histogram))
+    assert told["num_spec_steps"] < own["metrics"]["rounds"], "some rounds guessed nothing"
+    plain = live.post(path, body | {"num_speculative_tokens": 0}).json()
+    assert plain["metrics"] == {"speculative_decoding": None}
+    assert "metrics" not in live.post(path, body | {"n": 2}).json()
+    assert "metrics" not in live.post(path, body | {"metrics": False}).json()
 
 
 def test_a_stop_string_is_held_back_and_never_seen(live: Live, offline: LLM) -> None:

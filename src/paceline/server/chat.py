@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from paceline.engine import Request
 from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.params import StructuredOutputs
-from paceline.server.completions import extras_of
+from paceline.server.completions import extras_of, note_guesses
 from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
@@ -78,7 +78,7 @@ class ChatJob:
         return usage_of([output.prompt_token_ids], [output], details)
 
     def _chat(self, output: RequestOutput, usage: Usage) -> Chat:
-        return Chat(
+        document = Chat(
             id=self.id,
             object="chat.completion",
             created=self.created,
@@ -86,6 +86,8 @@ class ChatJob:
             choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
             usage=usage,
         )
+        note_guesses(document, self.body, output.candidates)
+        return document
 
     async def stream(self) -> Events:
         """Documents as the engine makes them. Raises ApiError."""
@@ -107,6 +109,8 @@ class ChatJob:
             if self._shows(delta):
                 piece = self._piece(delta, begun)
                 documents.append(self._chunk([piece], usage if self.body.continuous_usage else None))
+                if delta.ended is not None and self.body.answers == 1:
+                    note_guesses(documents[-1], self.body, [delta.ended])
         return documents
 
     def _shows(self, delta: Delta) -> bool:

@@ -16,13 +16,17 @@ from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.generation import Generation
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
-from paceline.server.protocol import CompletionRequest
+from paceline.server.protocol import CompletionRequest, GenerationRequest
 from paceline.server.replies import (
     AnswerMetrics,
+    Chat,
+    ChatChunk,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     Extras,
+    RequestMetrics,
+    SpeculativeDecoding,
     Usage,
     finish_word,
     stop_reason,
@@ -84,7 +88,9 @@ class CompletionJob:
             for number, output in enumerate(outputs)
             for place, answer in enumerate(output.outputs)
         ]
-        return self._document(choices, usage=usage_of(self.tokens, outputs))
+        document = self._document(choices, usage=usage_of(self.tokens, outputs))
+        note_guesses(document, self.body, [answer for output in outputs for answer in output.candidates])
+        return document
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
         scored = bool(self.body.echo) and self.body.logprobs is not None
@@ -180,6 +186,8 @@ class CompletionJob:
             if delta.text or delta.ended or self.body.metrics or self.body.logprobs is not None:
                 choice = self._choice(update.number, delta, offset)
                 documents.append(self._document([choice], usage if self.body.continuous_usage else None))
+                if delta.ended is not None and len(self.requests) == self.body.answers == 1:
+                    note_guesses(documents[-1], self.body, [delta.ended])
         return documents
 
     # --- parts -------------------------------------------------------------------
@@ -237,6 +245,14 @@ def extras_of(delta: Delta) -> Extras:
     if delta.ended is not None:
         extras.metrics = AnswerMetrics.of(delta.ended)
     return extras
+
+
+def note_guesses(
+    document: Completion | Chat | ChatChunk, body: GenerationRequest, answers: Sequence[CompletionOutput]
+) -> None:
+    """What "metrics": true adds to the reply itself, if that has one answer."""
+    if body.metrics and len(answers) == 1:
+        document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
 
 
 async def _encode(context: Context, prompt: str | list[int]) -> list[int]:

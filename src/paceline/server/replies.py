@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel
@@ -68,6 +69,55 @@ class AnswerMetrics(BaseModel):
         )
 
 
+class SpeculativeDecoding(BaseModel):
+    """How guessing went, as vLLM counts it and aiperf reads it: of the rounds that guessed, the others left out.
+
+    acceptance_histogram: in how many of these 0, 1, 2, ... guesses were kept. num_spec_steps: how many they are.
+    mean_acceptance_length: 1 + accepted / num_spec_steps, so it is never below that of ``AnswerMetrics``, which counts
+    all rounds.
+    """
+
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+
+    @staticmethod
+    def of(answer: CompletionOutput) -> SpeculativeDecoding | None:
+        """None if nothing was guessed."""
+        kept, drafted = kept_by_round(answer.token_kinds), answer.metrics.drafted
+        if not kept:
+            return None
+        return SpeculativeDecoding(
+            acceptance_histogram=[kept.count(guesses) for guesses in range(max(kept) + 1)],
+            num_spec_steps=len(kept),
+            num_accepted_draft_tokens=sum(kept),
+            num_draft_tokens=drafted,
+            mean_acceptance_length=1 + sum(kept) / len(kept),
+            draft_acceptance_rate=sum(kept) / drafted,
+        )
+
+
+def kept_by_round(kinds: Sequence[TokenKind]) -> list[int]:
+    """Of each round that guessed how many guesses were kept; the last one may have been cut behind one of them."""
+    rounds, kept = [], 0
+    for kind in kinds:
+        if kind == "accepted":
+            kept += 1
+        elif kind != "plain":
+            rounds.append(kept)
+            kept = 0
+    return [*rounds, kept] if kept else rounds
+
+
+class RequestMetrics(BaseModel):
+    """With "metrics": true, of a request with one answer; in a stream with its last chunk."""
+
+    speculative_decoding: SpeculativeDecoding | None
+
+
 class Extras(BaseModel):
     """With "metrics": true. token_ids, kinds and pieces go together: a token, how it came about, the text it let out.
 
@@ -109,6 +159,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -177,6 +228,7 @@ class Chat(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestMetrics | None = None
 
 
 class ChatChunk(BaseModel):
@@ -188,6 +240,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class ModelCard(BaseModel):
