@@ -824,7 +824,8 @@ def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, mod
     engine = speculative_engine(model, drafter, 4, "mixed", speculation_width=3, attention=backend, prefill_chunk=7)
     kept = count_siblings(engine)
     assert answers(run(engine, PROMPTS, MIXED)) == plain(model, "mixed")
-    assert kept["sibling"] > 0
+    assert kept["trees"] > 0
+    assert kept["sibling"] > 0 or drafter == "ngram"
 
 
 @needs_kernels
