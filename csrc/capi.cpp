@@ -67,11 +67,13 @@ static const char* wrong_with_trees(const Tokens& t, int64_t capacity) {
 }
 
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
-                                 const int64_t* slots, const int64_t* parents, int count,
+                                 const int64_t* slots, const int64_t* parents, int count, int read,
                                  const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds) {
-  const Tokens nodes = {tokens, rows, positions, slots, parents, count};
+  Tokens nodes = {tokens, rows, positions, slots, parents, count};
+  nodes.read = read;
   if (const char* problem = model->problem_with(nodes, *cache)) return problem;
   if (parents && !slots) return "a tree needs slots";
+  if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been read before";
   if (const char* problem = parents ? wrong_with_trees(nodes, cache->capacity) : nullptr) return problem;
   model->forward(*pool, nodes, *cache, Streams{hidden, taps, tap_count, features}, seconds);
   return nullptr;

@@ -295,12 +295,12 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
   const size_t width = static_cast<size_t>(spec.width);
   const Paths paths(tokens);
-  for (int start = 0; start < tokens.count; start += kChunk) {
+  for (int start = tokens.read; start < tokens.count; start += kChunk) {
     const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start,
                           tokens.slots ? tokens.slots + start : nullptr, nullptr, std::min(kChunk, tokens.count - start),
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
-    const size_t done = static_cast<size_t>(start) * width;
+    const size_t done = static_cast<size_t>(start - tokens.read) * width;
     const Streams here = {out.hidden + done, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
     Pass pass(*this, pool, chunk, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);

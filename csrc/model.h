@@ -174,6 +174,7 @@ struct Tokens {
   const int64_t* parents;  // the token that each follows, -1: the row's text; null: chains
   int count;
   const float* entering = nullptr;  // [tokens][width]: the hidden states that a head reads beside the tokens
+  int read = 0;            // so many were read before: they are there to be followed
 };
 
 // What a pass gives of every token.

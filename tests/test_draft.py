@@ -87,3 +87,11 @@ def test_of_a_tree_the_cap_is_its_depth(caps: list[int], left: list[int]) -> Non
     assert cut.kinds is not None
     assert [TREE[0][kind] for kind in cut.kinds[0]] == left
     assert list(cut.confidence[0]) == [scores[0][kind] for kind in cut.kinds[0]]
+
+
+def test_a_part_of_a_batch_with_trees_leaves_the_other_rows_without_guesses() -> None:
+    wide = branching(TREE, FOLLOWS, CPU).spread(1, 4)
+    assert wide.guesses == [[], *TREE, []]
+    assert [ways[: 1 + count] for ways, count in zip(wide.ways, wide.drafted, strict=True)][1:3] == [
+        ways[: 1 + count] for ways, count in zip(branching(TREE, FOLLOWS, CPU).ways, [5, 1], strict=True)
+    ]

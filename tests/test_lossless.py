@@ -87,7 +87,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 DRAFTERS += ["head", "head hybrid"]
-BRANCHING = ["ngram", "documents"]  # drafters whose guesses may be trees
+BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
     *(("padded", length) for length in LENGTHS),
@@ -803,11 +803,14 @@ def count_siblings(engine: Engine) -> Counter[str]:
     return kept
 
 
-DRAFTED = [(length, "mixed") for length in (1, 4, "random", "caps", "selection", "budget")] + [(4, "everything")]
+DRAFTED: list[tuple[int | str, int, str]] = [
+    *((length, 2, "mixed") for length in (1, "random", "caps", "selection", "stops", "budget")),
+    *((4, width, "mixed") for width in (2, 4)),
+    (4, 3, "everything"),
+]
 
 
-@pytest.mark.parametrize(("length", "family"), DRAFTED)
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
 @pytest.mark.parametrize("drafter", BRANCHING)
 def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
     engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
@@ -845,7 +848,7 @@ def test_chains_are_played_in_one_native_call_whatever_the_width(drafter: str, w
     engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
     kept, played = count_siblings(engine), count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
-    assert (kept["trees"] == 0) == (engine.config.width == 1)
+    assert (kept["trees"] == 0) == (engine.parts.drafter.width == 1)
     assert played["by the host"] == kept["trees"]
 
 
@@ -853,7 +856,7 @@ def test_chains_are_played_in_one_native_call_whatever_the_width(drafter: str, w
 def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
     benchmark = {"benchmark": True} if rule.startswith("synthetic") else {}
     engine = speculative_engine("toy", "ngram", 4, "greedy", acceptance=rule, **benchmark)
-    assert engine.config.width == 1
+    assert engine.parts.drafter.width == 1
     with pytest.raises(ParameterError, match=f"speculation_width=2.*acceptance='{rule}'"):
         speculative_engine("toy", "ngram", 4, "greedy", acceptance=rule, speculation_width=2, **benchmark)
 

@@ -103,9 +103,9 @@ class FlatToy(ToyModel):
     quantization = None
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
-        tokens, rows, positions = nodes[:3]
-        slots = self._slots(nodes)
-        seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in seen_by(nodes)]
+        tokens, rows, positions = (given[nodes.read :] for given in nodes[:3])
+        slots, all_seen = self._slots(nodes)[nodes.read :], seen_by(nodes)[nodes.read :]
+        seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in all_seen]
         real = slots < cache.positions  # what lies beyond a row's end goes nowhere
         total = torch.zeros(len(tokens), self.HEADS, self.head_dim)
         for layer in range(self.layers):
@@ -469,7 +469,7 @@ class RandomStops(RandomLength):
     name = "stops"
 
     def choose(self, batch: Batch) -> Wish:
-        stops = lambda _batch, scores: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1  # noqa: E731
+        stops = lambda _batch, scores, _follows=None: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1  # noqa: E731
         return replace(super().choose(batch), enough=stops)
 
 

@@ -66,7 +66,7 @@ class Assembly:
             raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
-        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width)
+        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width_of)
         return make_drafter(kind, equipment)
 
 

@@ -259,6 +259,26 @@ class Batch:
             lines.sampling.constraints = self._constraints_after(draft)
         return lines
 
+    def after(self, places: Sequence[tuple[int, Sequence[int]]]) -> Batch:
+        """Of each (row, guesses) that row as one of its own, its text followed by these guesses: copies."""
+        rows = [row for row, _ in places]
+        lines = copy.copy(self)
+        lines.rows, lines._view = len(rows), None
+        lines.length = self.length.new_tensor([self.lengths[row] + len(way) for row, way in places])
+        lines.sampling = self.sampling.picked(rows)
+        lines.tokens = self.tokens
+        if lines.sampling.any_penalty:
+            lines.tokens = self.tokens[rows]
+            for line, (row, way) in zip(lines.tokens, places, strict=True):
+                line[self.lengths[row] : self.lengths[row] + len(way)] = line.new_tensor(way)
+        if lines.sampling.any_constraint:
+            own = [self.sampling.constraints[row] for row in rows]
+            lines.sampling.constraints = [
+                None if constraint is None else After(constraint, way)
+                for constraint, (_, way) in zip(own, places, strict=True)
+            ]
+        return lines
+
     def _texts_after(self, draft: Draft, tree: Tree) -> Tensor:
         """[B * (k + 1), P]: the rows' texts, followed by the guesses on the way to each place, its own included."""
         text = self.tokens[: self.rows, None].repeat(1, draft.k + 1, 1)

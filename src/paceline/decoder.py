@@ -265,6 +265,52 @@ class Decoder:
         start, longest = batch.live_length + step - 1, batch.longest + step
         return self.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
 
+    def hidden_after_branches(self, batch: Batch, draft: Draft, read: Sequence[int]) -> Tensor:
+        """Feed guesses behind texts that are read, but the first read[i] of each row -> hidden [N, width] of these.
+
+        Row after row. They stand side by side behind their row's text, and are no part of it.
+        """
+        new = [range(known, count) for known, count in zip(read, draft.drafted, strict=True)]
+        if self._flat is not None:
+            return self._feed_branches(self._flat, batch, draft, new)
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        start, longest = batch.live_length - 1, batch.longest + draft.k
+        hidden = self.forward(tokens, start, longest, batch.first, draft.counts + 1, draft.tree)
+        row = [row for row, guesses in enumerate(new) for _ in guesses]
+        return hidden[row, [guess + 1 for guesses in new for guess in guesses]]
+
+    def _feed_branches(self, model: FlatModel, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
+        """Those that were fed before are listed first: the others follow them."""
+        order = [(row, guess) for row, guesses in enumerate(new) for guess in range(guesses.start)]
+        read = len(order)
+        order += [(row, guess) for row, guesses in enumerate(new) for guess in guesses]
+        number = {place: at for at, place in enumerate(order)}
+        follows = draft.follows or [list(range(-1, draft.k - 1))] * batch.rows
+        parents = [number.get((row, follows[row][guess]), -1) for row, guess in order]
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        tokens = [draft.guesses[row][guess] for row, guess in order]
+        rows = [self._places[batch.first + row] for row, _ in order]
+        positions = [batch.lengths[row] + depth for (row, _), depth in zip(order, depths, strict=True)]
+        slots = [batch.lengths[row] + guess for row, guess in order]
+        nodes = Nodes(*torch.tensor([tokens, rows, positions, slots, parents]), read=read)
+        if model.vocab_size < self.vocab_size:
+            nodes.tokens.clamp_(max=model.vocab_size - 1)
+        return self._read(model, nodes)
+
+    def keep_guesses(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of guesses fed behind texts of so many tokens these were kept: they move up and count as read."""
+        width = max(map(len, paths))
+        moved = [row for row, path in enumerate(paths) if list(path) != list(range(len(path)))]
+        if moved:
+            device = self.cache.keys.device
+            wide = torch.tensor([[*paths[row], *range(len(paths[row]), width)] for row in moved], device=device)
+            places = torch.tensor([self._places[batch.first + row] for row in moved], device=device)
+            self.cache.keep(places, torch.tensor([text[row] for row in moved], device=device), wide)
+        held = [known + len(path) for known, path in zip(text, paths, strict=True)]
+        self.seen_by(batch).copy_(torch.tensor(held))
+
     def note_guesses(self, batch: Batch, count: int) -> None:
         """So many guesses a row were drawn, of which the last was not fed."""
         self.seen_by(batch).add_(count - 1)

@@ -37,7 +37,7 @@ class Running:
             device=target.device.type,
             threads=self.threads,
             target=model_hash(target),
-            drafter=_drafter_identity(self.config, draft),
+            drafter=_drafter_identity(self.config, draft) + self._describe_width(),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
             attention=self._played_with(target),
             acceptance=self.config.acceptance,
@@ -54,8 +54,8 @@ class Running:
         guesses = "no speculation"
         draft = self.models.draft if drafter.decoders else None
         if who := drafter.describe(None if draft is None else _describe_model(draft)):
-            width = "" if drafter.width == 1 else f", width {drafter.width}"
-            guesses = f"drafter {who}, length {self.parts.policy.name}{width}, acceptance {config.acceptance}"
+            length = self.parts.policy.name + self._describe_width()
+            guesses = f"drafter {who}, length {length}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
                 guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
         return (
@@ -64,6 +64,11 @@ class Running:
             f"{config.max_batch_size} rows of {self.max_model_len} tokens"
             f"{', prompts read anew (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
+
+    def _describe_width(self) -> str:
+        """Nothing to say of chains."""
+        width = self.parts.drafter.width
+        return "" if width == 1 else f", width {width}"
 
     def _describe_attention(self) -> str:
         if isinstance(self.models.target, FlatModel):

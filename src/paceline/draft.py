@@ -166,7 +166,7 @@ class Draft:
             return wide
 
         laws = None if self.probabilities is None else widen(self.probabilities)
-        parents = None if self.parents is None else widen(self.parents)
+        parents = None if self.parents is None else widen(self.parents + 1) - 1
         spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
         after = rows - first - self.tokens.shape[0]
         if self.confidence is not None:

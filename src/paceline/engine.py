@@ -141,7 +141,14 @@ class Engine:
             return self._profile.costs
         config, known = self.config, self.models.costs
         sizes = config.max_batch_size, self.max_model_len, self.threads
-        key = (config.drafter, config.attention, config.acceptance, self._player is None, *sizes)
+        key = (
+            config.drafter,
+            self.parts.drafter.width,
+            config.attention,
+            config.acceptance,
+            self._player is None,
+            *sizes,
+        )
         if key not in known:
             with self._own_threads():
                 known[key] = kept_or_measured(self._calibration(Grid.coarse(config.max_batch_size)), self._keep())

@@ -11,7 +11,7 @@ from paceline.heads.decoder import HeadModel
 from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
 from paceline.native_round import kept_bytes
-from paceline.params import EngineConfig
+from paceline.params import MAX_SPECULATION_LENGTH, EngineConfig
 
 GIB = 2**30
 _LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive at once in the worst round
@@ -42,7 +42,7 @@ def plan_memory(
     models = [target] if draft is None else [target, draft]
     cached = models if config.asks_draft_model else [target]
     caches = sum(_cache_bytes(model, rows, positions) for model in cached)
-    tokens = rows * (config.most_guesses + 1)
+    tokens = rows * (min(config.most_guesses * config.most_width, MAX_SPECULATION_LENGTH) + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     if isinstance(draft, NativeHead):

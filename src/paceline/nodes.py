@@ -18,9 +18,11 @@ class Nodes(NamedTuple):
     slots: where in its row of the cache a node's key and value go; None: at its position.
     parents: the node of this list that a node follows, -1: the row's cached text; None: the node before, if it is of
         the same row, else the text. Both are None or neither is.
+    read: so many of them were read before: their keys and values lie in their slots, and nothing is asked of them but
+        to be followed. Not 0 in trees alone.
 
-    The nodes of a row are consecutive. Without parents their positions ascend by one; with parents a node comes after
-    its own, one position further on.
+    The nodes of a row are consecutive, those read before and the others each. Without parents their positions ascend by
+    one; with parents a node comes after its own, one position further on.
     """
 
     tokens: Tensor
@@ -28,6 +30,7 @@ class Nodes(NamedTuple):
     positions: Tensor
     slots: Tensor | None = None
     parents: Tensor | None = None
+    read: int = 0
 
 
 class Seen(NamedTuple):

@@ -179,11 +179,14 @@ class SamplingRows:
 
     def repeated(self, rows: int, times: int) -> SamplingRows:
         """Each of the first ``rows`` rows so many times in a row, as copies; what is used stays as it is."""
-        chosen = copy.copy(self)
-        each = [row for row in range(rows) for _ in range(times)]
+        return self.picked([row for row in range(rows) for _ in range(times)])
+
+    def picked(self, each: Sequence[int]) -> SamplingRows:
+        """These rows, as often as they are named, as copies; what is used stays as it is."""
+        chosen, index = copy.copy(self), torch.tensor(each, device=self.temperature.device)
         chosen.params, chosen._held_back = [self.params[row] for row in each], [self._held_back[row] for row in each]
         for name in _TABLES:
-            setattr(chosen, name, getattr(self, name)[:rows].repeat_interleave(times, 0))
+            setattr(chosen, name, getattr(self, name)[index])
         chosen._list_tokens(len(each))
         return chosen
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.batch import Batch, RowStart, Wish
+from paceline.drafters.branches import BESIDE
 from paceline.drafters.lookup import OWN
-from paceline.drafters.ngram import LONGEST_SUFFIX, SIBLING, NgramDrafter
+from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,7 +112,7 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     assert draft.guesses == [[5, 8, 9, 6, 7]]
     assert draft.follows == [[-1, 0, 1, 0, 3]]
     assert draft.confidence is not None
-    assert draft.kinds == [[OWN, OWN, OWN, SIBLING + OWN, OWN]]
+    assert draft.kinds == [[OWN, OWN, OWN, BESIDE + OWN, OWN]]
     assert NgramDrafter(width=1).propose(batch, Wish(3)).guesses == [[5, 8, 9]]
 
 

@@ -19,6 +19,8 @@ from paceline.cli.options import with_flags
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.serve import serve
+from paceline.cli.trace import WITHOUT as NOT_TRACED
+from paceline.cli.trace import trace
 from paceline.cli.train_draft import WITHOUT, train_draft
 from paceline.cli.verify import verify
 from paceline.errors import PacelineError
@@ -53,6 +55,7 @@ for command in (generate, batch, serve, pull, demo):
 app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))  # one answer a turn, shown as text
 app.command()(with_flags(verify, without={"num_speculative_tokens", "acceptance"}))  # it has --lengths, and tries both
 app.command()(with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"}))  # it varies them
+app.command()(with_flags(trace, without=NOT_TRACED))
 app.command()(with_flags(train_draft, without=WITHOUT))
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")

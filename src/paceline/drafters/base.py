@@ -21,8 +21,8 @@ class Equipment:
     """What an engine has for a drafter.
 
     acceptance: the rule, as in ``EngineConfig``. draft: the draft model, where one was given. documents: token ids to
-    copy from. decoder: gives a model a cache of the engine's rows and positions. width: most guesses of a row for the
-    same place; 1: chains.
+    copy from. decoder: gives a model a cache of the engine's rows and positions. width: of a kind of
+    drafter, most guesses of a row for the same place; 1: chains.
     """
 
     target: Decoder
@@ -30,7 +30,7 @@ class Equipment:
     draft: AnyModel | None
     documents: Sequence[Sequence[int]]
     decoder: Callable[[AnyModel], Decoder]
-    width: int = 1
+    width: Callable[[DrafterKind], int] = lambda _kind: 1
 
     def draft_decoder(self) -> Decoder:
         """The draft model with a cache of its own. Raises ParameterError if none was given."""

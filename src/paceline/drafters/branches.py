@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.draft import Draft, branching
+from paceline.draft import KINDS, Draft, branching
 from paceline.params import MAX_SPECULATION_LENGTH
+
+BESIDE = (
+    KINDS // 2
+)  # more than its kind would be, of a guess that stands beside a better one: right where that is wrong
 
 
 @dataclass
@@ -37,6 +41,10 @@ class Branches:
         self.kinds.append(kind)
         return len(self.tokens) - 1
 
+    def way(self, guess: int) -> list[int]:
+        """The tokens on the way to a guess, its own included; none to -1."""
+        return [] if guess < 0 else [*self.way(self.follows[guess]), self.tokens[guess]]
+
     def path(self, tokens: Sequence[int]) -> list[int]:
         """The guesses that these tokens go by, as far as there are any."""
         path: list[int] = []
@@ -47,15 +55,15 @@ class Branches:
             path.append(guess)
         return path
 
-    def merge(self, guesses: Sequence[int], scores: Sequence[float], kind: int, sibling: int) -> None:
-        """Another continuation, as far as there is room; its first guess that is new gets the kind ``sibling``."""
+    def merge(self, guesses: Sequence[int], scores: Sequence[float], kind: int) -> None:
+        """Another continuation, as far as there is room."""
         at = -1
         for token, score in zip(guesses, scores, strict=False):
             known = self.child(at, token)
             if known is None:
                 if len(self.tokens) == MAX_SPECULATION_LENGTH:
                     return
-                known = self.add(at, token, score, sibling if self.has_child(at) else kind)
+                known = self.add(at, token, score, kind + BESIDE * self.has_child(at))
             at = known
 
 

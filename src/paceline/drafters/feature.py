@@ -21,6 +21,7 @@ class FeatureDrafter(ModelDrafter):
 
     name = "feature"
     at_once = 16  # after a round it reads all kept tokens: guesses never counted as read
+    auto_width = 0  # its steps are chains
     on_device = False  # its guesses take streams that rounds of the device do not export
 
     def __init__(self, decoder: HeadDecoder, acceptance: str) -> None:

@@ -26,10 +26,12 @@ class HybridDrafter(RowKeepers, Drafter):
     name = "hybrid"
     needs_draft_model = True
     copies = True
+    auto_width = 1
 
     def __init__(self, copying: NgramDrafter, model: ModelDrafter) -> None:
         self._copying, self._model = copying, model
-        self.uses_torch = model.uses_torch
+        self.uses_torch = model.uses_torch or copying.uses_torch
+        self.width = max(copying.width, model.width)
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:
@@ -62,7 +64,7 @@ class HybridDrafter(RowKeepers, Drafter):
         """Guesses to ask of the draft model; 0: the copies suffice."""
         if wish.instead is not None:
             return wish.instead(batch, copied)
-        return 0 if all(scores[0] >= STRONG for scores in copied.confidence or [[0.0]]) else wish.k
+        return 0 if all(len(scores) > 0 and scores[0] >= STRONG for scores in copied.confidence or [[0.0]]) else wish.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self._model.observe(batch, verdict)

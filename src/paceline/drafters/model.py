@@ -11,6 +11,8 @@ from paceline.batch import Batch, Enough, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter, Equipment
+from paceline.drafters.branches import draft_of
+from paceline.drafters.growth import Growth
 from paceline.errors import ParameterError
 from paceline.heads.decoder import HeadDecoder
 from paceline.sampling import Choices, Purpose
@@ -38,6 +40,8 @@ class ModelDrafter(Drafter):
 
     Under the rejection rule it draws with noise of its own and reports the law it drew from.
     Where the length policy asks (``Wish.enough``), it scores every guess by its likelihood and stops when told.
+    width: of each guess's candidates (leaders under the target's noise) the likeliest so many a row and depth make a
+    tree, grown by one batched pass a depth.
     Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
     guesses are no special cases.
     """
@@ -45,10 +49,12 @@ class ModelDrafter(Drafter):
     name = "model"
     needs_draft_model = True
     on_device = True
+    auto_width = 1  # until a clock has shown what more brings (benchmarks/tree_gain.py counts)
     at_once = USUAL_LAG  # tokens a row that are read side by side; of more, those before are read in chunks
 
-    def __init__(self, decoder: Decoder, acceptance: str) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, acceptance: str, width: int = 1) -> None:
+        self.decoder, self.width = decoder, width
+        self._grown: Growth | None = None  # this round's
         self._independent = acceptance == "rejection"
 
     @classmethod
@@ -56,7 +62,7 @@ class ModelDrafter(Drafter):
         decoder = equipment.draft_decoder()
         if isinstance(decoder, HeadDecoder):
             raise ParameterError("drafter", cls.name, "'feature' or 'hybrid' with a trained head, which this draft is")
-        return cls(decoder, equipment.acceptance)
+        return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -75,6 +81,18 @@ class ModelDrafter(Drafter):
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
+        return self._chains(batch, wish) if self.width == 1 else self._trees(batch, wish)
+
+    def _trees(self, batch: Batch, wish: Wish) -> Draft:
+        self._grown = grown = Growth(self.decoder, batch, self.width)
+        grown.spread(self.decoder.logits(self._read_up(batch)))
+        for _ in range(1, wish.k):
+            if not grown.new or (wish.enough is not None and wish.enough(batch, *grown.scores)):
+                break
+            grown.spread(self.decoder.logits(grown.read()))
+        return draft_of(grown.rows, batch.device)
+
+    def _chains(self, batch: Batch, wish: Wish) -> Draft:
         laws: list[Tensor] = []
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
 
@@ -121,4 +139,7 @@ class ModelDrafter(Drafter):
         return str(draft)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        if self._grown is not None:
+            self._grown.keep(verdict)
+            self._grown = None
         self.decoder.rewind(batch)

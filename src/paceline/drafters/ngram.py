@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.batch import Batch, Family, Member, Wish
-from paceline.draft import KINDS, Draft, ReadDraft
+from paceline.draft import Draft, ReadDraft
 from paceline.drafters.base import Drafter, Equipment
-from paceline.drafters.branches import Branches, draft_of
+from paceline.drafters.branches import BESIDE, Branches, draft_of
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
 
@@ -21,8 +21,7 @@ _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
-SIBLING = KINDS // 2  # more than the kind of what it stands beside: sources are told apart, and what stands beside them
-_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING)]
+_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(BESIDE)]
 STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first guess after the longest match
 
 
@@ -47,17 +46,17 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     copies = True
-    uses_torch = False
     auto_width = 1  # at equal guesses verified, branches of copies bring 0 to 3 % (benchmarks/tree_gain.py)
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True, width: int = 1) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
         self._siblings, self.width = siblings, width
+        self.uses_torch = width > 1  # rounds with branches are played part by part
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> NgramDrafter:
-        return cls(equipment.documents, width=equipment.width)
+        return cls(equipment.documents, width=equipment.width(cls))
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         members = batch.members[: batch.rows]
@@ -68,7 +67,7 @@ class NgramDrafter(Drafter):
             text, length = text[:rows, :longest].cpu(), length[:rows].cpu()
         if self.width > 1:
             ways = self._lookup.find_all(text, length, rows, longest, wish.k, self.width, beside)
-            return draft_of([_merged(each) for each in ways], device)
+            return draft_of([merged(each) for each in ways], device)
         found = self._lookup.find(text, length, rows, longest, wish.k, beside)
         kinds = None if beside is None else [_KINDS[source] for source in found.sources]
         return ReadDraft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
@@ -86,9 +85,9 @@ class NgramDrafter(Drafter):
         return _Known(references, self._lookup.texts() if self._siblings and family.answers > 1 else None)
 
 
-def _merged(ways: Sequence[Way]) -> Branches:
-    """What stands beside another guess is judged for itself: it is right where that one is wrong."""
+def merged(ways: Sequence[Way]) -> Branches:
+    """A row's continuations, the best first, as one tree."""
     tree = Branches()
     for way in ways:
-        tree.merge(way.guesses, _CONFIDENCE[way.matched], way.source, SIBLING + way.source)
+        tree.merge(way.guesses, _CONFIDENCE[way.matched], way.source)
     return tree

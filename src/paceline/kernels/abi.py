@@ -284,7 +284,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_use_huge_pages": (None, (c_void_p, c_size_t)),
     "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
+    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
     "pl_keep_streams": (None, (*(c_void_p,) * 6, c_int)),
     "pl_draft": (c_char_p, (c_void_p,) * 5),

@@ -117,9 +117,10 @@ class TwinDecoder:
         return lambda weights: _TwinLinear(weights, to)
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """-> hidden [N, width] after the final norm, features [N, taps, width]; writes the cache."""
-        spec, (tokens, rows, positions) = self._spec, nodes[:3]
-        slots, seen = positions if nodes.slots is None else nodes.slots, seen_by(nodes)
+        """-> hidden [N - read, width] after the final norm, features [N - read, taps, width]; writes the cache."""
+        spec, seen = self._spec, seen_by(nodes)[nodes.read :]
+        tokens, rows, positions = (given[nodes.read :] for given in nodes[:3])
+        slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
         if len(tokens) == 0:
             return torch.empty(0, spec.width), torch.empty(0, len(taps), spec.width) if taps else None
         at = positions.clamp(max=spec.max_positions - 1)

@@ -94,8 +94,8 @@ class NativeModel:
         return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
-        """N nodes -> hidden [N, width], features [N, taps, width], both float32; writes the cache."""
-        count = nodes.tokens.shape[0]
+        """N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32; writes the cache."""
+        count = nodes.tokens.shape[0] - nodes.read
         if taps:
             check_taps(taps, self.layers)
         if self._twin is not None:
@@ -104,7 +104,8 @@ class NativeModel:
         hidden = torch.empty(count, self.width)
         features = torch.empty(count, len(taps), self.width) if taps else None
         if count > 0:
-            flat = Nodes(*(None if tensor is None else tensor.contiguous() for tensor in nodes))  # type: ignore[arg-type]
+            tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
+            flat = Nodes(*tensors, read=nodes.read)  # type: ignore[arg-type]
             tapped = None if features is None else (taps, features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._describe(cache), hidden, tapped, seconds)

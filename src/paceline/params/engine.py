@@ -185,10 +185,14 @@ class EngineConfig:
         return given if isinstance(given, int) else LENGTHS.get(given).most_guesses
 
     @property
-    def width(self) -> int:
-        """Most guesses of a row for the same place; 1 where they are chains."""
+    def most_width(self) -> int:
+        """Guesses of a row for the same place; 1 where they are chains."""
         kind = self.drafter_kind
-        if not self.guesses or kind is None or kind.auto_width == 0 or self.acceptance != DEFAULT_ACCEPTANCE:
+        return 1 if not self.guesses or kind is None else self.width_of(kind)
+
+    def width_of(self, kind: DrafterKind) -> int:
+        """The same of a drafter, which may be a part of this engine's."""
+        if kind.auto_width == 0 or self.acceptance != DEFAULT_ACCEPTANCE:
             return 1
         return kind.auto_width if self.speculation_width == "auto" else self.speculation_width
 
@@ -252,7 +256,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
     "speculation_width": (
         lambda config: config.guesses and config.drafter_kind is not None and config.drafter_kind.auto_width > 0,
-        "a drafter whose guesses may branch: drafter='ngram'",
+        "a drafter whose guesses may branch: drafter='ngram', 'model' or 'hybrid'",
     ),
     "acceptance": (lambda config: config.drafter is not None, _GUESSES),
     "profile": (lambda config: config.reads_profile, _GUESSES + "; and num_speculative_tokens='auto' or 'profiled'"),

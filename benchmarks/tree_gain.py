@@ -1,0 +1,309 @@
+"""What guesses that branch can gain, counted without a clock on recorded answers; the last line is one document.
+
+    python -m benchmarks.tree_gain record qwen-coder-1.5b.gguf --quantization int8 --output answers.json
+    python -m benchmarks.tree_gain ngram --answers answers.json --output trees-ngram.json
+    python -m benchmarks.tree_gain draft qwen-coder-0.5b.gguf --answers answers.json --quantization int8 --output d.json
+
+record: answers to the bench's sets of prompts, greedy and at temperature 0.8; they do not depend on who guesses.
+ngram: each answer is played again, round by round, with chains and with trees of copies.
+draft: how often the target's own draw is the draft model's first, second, third ... candidate under the same noise, all
+before it being right; and tokens a round of chains and of chains with leaves beside their guesses. Leaves are what is
+known of a tree without drafting behind wrong guesses: trees can do better.
+
+Guesses are ranked by what ``auto``'s belief has learned so far. Of each round the best n are verified ("apart": one row
+by itself), or all that survive with at least a given chance ("together": a large batch, whose guesses compete); of the
+latter tokens a round are read off at equal mean numbers of guesses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from paceline.batch import Batch, RowStart
+from paceline.bench.sets import SETS, SetName
+from paceline.drafters.branches import BESIDE, Branches
+from paceline.drafters.lookup import Beside, make_lookup
+from paceline.drafters.ngram import merged
+from paceline.lengths.belief import Belief, bins_of
+from paceline.llm import LLM
+from paceline.params import SamplingParams
+from paceline.sampling import Choices, sequence_seed
+
+SEED, DEPTH = 1, 8
+WIDTHS = (1, 2, 4)
+BUDGETS = (1, 2, 3, 4, 6, 8)  # guesses verified a round
+CHANCES = (0.6, 0.4, 0.25, 0.15, 0.1, 0.06, 0.03)  # with which a guess must survive at least
+
+
+class Answer(NamedTuple):
+    """To one prompt; all in tokens."""
+
+    prompts: str
+    temperature: float
+    prompt: list[int]
+    references: list[list[int]]
+    answer: list[int]
+
+
+def record(options: argparse.Namespace) -> Any:
+    """The answers, one dictionary each."""
+    llm = LLM(options.model, quantization=options.quantization, max_batch_size=8, max_model_len=2048)
+    assert llm.tokenizer is not None
+    answers = []
+    for name in get_args(SetName):
+        asked = SETS[name][: options.prompts]
+        prompts = [llm.tokens_of_chat(each.messages) for each in asked]
+        texts = [[llm.tokenizer.encode(text) for text in each.references] for each in asked]
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(temperature=temperature, seed=SEED, max_tokens=options.max_tokens)
+            references = [each.references for each in asked]
+            outputs = llm.generate(prompts, params, references=references, use_tqdm=False)
+            for prompt, beside, output in zip(prompts, texts, outputs, strict=True):
+                answers.append(Answer(name, temperature, prompt, beside, output.outputs[0].token_ids)._asdict())
+    return answers
+
+
+# --- playing answers again --------------------------------------------------------------------------------------------
+
+Guess = Callable[[int, int], Branches]  # the tree after so many tokens of an answer, and its greatest depth
+Choose = Callable[[list[float]], list[int]]  # from survivals to the guesses that are verified
+
+
+@dataclass
+class Played:
+    """Sums over rounds. saved: those whose path left the first candidates."""
+
+    rounds: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    saved: int = 0
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of a round: guesses verified, tokens."""
+        return self.nodes / self.rounds, self.tokens / self.rounds
+
+
+def play(drafts: Sequence[tuple[list[int], Guess]], choose: Choose) -> Played:
+    """Answers one after the other, with one belief."""
+    belief, played = Belief(), Played()
+    for answer, guess in drafts:
+        belief.rows.clear()
+        place = 0
+        while place < len(answer):
+            left = len(answer) - place - 1
+            tree = guess(place, min(DEPTH, left))
+            bins = bins_of(len(tree.tokens), tree.scores, tree.follows, tree.kinds)
+            verified = set(choose(belief.survivals(0, bins, tree.follows)))
+            path = tree.path(answer[place : place + left])
+            kept = next((n for n, each in enumerate(path) if each not in verified), len(path))
+            belief.learn([[(bins[each], right) for each, right in judged(tree, path[: kept + 1], answer, place, kept)]])
+            played.rounds += 1
+            played.tokens += kept + 1
+            played.nodes += len(verified)
+            played.saved += any(tree.kinds[each] >= BESIDE for each in path[:kept])
+            place += kept + 1
+    return played
+
+
+def judged(
+    tree: Branches, path: Sequence[int], answer: Sequence[int], place: int, kept: int
+) -> Iterator[tuple[int, bool]]:
+    """The guesses that come after right ones, as far as what was gained reaches, and whether they are right."""
+    reached = [-1, *path[:kept]]
+    for guess, parent in enumerate(tree.follows):
+        if parent in reached:
+            yield guess, tree.tokens[guess] == answer[place + reached.index(parent)]
+
+
+def best(count: int) -> Choose:
+    """The guesses that most likely survive, so many."""
+    return lambda survivals: sorted(range(len(survivals)), key=lambda guess: -survivals[guess])[:count]
+
+
+def likely(chance: float) -> Choose:
+    """Those that survive with at least this chance."""
+    return lambda survivals: [guess for guess, each in enumerate(survivals) if each >= chance]
+
+
+def read_off(curve: Sequence[tuple[float, float]], nodes: float) -> float | None:
+    """Between the points of a curve; None beyond its ends."""
+    points = sorted(curve)
+    for (a, low), (b, high) in pairwise(points):
+        if a <= nodes <= b and a < b:
+            return round(low + (high - low) * (nodes - a) / (b - a), 3)
+    return None
+
+
+def compared(drafts_of: Callable[[int], Sequence[tuple[list[int], Guess]]]) -> list[dict[str, Any]]:
+    """By width: tokens a round at equal guesses verified."""
+    lines = []
+    for width in WIDTHS:
+        drafts = drafts_of(width)
+        apart = {n: play(drafts, best(n)) for n in BUDGETS}
+        curve = [play(drafts, likely(chance)).means for chance in CHANCES]
+        lines.append(
+            {
+                "width": width,
+                "apart": {str(n): round(each.means[1], 3) for n, each in apart.items()},
+                "saved_by_a_sibling": {str(n): round(each.saved / each.rounds, 3) for n, each in apart.items()},
+                "together": {str(n): read_off(curve, n) for n in BUDGETS},
+            }
+        )
+        print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
+    return lines
+
+
+def by_set(answers: Sequence[Answer]) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
+    """What the answers of one set and temperature are, and these."""
+    for name in get_args(SetName):
+        for temperature in (0.0, 0.8):
+            chosen = [each for each in answers if (each.prompts, each.temperature) == (name, temperature)]
+            if chosen:
+                tokens = sum(len(each.answer) for each in chosen)
+                yield {"prompts": name, "temperature": temperature, "tokens": tokens}, chosen
+
+
+# --- who guesses ------------------------------------------------------------------------------------------------------
+
+
+def copies(answer: Answer, width: int) -> Guess:
+    """From the row's own text and its references."""
+    lookup: Any = make_lookup([])
+    text, first = torch.tensor([[*answer.prompt, *answer.answer]]), len(answer.prompt)
+    beside = [Beside(lookup.texts(answer.references))] if answer.references else None
+
+    def guess(place: int, depth: int) -> Branches:
+        size = first + place
+        if depth == 0:
+            return Branches()
+        return merged(lookup.find_all(text, torch.tensor([size]), 1, size, depth, width, beside)[0])
+
+    return guess
+
+
+def ngram(options: argparse.Namespace) -> Any:
+    """By set of prompts and temperature."""
+    results = []
+    for about, answers in by_set(read(options.answers)):
+        print(about, file=sys.stderr)
+        drafts = lambda width, chosen=answers: [(each.answer, copies(each, width)) for each in chosen]  # noqa: E731
+        results.append(about | {"widths": compared(drafts)})
+    return results
+
+
+@dataclass
+class Candidates:
+    """At each place of an answer, all before it being right: the draft model's best, and their chances."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    chances: list[list[float]] = field(default_factory=list)
+
+    def guess(self, width: int) -> Guess:
+        """A chain of the first candidates with the others beside them."""
+
+        def tree(place: int, depth: int) -> Branches:
+            made, parent = Branches(), -1
+            for at in range(place, place + depth):
+                chain = parent
+                for rank, (token, chance) in enumerate(zip(self.tokens[at], self.chances[at], strict=True)):
+                    if rank < width:
+                        added = made.add(chain, token, chance, BESIDE if rank else 0)
+                        parent = added if rank == 0 else parent
+            return made
+
+        return tree
+
+
+def candidates_of(llm: LLM, answer: Answer) -> Candidates:
+    """In one pass over prompt and answer."""
+    decoder, text, size = llm.engine.parts.target, [*answer.prompt, *answer.answer], len(answer.prompt)
+    hidden = decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
+    logits = decoder.logits(hidden[0, size - 1 : -1])[:, None].float()
+    batch = Batch(1, len(text) + 1, decoder.vocab_size)
+    params = SamplingParams(temperature=answer.temperature)
+    batch.set_row(0, RowStart(text[:size], params, sequence_seed(SEED, 0)))
+    batch.set_rows(1)
+    places = batch.after([(0, answer.answer[:place]) for place in range(len(answer.answer))])
+    found, left = Candidates([[] for _ in answer.answer], [[] for _ in answer.answer]), torch.ones(len(logits))
+    for _ in range(max(WIDTHS)):
+        choices = Choices(logits, places)
+        drawn = choices.draw()
+        chance = choices.likelihood(drawn)[:, 0].nan_to_num(0.0) * left
+        for line, token in zip(found.tokens, drawn[:, 0].tolist(), strict=True):
+            line.append(token)
+        for scores, each in zip(found.chances, chance.tolist(), strict=True):
+            scores.append(each)
+        left = (left - chance).clamp(min=0.0)
+        logits.scatter_(2, drawn[..., None], -torch.inf)
+    return found
+
+
+def draft(options: argparse.Namespace) -> Any:
+    """Likewise."""
+    llm = LLM(options.model, quantization=options.quantization, max_batch_size=1, max_model_len=2048, drafter=None)
+    results = []
+    for about, answers in by_set(read(options.answers)):
+        print(about, file=sys.stderr)
+        with torch.inference_mode():
+            found = [candidates_of(llm, each) for each in answers]
+        drafts = lambda width, a=answers, f=found: [  # noqa: E731
+            (each.answer, candidates.guess(width)) for each, candidates in zip(a, f, strict=True)
+        ]
+        results.append(about | {"ranks": ranks(answers, found), "widths": compared(drafts)})
+    return results
+
+
+def ranks(answers: Sequence[Answer], found: Sequence[Candidates]) -> dict[str, list[float]]:
+    """By depth, where the first candidates of all places before were right: shares of first, second ... candidates."""
+    shares = {}
+    for depth in range(4):
+        hits, places = [0] * max(WIDTHS), 0
+        for answer, candidates in zip(answers, found, strict=True):
+            for start in range(len(answer.answer) - depth):
+                way = range(start, start + depth)
+                if all(candidates.tokens[at][0] == answer.answer[at] for at in way):
+                    places += 1
+                    at = start + depth
+                    for rank, token in enumerate(candidates.tokens[at]):
+                        hits[rank] += token == answer.answer[at]
+        shares[f"depth {depth + 1}"] = [round(hit / max(1, places), 3) for hit in hits]
+    return shares
+
+
+def read(path: Path) -> list[Answer]:
+    """Recorded answers."""
+    return [Answer(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def main() -> None:
+    """Count, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "ngram", "draft"))
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--answers", type=Path)
+    parser.add_argument("--prompts", type=int, default=8, help="of each set")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    document = {"record": record, "ngram": ngram, "draft": draft}[options.what](options)
+    if options.what != "record":
+        command = "python -m benchmarks.tree_gain " + " ".join(sys.argv[1:])
+        document = {"benchmark": f"tree_gain {options.what}", "command": command, "results": document}
+    if options.output is not None:
+        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document) if options.what != "record" else f"{len(document)} answers")
+
+
+if __name__ == "__main__":
+    main()

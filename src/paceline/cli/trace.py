@@ -1,0 +1,50 @@
+"""``paceline trace``: one answer, round by round, as a page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import note
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.files import check_output, written_whole
+
+WITHOUT = {
+    "n",
+    "best_of",
+    "rank_by",
+    "logprobs",
+    "max_batch_size",
+    "rounds",
+}  # one answer, in rounds that the host sees
+
+
+def trace(
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    output: Annotated[Path, typer.Argument(metavar="OUT.html", help="The page: one file that loads nothing.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
+    model: Model = DEFAULT_MODEL,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show an answer token by token, and of each round the tree of guesses that was verified."""
+    check_output("OUT.html", output)
+    params = sampling.params()
+    llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)
+    from paceline.bench.trace import Tracer, page
+
+    parts = llm.engine.parts
+    tracer = parts.policy = Tracer(parts.policy)
+    given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
+    (result,) = llm.generate([given], params, use_tqdm=False)
+    assert llm.tokenizer is not None
+    tokenizer, answer = llm.tokenizer, result.outputs[0]
+    text = page(llm.engine.describe(), answer, tracer.traced, lambda token: tokenizer.decode([token]))
+    with written_whole(output) as part:
+        part.write_bytes(text.encode("utf-8", "backslashreplace"))
+    if not quiet:
+        note(f"{output}: {len(answer.token_ids)} tokens in {len(tracer.traced)} rounds")
