@@ -31,12 +31,13 @@ import torch
 from paceline.batch import Batch, RowStart
 from paceline.bench.sets import SETS, SetName
 from paceline.drafters.branches import BESIDE, Branches
+from paceline.drafters.growth import candidates
 from paceline.drafters.lookup import Beside, make_lookup
 from paceline.drafters.ngram import merged
 from paceline.lengths.belief import Belief, bins_of
 from paceline.llm import LLM
 from paceline.params import SamplingParams
-from paceline.sampling import Choices, sequence_seed
+from paceline.sampling import sequence_seed
 
 SEED, DEPTH = 1, 8
 WIDTHS = (1, 2, 4)
@@ -228,23 +229,18 @@ def candidates_of(llm: LLM, answer: Answer) -> Candidates:
     """In one pass over prompt and answer."""
     decoder, text, size = llm.engine.parts.target, [*answer.prompt, *answer.answer], len(answer.prompt)
     hidden = decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
-    logits = decoder.logits(hidden[0, size - 1 : -1])[:, None].float()
+    logits = decoder.logits(hidden[0, size - 1 : -1])
     batch = Batch(1, len(text) + 1, decoder.vocab_size)
     params = SamplingParams(temperature=answer.temperature)
     batch.set_row(0, RowStart(text[:size], params, sequence_seed(SEED, 0)))
     batch.set_rows(1)
     places = batch.after([(0, answer.answer[:place]) for place in range(len(answer.answer))])
-    found, left = Candidates([[] for _ in answer.answer], [[] for _ in answer.answer]), torch.ones(len(logits))
-    for _ in range(max(WIDTHS)):
-        choices = Choices(logits, places)
-        drawn = choices.draw()
-        chance = choices.likelihood(drawn)[:, 0].nan_to_num(0.0) * left
-        for line, token in zip(found.tokens, drawn[:, 0].tolist(), strict=True):
+    found = Candidates([[] for _ in answer.answer], [[] for _ in answer.answer])
+    for tokens, chances in candidates(logits, places, max(WIDTHS)):
+        for line, token in zip(found.tokens, tokens, strict=True):
             line.append(token)
-        for scores, each in zip(found.chances, chance.tolist(), strict=True):
-            scores.append(each)
-        left = (left - chance).clamp(min=0.0)
-        logits.scatter_(2, drawn[..., None], -torch.inf)
+        for scores, chance in zip(found.chances, chances, strict=True):
+            scores.append(chance)
     return found
 
 
@@ -257,7 +253,7 @@ def draft(options: argparse.Namespace) -> Any:
         with torch.inference_mode():
             found = [candidates_of(llm, each) for each in answers]
         drafts = lambda width, a=answers, f=found: [  # noqa: E731
-            (each.answer, candidates.guess(width)) for each, candidates in zip(a, f, strict=True)
+            (each.answer, known.guess(width)) for each, known in zip(a, f, strict=True)
         ]
         results.append(about | {"ranks": ranks(answers, found), "widths": compared(drafts)})
     return results
@@ -268,13 +264,13 @@ def ranks(answers: Sequence[Answer], found: Sequence[Candidates]) -> dict[str, l
     shares = {}
     for depth in range(4):
         hits, places = [0] * max(WIDTHS), 0
-        for answer, candidates in zip(answers, found, strict=True):
+        for answer, known in zip(answers, found, strict=True):
             for start in range(len(answer.answer) - depth):
                 way = range(start, start + depth)
-                if all(candidates.tokens[at][0] == answer.answer[at] for at in way):
+                if all(known.tokens[at][0] == answer.answer[at] for at in way):
                     places += 1
                     at = start + depth
-                    for rank, token in enumerate(candidates.tokens[at]):
+                    for rank, token in enumerate(known.tokens[at]):
                         hits[rank] += token == answer.answer[at]
         shares[f"depth {depth + 1}"] = [round(hit / max(1, places), 3) for hit in hits]
     return shares

@@ -852,6 +852,19 @@ def test_chains_are_played_in_one_native_call_whatever_the_width(drafter: str, w
     assert played["by the host"] == kept["trees"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tree_that_a_model_grows_for_itself_is_right_to_its_depth(model: str) -> None:
+    """So the first candidate of each depth must have followed those before it, and what was kept is read."""
+    rounds, k = {}, 4
+    for width in (1, 3):
+        engine = speculative_engine(model, "self", k, "greedy", speculation_width=width, prefill_chunk=7)
+        outputs = run(engine, PROMPTS, GREEDY)
+        assert answers(outputs) == plain(model, "greedy")
+        rounds[width] = [output.outputs[0].metrics.rounds for output in outputs]
+    assert rounds[3] == rounds[1]
+    assert max(rounds[1]) <= -(-22 // (k + 1)) + 1
+
+
 @pytest.mark.parametrize("rule", ["rejection", "synthetic:0.5"])
 def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
     benchmark = {"benchmark": True} if rule.startswith("synthetic") else {}

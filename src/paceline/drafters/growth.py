@@ -13,8 +13,8 @@ from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Verdict
 from paceline.drafters.branches import BESIDE, Branches, draft_of
-from paceline.params import MAX_SPECULATION_LENGTH
-from paceline.sampling import Choices
+from paceline.params import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
+from paceline.sampling import Choices, Purpose, noise_key, uniform
 
 
 class _Candidate(NamedTuple):
@@ -27,12 +27,44 @@ class _Candidate(NamedTuple):
     kind: int
 
 
+def candidates(logits: Tensor, lines: Batch, width: int) -> list[tuple[list[int], list[float]]]:
+    """W draws after each of N texts, each draw without the tokens before it, and the chances of each token to be right.
+
+    logits: [N, V]. Greedily the chance is the token's probability. Under noise, which is the target's, too, it is
+    the token's part of the noisy leaders' weights: one that the noise has put first is likely to be so there.
+    """
+    left, logits = torch.ones(len(logits), device=logits.device), logits[:, None].clone()
+    tokens, chances = [], []
+    for _ in range(min(width, logits.shape[2])):
+        choices = Choices(logits, lines)
+        drawn = choices.draw().clamp(0, logits.shape[2] - 1)  # where nothing is left, anything is drawn
+        chance = choices.likelihood(drawn)[:, 0].nan_to_num(0.0) * left
+        tokens.append(drawn[:, 0])
+        chances.append(chance)
+        left = (left - chance).clamp(min=0.0)
+        logits.scatter_(2, drawn[..., None], -math.inf)
+    drawn, chance = torch.stack(tokens, 1), torch.stack(chances, 1)
+    if not lines.sampling.all_greedy:
+        chance = torch.where(lines.sampling.temperature[:, None] > 0, _shares(drawn, chance, lines), chance)
+    return list(zip(drawn.T.tolist(), chance.T.tolist(), strict=True))
+
+
+def _shares(tokens: Tensor, chances: Tensor, lines: Batch) -> Tensor:
+    """[N, W]: each token's part of the weights of all, noise included; what is not there weighs as much as the last."""
+    key = noise_key(lines.sampling.seed[:, None], lines.length[:, None], Purpose.DRAW)
+    noise = -torch.log(-torch.log(uniform(key, tokens)))
+    values = chances.double().log() / lines.sampling.temperature[:, None].clamp(min=MIN_TEMPERATURE) + noise
+    weights = torch.cat([values, values[:, -1:]], 1).softmax(1)[:, :-1]
+    return weights.nan_to_num(0.0).to(chances.dtype)
+
+
 class Growth:
     """One round's trees of a part of a batch, whose texts ``decoder`` has read.
 
     A guess's candidates are drawn as the target will draw there, with its noise, each without those before it: so they
     are the leaders of what the target will see if the two models agree (Daliri et al. 2408.07978). Of all candidates of
-    a row at one depth the W that most likely survive stay (EAGLE-2, 2406.16858, section 4, keeps the best in this way).
+    a row at one depth the W that most likely survive stay (EAGLE-2, 2406.16858, section 4, keeps the best in this way),
+    the chain of first candidates always: a tree holds what a chain would have been.
 
     rows: the trees. new: of each row that has any, (row, guess) not read yet.
     """
@@ -42,6 +74,7 @@ class Growth:
         self._decoder, self._batch, self._width = decoder, batch, width
         self._text = batch.lengths[: batch.rows]
         self._read = [0] * batch.rows
+        self._chain = [-1] * batch.rows  # the last of each row's first candidates
         self._survivals: list[list[float]] = [[] for _ in self.rows]
         self.new = [(row, -1) for row in range(batch.rows)]  # after what the next ones come
 
@@ -60,33 +93,25 @@ class Growth:
         """logits [N, V], after what is new: the best candidates become guesses, and are what is new."""
         found: list[list[_Candidate]] = [[] for _ in self.rows]
         places = [(row, self.rows[row].way(guess)) for row, guess in self.new]
-        for rank, (tokens, chances) in enumerate(self._candidates(logits, self._batch.after(places))):
+        for rank, (tokens, chances) in enumerate(candidates(logits, self._batch.after(places), self._width)):
             for (row, parent), token, chance in zip(self.new, tokens, chances, strict=True):
                 before = 1.0 if parent < 0 else self._survivals[row][parent]
                 if chance > 0:  # else nothing is left that may be drawn there
                     found[row].append(_Candidate(parent, token, chance, before * chance, BESIDE if rank else 0))
         self.new = [(row, guess) for row, each in enumerate(found) for guess in self._grow(row, each)]
 
-    def _candidates(self, logits: Tensor, lines: Batch) -> list[tuple[list[int], list[float]]]:
-        """W draws at every place, each without the tokens before it, and the chances of each token."""
-        left, found = torch.ones(len(logits), device=logits.device), []
-        logits = logits[:, None].clone()
-        for _ in range(min(self._width, logits.shape[2])):
-            choices = Choices(logits, lines)
-            drawn = choices.draw().clamp(0, logits.shape[2] - 1)  # where nothing is left, anything is drawn
-            chance = choices.likelihood(drawn)[:, 0].nan_to_num(0.0) * left
-            found.append((drawn[:, 0].tolist(), chance.tolist()))
-            left = (left - chance).clamp(min=0.0)
-            logits.scatter_(2, drawn[..., None], -math.inf)
-        return found
-
     def _grow(self, row: int, found: list[_Candidate]) -> list[int]:
         """The numbers of the guesses that the best candidates become. A guess takes a place in the cache."""
         tree = self.rows[row]
         room = min(MAX_SPECULATION_LENGTH, self._decoder.cache.positions - self._text[row]) - len(tree.tokens)
-        best = sorted(found, key=attrgetter("survival"), reverse=True)[: max(0, min(self._width, room))]
+        found = sorted(found, key=attrgetter("survival"), reverse=True)
+        chain = [each for each in found if each.parent == self._chain[row] and each.kind == 0]
+        best = [*chain, *(each for each in found if each not in chain)][: max(0, min(self._width, room))]
         self._survivals[row] += [candidate.survival for candidate in best]
-        return [tree.add(each.parent, each.token, each.chance, each.kind) for each in best]
+        new = [tree.add(each.parent, each.token, each.chance, each.kind) for each in best]
+        if chain and new:
+            self._chain[row] = new[0]
+        return new
 
     def keep(self, verdict: Verdict) -> None:
         """What a round kept, as far as it was read, stays in the cache; other guesses do not."""
