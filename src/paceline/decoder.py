@@ -294,7 +294,7 @@ class Decoder:
         rows = [self._places[batch.first + row] for row, _ in order]
         positions = [batch.lengths[row] + depth for (row, _), depth in zip(order, depths, strict=True)]
         slots = [batch.lengths[row] + guess for row, guess in order]
-        nodes = Nodes(*torch.tensor([tokens, rows, positions, slots, parents]), read=read)
+        nodes = Nodes(*torch.tensor([tokens, rows, positions, slots, parents]))._replace(read=read)
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
         return self._read(model, nodes)

@@ -105,7 +105,7 @@ class NativeModel:
         features = torch.empty(count, len(taps), self.width) if taps else None
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
-            flat = Nodes(*tensors, read=nodes.read)  # type: ignore[arg-type]
+            flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
             tapped = None if features is None else (taps, features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._describe(cache), hidden, tapped, seconds)
