@@ -13,11 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
-_LOOK = 1.0  # seconds between two looks at who the parent is: somebody else may hold the pipe open
+_LOOK = 0.5  # seconds between two looks at who the parent is: somebody else may hold the pipe open
 
 
-def end_with(parent: int, directory: Path) -> None:
-    """From now on this process ends when its parent does, and leaves nothing behind."""
+def end_with(parent: int, directory: Path) -> threading.Thread:
+    """From now on this process ends when its parent does, and leaves nothing behind: in this thread."""
 
     def wait() -> None:
         while not select.select([sys.stdin], [], [], _LOOK)[0] and os.getppid() == parent:
@@ -25,21 +25,27 @@ def end_with(parent: int, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
-    threading.Thread(target=wait, daemon=True).start()
+    watching = threading.Thread(target=wait, daemon=True)
+    watching.start()
+    return watching
 
 
 def main() -> None:
     """The argument: store, rank, ranks, parent."""
     told = json.loads(sys.argv[1])
     path = Path(told["store"])
-    end_with(told["parent"], path.parent)
+    watching = end_with(told["parent"], path.parent)
 
     from torch._C._distributed_c10d import FileStore
 
     from paceline.models.shares import Share
     from paceline.parallel.launch import serve
 
-    serve(FileStore(str(path), told["ranks"]), Share(told["rank"], told["ranks"]))
+    try:
+        serve(FileStore(str(path), told["ranks"]), Share(told["rank"], told["ranks"]))
+    except RuntimeError:  # gloo's, where the connection broke: if rank 0 is gone there is nothing to complain of
+        watching.join(_LOOK)
+        raise
 
 
 if __name__ == "__main__":
