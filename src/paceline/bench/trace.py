@@ -77,7 +77,7 @@ def _traced(draft: Draft | None, verdict: Verdict) -> TracedRound:
 def page(title: str, answer: CompletionOutput, rounds: Sequence[TracedRound], show: Show) -> str:
     """HTML. title: what ran, in a line. show: a token's text."""
     body = [
-        f"<h1>{escape(title)}</h1>",
+        f"<h1>An answer, round by round</h1><p>{escape(title)}</p>",
         _figures(answer, rounds),
         "<p>" + " ".join(f'<span class="{kind}">{kind}</span>' for kind in ("accepted", "recovered", "bonus", "plain")),
         "<pre>" + "".join(_answer(answer)) + "</pre>",
@@ -110,11 +110,16 @@ def _answer(answer: CompletionOutput) -> Iterator[str]:
 
 
 def _round(number: int, played: TracedRound, show: Show) -> str:
-    gained = escape("".join(map(show, played.tokens)))
+    gained = _visible("".join(map(show, played.tokens)))
     saved = ", saved by a sibling" if played.saved else ""
     about = f"{len(played.guesses)} verified, {len(played.path)} kept{saved}"
     tree = _branches(played, show, -1)
     return f"<details open><summary>round {number}: {about}: <b>{gained}</b></summary>{tree}</details>"
+
+
+def _visible(text: str) -> str:
+    """On one line."""
+    return escape(text.replace("\n", "\u23ce"))
 
 
 def _branches(played: TracedRound, show: Show, parent: int) -> str:
@@ -123,7 +128,7 @@ def _branches(played: TracedRound, show: Show, parent: int) -> str:
     if not children:
         return ""
     items = [
-        f"<li{' class=taken' if guess in played.path else ''}><b>{escape(show(played.guesses[guess]))}</b>"
+        f"<li{' class=taken' if guess in played.path else ''}><b>{_visible(show(played.guesses[guess]))}</b>"
         f"{_branches(played, show, guess)}"
         for guess in children
     ]
