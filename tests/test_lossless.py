@@ -10,7 +10,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,22 @@ DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes
 DRAFTERS += ["head", "head hybrid"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
+ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
     *(("padded", length) for length in LENGTHS),
     *(pytest.param("split", k, marks=() if k in (4, "random") else pytest.mark.slow) for k in LENGTHS),
 ]
+
+
+def some_slow(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
+    """Test parameters of which only ``fast`` are no slow ones: the others go ways that others go, too."""
+    slow = pytest.mark.slow
+    return [case if case in fast else pytest.param(*_as_tuple(case), marks=slow) for case in cases]
+
+
+def _as_tuple(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
+
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
@@ -247,7 +259,7 @@ def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, 
     assert answers(run(engine, PROMPTS, GREEDY)) == plain("toy", "greedy")
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", some_slow(LENGTHS, (4, "random", "caps", "selection")))
 @pytest.mark.parametrize("drafter", ["ngram", "always", "sometimes", "ragged"])
 def test_certain_guesses_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
     engine = speculative_engine("toy", drafter, length, "mixed", acceptance="rejection")
@@ -341,9 +353,14 @@ def test_a_rule_that_is_put_in_the_place_of_the_engines_is_asked() -> None:
     assert asked
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", ["padded", "split"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", some_slow(FAMILIES, ("mixed",)))  # of whose rows some are greedy
+@pytest.mark.parametrize(
+    ("backend", "drafter"),
+    some_slow(
+        itertools.product(["padded", "split"], DRAFTERS),
+        [*itertools.product(["padded"], DRAFTERS), ("split", "model"), ("split", "ragged")],
+    ),
+)
 def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str, family: str) -> None:
     engine = speculative_engine("llama", drafter, "random", family, attention=backend, prefill_chunk=11)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
@@ -384,8 +401,13 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
     assert any(answer.metrics.drafted for output in outputs for answer in output.candidates)
 
 
-@pytest.mark.parametrize("length", [1, 4, "bass", "auto", "random", "caps", "selection"])
-@pytest.mark.parametrize("drafter", ["model", "self", "none"])
+@pytest.mark.parametrize(
+    ("drafter", "length"),
+    some_slow(
+        [*itertools.product(["model", "self", "none"], ON_DEVICE)],
+        [*itertools.product(["model", "self"], ON_DEVICE), ("none", 4)],
+    ),  # nobody's guesses have no length
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
     """Of the mixed family it plays some and leaves the others to the host."""
@@ -877,9 +899,14 @@ def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("model", TARGETS)
+@pytest.mark.parametrize(
+    ("model", "length"),
+    some_slow(
+        itertools.product(TARGETS, LENGTHS),
+        [*itertools.product(["toy"], LENGTHS), ("flat", "random"), ("llama", "random")],
+    ),
+)
 def test_a_model_that_drafts_for_itself_is_always_right(model: str, rule: str, length: int | str) -> None:
     engine = speculative_engine(model, "self", length, "mixed", acceptance=rule, prefill_chunk=7)
     for output in run(engine, PROMPTS, MIXED):

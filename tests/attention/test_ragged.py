@@ -68,7 +68,9 @@ def test_it_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject)
     compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), **how)
 
 
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(
+    "tiles", [name if name in ("small", "stretches") else pytest.param(name, marks=pytest.mark.slow) for name in TILES]
+)
 def test_the_longest_block_of_guesses_takes_several_tiles(tiles: str) -> None:
     new = MAX_SPECULATION_LENGTH + 1
     cache = ragged_cache([new, 70], 1, 80, 16, 5)

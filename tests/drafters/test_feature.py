@@ -107,8 +107,15 @@ TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [4, 256])
-@pytest.mark.parametrize("model", TARGETS)
+@pytest.mark.parametrize(
+    ("model", "chunk"),
+    [
+        ("llama", 4),
+        ("native", 256),
+        pytest.param("llama", 256, marks=pytest.mark.slow),
+        pytest.param("native", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
     make, width = TARGETS[model]

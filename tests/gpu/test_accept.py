@@ -100,7 +100,7 @@ def test_guesses_without_a_law_are_certain_and_follow_the_coupled_rule() -> None
         assert kept(rule.rejection(guesses, logits, copied(state_of(batch))))[0][1:] == (2, 2, 3)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("rate", [0.6, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 1.0))])
 def test_synthetic_acceptance_keeps_guesses_by_chance_whatever_they_are(rate: float) -> None:
     batch = make_batch([1.0] * 4, 50)
     logits = torch.randn(4, 4, 50, device=DEVICE)
