@@ -57,22 +57,49 @@ def test_scores_are_those_of_transformers() -> None:
         assert score.greedy == bool((law.argmax(-1) == torch.tensor(continuation)).all())
 
 
-def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, read = make(tiny(*NATIVE["llama"])), [0]
-    forward = Decoder.forward
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    llm, read = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": rows}), []  # type: ignore[arg-type]
+    read_rows = Decoder.read_rows
 
-    def counted(self: Decoder, tokens: Tensor, *rest: object) -> Tensor:
-        read[0] += tokens.numel()
-        return forward(self, tokens, *rest)  # type: ignore[arg-type]
+    def counted(self: Decoder, parts: list[tuple[int, int, list[int]]]) -> list[Tensor]:
+        read.append(sum(len(tokens) for *_, tokens in parts))
+        return read_rows(self, parts)
 
-    monkeypatch.setattr(Decoder, "forward", counted)
+    monkeypatch.setattr(Decoder, "read_rows", counted)
     prompts, continuations = texts(30)
     llm.score(prompts, continuations, use_tqdm=False)
     different = len(set(map(tuple, prompts)))
     assert different == 3
     once = 12 + 9 + 30 + 5 + sum(map(len, continuations))
-    assert read[0] <= once + 30  # the token before a continuation is read with it
-    assert read[0] < sum(map(len, prompts)) / 2
+    assert 0 < sum(read) <= once + 30  # the token before a continuation is read with it
+    assert sum(read) < sum(map(len, prompts)) / 2
+    assert len(read) <= 30 / rows * 3, "rows are read together"
+
+
+@pytest.mark.parametrize("attention", ["native", "padded"])
+def test_scores_are_the_same_to_the_bit_one_at_a_time_and_in_any_batch(attention: str) -> None:
+    """The kernels', that is: elsewhere bits depend on the shapes of passes."""
+    kind, fields = NATIVE["llama"]
+    model = tiny(kind, fields | {"head_dim": 16})  # as the kernels want it
+    prompts, continuations = texts(20, seed=1)
+    continuations[3] = continuations[0] + continuations[3]  # they begin alike, too
+    continuations[4] = list(continuations[1])
+    prompts[4] = list(prompts[1])
+
+    def scores(rows: int) -> list[list[float]]:
+        dtype = "bfloat16" if attention == "native" else "float32"
+        options = PLAIN | {"max_batch_size": rows, "attention": attention, "dtype": dtype}
+        llm = LLM(model, **options)  # type: ignore[arg-type]
+        return [score.logprobs for score in llm.score(prompts, continuations, use_tqdm=False)]
+
+    one = scores(1)
+    for rows in (2, 3, 16, 64):
+        if attention == "native":
+            assert scores(rows) == one
+        else:
+            for some, others in zip(scores(rows), one, strict=True):
+                assert some == pytest.approx(others, abs=1e-4)
 
 
 @pytest.mark.parametrize(

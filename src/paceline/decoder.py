@@ -225,6 +225,35 @@ class Decoder:
         counts = torch.tensor([stop - start for _, start, stop in parts], device=batch.device)
         self.forward(tokens, start, max(start for _, start, _ in parts) + width, first_row, counts)
 
+    def read_rows(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+        """Feed rows tokens that no batch knows: (row, position of the first, tokens) -> hidden [tokens, width] of each.
+
+        As ``prefill_rows``; rows in their order.
+        """
+        if self._flat is not None:
+            return self._read_rows_flat(self._flat, parts)
+        hidden: list[Tensor] = []
+        for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
+            hidden += self._read_side_by_side([part for _, part in run])
+        return hidden
+
+    def _read_rows_flat(self, model: FlatModel, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+        tokens = [token for *_, own in parts for token in own]
+        rows = [self._places[row] for row, _, own in parts for _ in own]
+        positions = [first + place for _, first, own in parts for place in range(len(own))]
+        hidden = self._read(model, Nodes(*torch.tensor([tokens, rows, positions])))
+        return list(torch.split(hidden, [len(own) for *_, own in parts]))
+
+    def _read_side_by_side(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+        """Neighbouring rows, padded to the longest."""
+        width, device = max(len(own) for *_, own in parts), self.model.device
+        tokens = torch.tensor([[*own, *[own[-1]] * (width - len(own))] for *_, own in parts], device=device)
+        start = torch.tensor([first for _, first, _ in parts], device=device)
+        counts = torch.tensor([len(own) for *_, own in parts], device=device)
+        longest = max(first for _, first, _ in parts) + width
+        hidden = self.forward(tokens, start, longest, parts[0][0], counts)
+        return [hidden[place, : len(own)] for place, (*_, own) in enumerate(parts)]
+
     def seen_by(self, batch: Batch) -> Tensor:
         """[B]: how many tokens of each of the batch's decoding rows the cache holds; a view."""
         return self.seen[batch.first : batch.first + batch.rows]

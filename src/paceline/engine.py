@@ -40,7 +40,7 @@ from paceline.prefixes import Scope
 from paceline.request import Intake, Request, check_tokens
 from paceline.round import Speculation, speculative_round
 from paceline.scheduler import Scheduler
-from paceline.scoring import PromptScorer, ScoringRow
+from paceline.scoring import BatchScorer, PromptScorer, ScoringRow
 from paceline.sequences import Sequence as Row
 
 __all__ = ["Engine", "Models", "Request"]
@@ -298,6 +298,16 @@ class Engine:
         """
         return PromptScorer(self._scoring_row, token_ids, top, scope, first)
 
+    def batch_scorer(self, texts: Sequence[tuple[list[int], int]]) -> BatchScorer:
+        """For ``score_some``: texts and the first token of each that is scored, several at a time, in their own caches.
+
+        As many as the engine has rows. Neighbours that begin alike are read once as far as they do.
+        """
+        model, rows = self.models.target, min(self.config.max_batch_size, max(1, len(texts)))
+        positions = max((len(tokens) for tokens, _ in texts), default=1)
+        decoder = Decoder(model, self._assembly.backend(), rows, positions, model.vocab_size)
+        return BatchScorer(decoder, rows, texts)
+
     def check_scored(self, token_ids: Sequence[int]) -> None:
         """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
         if len(token_ids) > self.max_model_len + 1:  # nothing follows the last one: it is not read
@@ -312,7 +322,7 @@ class Engine:
         return ScoringRow(Decoder(model, self._assembly.backend(), 1, self.max_model_len, model.vocab_size))
 
     @torch.inference_mode()
-    def score_some(self, scorer: PromptScorer) -> None:
+    def score_some(self, scorer: PromptScorer | BatchScorer) -> None:
         """Score a chunk; rounds may be played between two chunks."""
         with self._own_threads():
             scorer.step()

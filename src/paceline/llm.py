@@ -34,7 +34,7 @@ from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
 from paceline.models.shares import Share
-from paceline.outputs import RequestOutput, Score
+from paceline.outputs import RequestOutput, Score, TokenLogprob
 from paceline.params import (
     DEFAULT_MODEL,
     DtypeName,
@@ -197,7 +197,7 @@ class LLM:
         """The log-probability of each continuation behind its prompt (strings or token ids), in the order given.
 
         A text's continuation begins with the first token behind those of its prompt alone. Continuations of one prompt,
-        and prompts that begin alike, cost what is different in them: they are read one after the other.
+        and prompts that begin alike, cost what is different in them; as many are read at a time as the engine has rows.
         Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is read.
         """
         before, behind = as_documents("prompts", prompts), as_documents("continuations", continuations)
@@ -207,20 +207,16 @@ class LLM:
 
     def _scores(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """texts: tokens, and which is the first that is scored."""
-        scores: dict[int, Score] = {}
-        scope = self.engine.scope_of(SamplingParams())
         order = sorted(range(len(texts)), key=lambda index: texts[index][0])  # those that begin alike are neighbours
-        for index in tqdm(order, desc="continuations", disable=not use_tqdm):
-            tokens, first = texts[index]
-            with self._share().turn() as engine:
-                scorer = engine.scorer(tokens, 1, scope, first)
+        with self._share().turn() as engine:
+            scorer = engine.batch_scorer([texts[index] for index in order])
+        with tqdm(total=len(texts), desc="continuations", disable=not use_tqdm) as bar:
             while not scorer.finished:
                 with self._share().turn() as engine:
                     engine.score_some(scorer)
-            told = scorer.logprobs
-            greedy = all(token.logprob >= token.top[0][1] for token in told)
-            scores[index] = Score(tokens[first:], [token.logprob for token in told], greedy)
-        return [scores[index] for index in range(len(texts))]
+                bar.update(len(scorer.scores) - bar.n)
+        found = {index: _score(tokens) for index, tokens in zip(order, scorer.scores, strict=True)}
+        return [found[index] for index in range(len(texts))]
 
     def _pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
         """Both as one text, and the number of tokens before the continuation."""
@@ -345,6 +341,11 @@ class LLM:
         if self.tokenizer is None:
             raise ParameterError("tokenizer", None, f"{what} needs one: pass tokenizer=..., or give token ids")
         return self.tokenizer
+
+
+def _score(told: Sequence[TokenLogprob]) -> Score:
+    greedy = all(token.logprob >= token.top[0][1] for token in told)
+    return Score([token.token_id for token in told], [token.logprob for token in told], greedy)
 
 
 def _load(
