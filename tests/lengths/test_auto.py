@@ -19,7 +19,7 @@ from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.engine import Engine, Request
-from paceline.lengths.auto import FIRST_REACH, AutoLength
+from paceline.lengths.auto import CLUELESS_TRIALS, AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
 from paceline.lengths.belief import bins_of
 from paceline.lengths.calibration import Calibration, Grid
@@ -680,7 +680,7 @@ def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
 
 def test_only_guesses_that_may_well_be_right_are_verified() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
-    assert policy.choose(batch).k == FIRST_REACH
+    assert policy.choose(batch).k == CLUELESS_TRIALS
     draft = Draft(
         torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 3]), confidence=[[0.99, 0.05, 0.99], [0.99] * 3]
     )
@@ -764,7 +764,7 @@ FIRST_DRAFTS = 4  # of a draft model that is always wrong, made and verified for
 @pytest.mark.parametrize("copies", [by_turns, stray])
 def test_beside_a_draft_model_that_is_always_wrong_copies_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
     """But for the few drafts that show it to be wrong."""
-    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, FIRST_REACH) - PAIR.round_ms(rows, 0)) / 1000
+    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, CLUELESS_TRIALS) - PAIR.round_ms(rows, 0)) / 1000
     alone = rows * 300 / tokens_a_second(lambda s: copying(s, s.costs), None, copies, rows)
     assert rows * 300 / tokens_a_second(hybrid, steady(0.0, 0.99), copies, rows) < alone / 0.97 + tried
 
@@ -776,7 +776,7 @@ def test_trials_of_the_draft_model_go_on_while_copies_alone_are_played_and_keep_
     tried = sum(asked > 0 for asked in later)
     assert tried > 0
     reading = 1.0 * len(later)  # ms: each token that it has missed, once
-    assert tried * PAIR.round_ms(1, FIRST_REACH) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
+    assert tried * PAIR.round_ms(1, CLUELESS_TRIALS) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
 
 
 @pytest.mark.parametrize("rows", [1, 2])

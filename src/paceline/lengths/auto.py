@@ -29,8 +29,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, zip_longest
+from operator import itemgetter
 from typing import TypeAlias
 
 from paceline.batch import Batch, Wish
@@ -48,8 +50,7 @@ Follows: TypeAlias = Sequence[int] | None  # the guess that each guess of a row 
 DOUBT = 1.5  # standard errors by which a draft model gets the benefit of the doubt: trials come seldom; copies get 1
 HOPE = 0.9  # chance of a guess that no draft model exceeds for long
 TRIALS = 3.0  # what a record weighs at most when what it says is tried
-FIRST_REACH = 4  # most guesses of a draft model before any was right
-CLUELESS_TRIALS = 4.0  # guesses that the chance of any guess weighs at first
+CLUELESS_TRIALS = 4  # guesses that the chance of any guess weighs at first, and most of a draft before any was right
 FADE = 0.98  # what the evidence about any guess is worth a round later
 SEARCH_HOPE = 0.2  # tokens a row that a search for copies is believed to bring, before any
 CAUTION = 0.2  # of a plain round: what guesses may take before any was judged, and for each that was
@@ -238,7 +239,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _reach(self) -> int:
         """The longest draft to ask for."""
         if not self.costs.whole:
-            return min(LONGEST_AUTO, FIRST_REACH + int(self.drafted.right))  # scores are trusted by their record
+            return min(LONGEST_AUTO, CLUELESS_TRIALS + int(self.drafted.right))  # scores are trusted by their record
         return 1 if self._round.trial else self._best_length()[1]
 
     def _rate(self, source: Source) -> float:
@@ -258,12 +259,8 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _promise(self, rows: int, chance: float) -> float:
         """What a round brings whose guesses have this chance."""
         times = self.costs.times(rows, self.costs.table.context)
-        best, tokens = float("-inf"), 0.0
-        for k in range(1, LONGEST_AUTO + 1):
-            tokens += rows * chance**k
-            ms = times.more(rows * k) + self._passes_ms(rows, k)
-            best = max(best, tokens - rows / times.plain * ms)
-        return best
+        gains = [rows * chance**k for k in range(1, LONGEST_AUTO + 1)]
+        return self._best_depth(gains, rows, times, rows / times.plain)[0]
 
     def hopeful(self, rows: int) -> bool:
         return self._promise(rows, HOPE) > 0
@@ -273,15 +270,22 @@ class AutoLength(RowKeepers, LengthPolicy):
 
         The value has the benefit of the doubt.
         """
-        now, best, tokens = self._round, (float("-inf"), 0.0, 1), 0.0
+        now = self._round
         most = [min(LONGEST_AUTO, most) for most in now.batch.most_guesses[: now.rows]]
         lines = self._lines(self.drafted, [bins_of(each) for each in most], [self._shape] * now.rows)
-        for k in range(1, LONGEST_AUTO + 1):
-            tokens += sum(line[k - 1] for line in lines if len(line) >= k)
-            value = tokens - now.rate * now.times.more(now.rows * k)
-            best = (value, tokens, k) if value > best[0] else best
-        value, tokens, k = best
+        gains = map(sum, zip_longest(*lines, fillvalue=0.0))
+        value, tokens, k = self._best_depth(gains, now.rows, now.times, now.rate)
         return value + min(1.0, self.drafted.belief.error()) * tokens, k
+
+    def _best_depth(
+        self, gains: Iterable[float], rows: int, times: RoundTimes, rate: float
+    ) -> tuple[float, float, int]:
+        """Of drafts as deep for every row, by gains at each depth: the value of the best, its tokens and its depth."""
+        values = [
+            (tokens - rate * (times.more(rows * k) + self._passes_ms(rows, k)), tokens, k)
+            for k, tokens in enumerate(accumulate(gains), 1)
+        ]
+        return max(values, key=itemgetter(0), default=(-math.inf, 0.0, 1))
 
     def _passes_ms(self, rows: int, passes: int) -> float:
         """Of a draft, where it is told apart from the round."""

@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ LONGEST_AUTO = 16  # most guesses of a row that auto considers
 NOISE = 0.04  # variance of log(a round's time)
 DRIFT = 2e-4  # by which the machine's pace may change from round to round, likewise
 UNKNOWN = 0.03  # of a table's error, likewise, before any round was played
-JUMP = math.log(1.5)  # a single round moves an estimate as if it were off by this factor at most
+_JUMP = 2 * math.sqrt(NOISE)  # a single round moves an estimate as if it were off by this factor at most, a log
 REFRESH = 16  # rounds after which times are worked out anew
 
 
@@ -158,7 +157,7 @@ class _Line:
         self._level, self._slope = self._level + DRIFT, self._slope + DRIFT
         level, slope = self._level + self._both * guesses, self._both + self._slope * guesses
         certain = level + slope * guesses + NOISE
-        news = min(max(surprise, -JUMP), JUMP) / certain
+        news = min(max(surprise, -_JUMP), _JUMP) / certain
         self.level, self.slope = self.level + level * news, self.slope + slope * news
         self._level -= level * level / certain
         self._both -= level * slope / certain
@@ -191,23 +190,18 @@ class RoundTimes:
 
         Of guesses that bring as much, those of the line with the first deadline are taken first.
 
-        lines: what each guess brings. It falls along a line, and times are convex: so the best guess left is the next
-        one of some line, and the first that does not pay is the last.
+        lines: what each guess brings. It falls along a line, so the best of all are the first of some; and times are
+        convex, so the first that does not pay is the last.
         """
-        value, taken, ms, counts = 0.0, 0, self.ms, [0] * len(lines)
-        nexts = [(-line[0], deadlines[row], row) for row, line in enumerate(lines) if line]
-        heapify(nexts)
-        while nexts and taken < len(ms) - 1 and ms[taken + 1] <= most:
-            brings, deadline, row = nexts[0]
-            gain = -brings - rate * (ms[taken + 1] - ms[taken])
-            if gain <= 0:
+        value, ms, counts = 0.0, self.ms, [0] * len(lines)
+        least = rate * (ms[1] - ms[0])
+        able = [(-each, deadlines[row], row) for row, line in enumerate(lines) for each in line if each > least]
+        for (brings, _, row), before, after in zip(sorted(able), ms, ms[1:], strict=False):
+            gain = -brings - rate * (after - before)
+            if gain <= 0 or after > most:
                 break
-            value, taken = value + gain, taken + 1
+            value += gain
             counts[row] += 1
-            if counts[row] < len(lines[row]):
-                heapreplace(nexts, (-lines[row][counts[row]], deadline, row))
-            else:
-                heappop(nexts)
         return value, counts
 
 
