@@ -38,6 +38,7 @@ CARRIES = {
     "hardware.py": "threads",
     "guard.py": "errors of one request",
     "cache.py": "where keys and values lie",
+    "decoder.py": "the forward pass over a cache: it reads and keeps what it is told to",
     "rows.py": "the rows' parameters as tensors",
     "nodes.py": "what a pass reads, as a list",
     "sampling.py": "a draw from logits, of plain decoding, too",
@@ -59,6 +60,15 @@ def named_numbers(path: Path) -> Iterator[tuple[str, bool]]:
             numbers = any(isinstance(node, ast.Constant) and type(node.value) in (int, float) for node in nodes)
             if ast.unparse(target).isupper() and numbers:
                 yield ast.unparse(statement), any(isinstance(node, ast.Name) and node.id.isupper() for node in nodes)
+
+
+def length_code(source: Path) -> tuple[dict[str, int], list[tuple[str, str]], int]:
+    """Lines of each file of the length policies, their own named numbers with the file's name, and how many follow."""
+    files = sorted((source / "lengths").glob("*.py"))
+    lines = {path.name: len(path.read_text().splitlines()) for path in files}
+    numbers = [(path.name, *number) for path in files for number in named_numbers(path)]
+    own = [(name, number) for name, number, derived in numbers if not derived]
+    return lines, own, len(numbers) - len(own)
 
 
 def concrete_classes(source: Path) -> set[str]:
@@ -139,12 +149,10 @@ def describe_steps(model: str) -> Iterator[str]:
 
 def main() -> None:
     """Print the counts."""
-    files = sorted((SOURCE / "lengths").glob("*.py"))
-    lines = {path.name: len(path.read_text().splitlines()) for path in files}
-    numbers = [(path.name, *number) for path in files for number in named_numbers(path)]
-    own = [f"{name}: {number}\n" for name, number, derived in numbers if not derived]
-    sys.stdout.write("".join(f"{count:5} {name}\n" for name, count in lines.items()) + "".join(own))
-    sys.stdout.write(f"{sum(lines.values())} lines, {len(own)} named numbers ({len(numbers) - len(own)} derived)\n")
+    lines, own, derived = length_code(SOURCE)
+    sys.stdout.write("".join(f"{count:5} {name}\n" for name, count in lines.items()))
+    sys.stdout.write("".join(f"{name}: {number}\n" for name, number in own))
+    sys.stdout.write(f"{sum(lines.values())} lines, {len(own)} named numbers ({derived} derived)\n")
     asked = list(questions(SOURCE))
     sys.stdout.write(
         "".join(f"{line}\n" for line in asked) + f"{len(asked)} isinstance on concrete drafters, policies\n"

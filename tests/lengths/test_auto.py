@@ -21,10 +21,9 @@ from paceline.draft import Draft, Verdict
 from paceline.engine import Engine, Request
 from paceline.lengths.auto import CLUELESS_TRIALS, AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
-from paceline.lengths.belief import bins_of
+from paceline.lengths.belief import LONGEST_AUTO, Mean, bins_of
 from paceline.lengths.calibration import Calibration, Grid
-from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable, RoundTimes
-from paceline.lengths.lately import Mean
+from paceline.lengths.cost import CostModel, CostTable, RoundTimes
 from paceline.params import EngineConfig, SamplingParams
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
@@ -536,7 +535,7 @@ def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int)
 
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guess pays, so none is verified; but what rows gain shows that the guesses were right."""
-    monkeypatch.setattr("paceline.lengths.lately.SHARE", 0.0)
+    monkeypatch.setattr("paceline.lengths.belief.SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
     simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
     policy = copying(simulation, dear)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.lengths.lately import SHARE, Mean, Rate, Savings
+from paceline.lengths.belief import SHARE, Mean, Rate, Savings
 
 
 def test_a_rate_forgets() -> None:

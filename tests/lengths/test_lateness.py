@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.batch import Batch, RowStart
-from paceline.lengths.lately import Paces
+from paceline.lengths.belief import Paces
 from paceline.params import SamplingParams
 
 

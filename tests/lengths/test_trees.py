@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from paceline.batch import Batch, RowStart, Wish
 from paceline.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
-from paceline.lengths.belief import Belief, bins_of, bins_of_draft, judge
-from paceline.lengths.cost import LONGEST_AUTO, CostModel, CostTable
+from paceline.lengths.belief import LONGEST_AUTO, Belief, bins_of, bins_of_draft, judge
+from paceline.lengths.cost import CostModel, CostTable
 from paceline.params import SamplingParams
 from simulation import linear_costs
 from toy import SHAPES

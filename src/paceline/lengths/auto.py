@@ -39,9 +39,20 @@ from paceline.batch import Batch, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy, Means
-from paceline.lengths.belief import CLUELESS, Belief, Judged, bins_of, bins_of_draft, judge
-from paceline.lengths.cost import LONGEST_AUTO, CostModel, RoundTimes
-from paceline.lengths.lately import Mean, Paces, Rate, Savings
+from paceline.lengths.belief import (
+    CLUELESS,
+    LONGEST_AUTO,
+    Belief,
+    Judged,
+    Mean,
+    Paces,
+    Rate,
+    Savings,
+    bins_of,
+    bins_of_draft,
+    judge,
+)
+from paceline.lengths.cost import CostModel, RoundTimes
 from paceline.row_keeper import RowKeeper, RowKeepers
 
 Clock: TypeAlias = Callable[[], float]  # seconds

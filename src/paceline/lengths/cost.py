@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lengths.lately import Mean
+from paceline.lengths.belief import LONGEST_AUTO, Mean
 
 Numbers = NDArray[np.float64]
 
-LONGEST_AUTO = 16  # most guesses of a row that auto considers
 NOISE = 0.04  # variance of log(a round's time)
 DRIFT = 2e-4  # by which the machine's pace may change from round to round, likewise
 UNKNOWN = 0.03  # of a table's error, likewise, before any round was played
