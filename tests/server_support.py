@@ -135,7 +135,8 @@ class Live:
 
 
 def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
-    server = Server(make_app(config, lambda: load(model, **options)), config)
+    app = make_app(config, lambda: load(model, **options))
+    server = Server(app, config, app.state.context.service.fail_all)
     thread = threading.Thread(target=server.run)
     thread.start()
     context: Context = server.config.app.state.context  # type: ignore[union-attr]

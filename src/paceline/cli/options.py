@@ -33,6 +33,7 @@ from paceline.ranges import rules_of
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.ray.cluster import Recipe
 
 ENGINE, SAMPLING = "Engine", "Sampling"
 
@@ -166,6 +167,13 @@ class EngineFlags:
     def check(self) -> None:
         """Raise ParameterError for bad values, and for what would have no effect, before anything is loaded."""
         engine_config(self.options(), self.draft_model, self.reference_document or ())
+
+    def recipe(self, model: str) -> Recipe:
+        """What other processes make the models of. Raises ParameterError."""
+        from paceline.ray.cluster import Recipe
+
+        documents = [read_text("--reference-document", path) for path in self.reference_document or ()]
+        return Recipe(model, self.draft_model, documents, self.options())
 
     def load(self, model: str, quiet: bool = False) -> LLM:
         """Load the models; says on stderr what runs. Raises PacelineError."""

@@ -132,6 +132,16 @@ def serve(
             help='JSON in place of --drafter, --draft-model, -k: {"method": "ngram", "num_speculative_tokens": 4}.',
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas", help="So many engines on Ray, each with the model of its own. Default: one, without."
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", help="Where Ray runs: HOST:PORT, or auto. Default: it is started here."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI does. Without a draft model, n-gram lookup guesses."""
     try:
@@ -146,12 +156,26 @@ def serve(
     if config.served_model_name is None:
         config = dataclasses.replace(config, served_model_name=model)
 
+    if replicas is not None or ray_address is not None:
+        on_ray(flags, config, model, replicas, ray_address)
+        return
+
     def load() -> LLM:
         if model in hub.EMBEDDED:
             hub.pull(model)
         return flags.load(model, quiet=True)
 
     run(config, load)
+
+
+def on_ray(flags: EngineFlags, config: ServerConfig, model: str, replicas: int | None, address: str | None) -> None:
+    """Several replicas behind one address. Raises ParameterError, MissingPackageError."""
+    if replicas is None:
+        raise ParameterError("ray_address", address, "left out without --replicas")
+    from paceline.ray.cluster import LOCAL
+    from paceline.ray.serving import serve as run
+
+    run(config, flags.recipe(model), replicas, LOCAL if address is None else address)
 
 
 def with_json(flags: EngineFlags, text: str) -> EngineFlags:

@@ -1,4 +1,4 @@
-"""More than one machine, on Ray: ``Answers`` for Ray Data."""
+"""More than one machine, on Ray: ``Answers`` for Ray Data, and ``paceline serve --replicas``."""
 
 from paceline.ray.data import Answers
 

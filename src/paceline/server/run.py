@@ -12,13 +12,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from paceline.params import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
 from paceline.server.connections import MAX_HEADER_BYTES, Connection, Lobby
-from paceline.server.context import Context
 from paceline.server.ending import watch_signals
 from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, hear, listen
@@ -28,15 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
-_LAST_WORDS = 2  # seconds for the answers that say "given up" to leave
-_LAST_STEP = 3  # seconds for the engine to end its step, and for all to be tidied up
+LAST_WORDS = 2  # seconds for the answers that say "given up" to leave
+LAST_STEP = 3  # seconds for the engine to end its step, and for all to be tidied up
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our connections, ending as ``ServerConfig.shutdown_timeout`` says."""
+    """uvicorn with our connections, ending as ``ServerConfig.shutdown_timeout`` says.
 
-    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+    give_up: ends all requests that are running, with this error.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, give_up: Callable[[errors.ApiError], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -49,11 +51,10 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=int(config.shutdown_timeout) + _LAST_WORDS,
+                timeout_graceful_shutdown=int(config.shutdown_timeout) + LAST_WORDS,
             )
         )
-        self._context: Context = app.state.context
-        self._settings = config
+        self._give_up, self._settings = give_up, config
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on these sockets, or on those that the configuration says. Raises ParameterError."""
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gone = errors.unavailable("the server is shutting down", "shutting_down")
         limit = self._settings.shutdown_timeout
-        asyncio.get_running_loop().call_later(limit, self._context.service.fail_all, gone)
+        asyncio.get_running_loop().call_later(limit, self._give_up, gone)
         await super().shutdown(sockets)
 
 
@@ -94,12 +95,17 @@ def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.s
 
     app = make_app(config, load, end)
     service: EngineService = app.state.context.service
-    servers.append(Server(app, config))
-    watch_signals(config.shutdown_timeout + _LAST_WORDS + _LAST_STEP, lambda: service.is_loading)
-    _warn_if_exposed(config)
-    log.info("listening on %s", ", ".join(map(_address, sockets)))
+    servers.append(Server(app, config, service.fail_all))
+    watch_signals(config.shutdown_timeout + LAST_WORDS + LAST_STEP, lambda: service.is_loading)
+    say_where(config, sockets)
     servers[0].run(sockets)
     return service
+
+
+def say_where(config: ServerConfig, sockets: list[socket.socket]) -> None:
+    """Where it listens, and to whom."""
+    _warn_if_exposed(config)
+    log.info("listening on %s", ", ".join(map(_address, sockets)))
 
 
 def _address(listening: socket.socket) -> str:

@@ -1,0 +1,83 @@
+"""Which replica a request goes to: where its beginning was read before, unless that one has too much to do."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+BLOCK = 128  # characters of a prompt that are known by one digest: some 30 tokens, read in a moment
+_REMEMBERED = 2**16  # digests
+_SLACK = 4  # requests that a replica may have in flight beyond the one with the fewest, and still be preferred
+
+
+def blocks_of(document: Any) -> list[bytes]:
+    """Digests of a request's beginnings, the shortest first: of its messages one by one, or of its prompt's blocks.
+
+    document: the body, whatever it says; what is no request has none.
+    """
+    if not isinstance(document, dict):
+        return []
+    messages, prompt = document.get("messages"), document.get("prompt")
+    if isinstance(messages, list):
+        parts = [json.dumps(message) for message in messages]
+    else:
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt) if isinstance(prompt, list) else ""
+        parts = [text[at : at + BLOCK] for at in range(0, len(text) - BLOCK + 1, BLOCK)]
+    return list(itertools.accumulate(parts, _chained, initial=b""))[1:]
+
+
+def _chained(before: bytes, part: str) -> bytes:
+    return hashlib.blake2b(before + part.encode("utf-8", "surrogatepass"), digest_size=12).digest()
+
+
+class Affinity:
+    """Who read which beginnings, and who has how much to do. Several threads use it."""
+
+    def __init__(self, slack: int = _SLACK, remembered: int = _REMEMBERED) -> None:
+        self._slack, self._most = slack, remembered
+        self._readers: OrderedDict[bytes, str] = OrderedDict()
+        self._flights: dict[str, str] = {}
+        self._chosen: dict[str, int] = {}
+        self._turn = itertools.count()
+        self._lock = threading.Lock()
+
+    def choose(self, flight: str, blocks: Sequence[bytes], replicas: Sequence[str]) -> str:
+        """One of these replicas; the request counts as its own until ``end``, or until it is chosen for again."""
+        with self._lock:
+            self._flights.pop(flight, None)
+            loads = self._loads(replicas)
+            least = min(loads.values())
+            fits = {replica for replica, load in loads.items() if load <= least + self._slack}
+            reader = next((found for block in reversed(blocks) if (found := self._readers.get(block)) in fits), None)
+            chosen = reader or min(loads, key=lambda each: (loads[each], self._chosen.get(each, -1)))
+            self._note(flight, blocks, chosen)
+            return chosen
+
+    def _loads(self, replicas: Sequence[str]) -> dict[str, int]:
+        loads = dict.fromkeys(replicas, 0)
+        for replica in self._flights.values():
+            if replica in loads:
+                loads[replica] += 1
+        return loads
+
+    def _note(self, flight: str, blocks: Sequence[bytes], chosen: str) -> None:
+        self._flights[flight] = chosen
+        self._chosen[chosen] = next(self._turn)
+        for block in blocks:
+            self._readers[block] = chosen
+            self._readers.move_to_end(block)
+        while len(self._readers) > self._most:
+            self._readers.popitem(last=False)
+
+    def end(self, flight: str) -> None:
+        """It is over, however it ended."""
+        with self._lock:
+            self._flights.pop(flight, None)
+
+
+AFFINITY = Affinity()  # of this process: the router that Ray Serve makes in it, and the front that knows what is over

@@ -1,0 +1,55 @@
+"""Figures of several replicas as one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+_OF_THE_FRONT = "paceline:request_errors"
+_ADDED = ("running", "waiting", "capacity", "tokens_per_second", "rounds")
+_MEANT = ("cache_usage", "acceptance_rate", "mean_acceptance_length")
+
+
+class _Families:
+    """What was read, for ``generate_latest``."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def labelled(texts: Mapping[str, str], front: str) -> bytes:
+    """Metrics of all replicas, each value with the label ``replica``; of the front's own, refusals."""
+    families: dict[str, Metric] = {}
+    for replica, text in [*texts.items(), ("front", front)]:
+        for family in text_string_to_metric_families(text):
+            if replica != "front" or family.name == _OF_THE_FRONT:
+                _add(
+                    families.setdefault(family.name, Metric(family.name, family.documentation, family.type)),
+                    family,
+                    replica,
+                )
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return generate_latest(registry)
+
+
+def _add(to: Metric, family: Metric, replica: str) -> None:
+    to.samples += [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
+
+
+def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``/stats`` of all replicas: counts added, shares as the mean of those that have one."""
+    added = {name: sum(each[name] for each in stats) for name in _ADDED}
+    meant = {name: _mean([each[name] for each in stats if each[name] is not None]) for name in _MEANT}
+    longest = max((each["num_speculative_tokens"] for each in stats), default=0)
+    return added | meant | {"cache_usage": meant["cache_usage"] or 0.0, "num_speculative_tokens": longest}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
