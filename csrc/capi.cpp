@@ -35,17 +35,6 @@ PL_EXPORT void pl_arena_free(void* memory, size_t bytes) {
   munmap(memory, (bytes + kHuge - 1) / kHuge * kHuge);
 }
 
-// Asks for huge pages under memory that is in use already; where the kernel declines, small pages do as well.
-PL_EXPORT void pl_use_huge_pages(void* memory, size_t bytes) {
-  constexpr size_t kHuge = size_t{2} << 20;
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
-  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHuge * kHuge;
-  if (end <= start) return;
-  madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-  madvise(reinterpret_cast<void*>(start), end - start, kCollapse);
-}
-
 PL_EXPORT Model* pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return new Model(*spec, *kernels); }
 PL_EXPORT void pl_model_free(Model* model) { delete model; }
 

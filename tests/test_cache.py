@@ -78,8 +78,9 @@ def test_a_copied_row_brings_its_first_positions_and_leaves_the_rest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_memory_is_what_was_foretold_and_starts_as_zeros(dtype: torch.dtype) -> None:
-    cache = KVCache(2, 3, 2, 7, 4, dtype=dtype)
+    cache = KVCache(2, 3, 2, 7, 4, dtype=dtype, device="meta")
     assert cache.keys.nbytes + cache.values.nbytes == KVCache.bytes_for(2, 3, 2, 7, 4, dtype)
+    cache = KVCache(2, 3, 2, 7, 4, dtype=dtype)
     assert cache.keys.dtype == dtype
     assert (cache.rows, cache.positions) == (3, 7)
     assert not cache.keys.any()

@@ -21,6 +21,8 @@ LAYERS: list[set[str]] = [
         "rows",
         "row_keeper",
         "cache",
+        "row_tables",
+        "room",
         "sampling",
         "rules",
         "acceptance",

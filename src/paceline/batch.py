@@ -187,8 +187,13 @@ class Batch:
         """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
         if draft.parents is None:
             return draft
-        room = [max(0, self.positions - length) for length in self.lengths[: self.rows]]
+        rows = range(self.rows)
+        room = [max(0, self.slots_for(self.limits[row]) - self.lengths[row]) for row in rows]
         return draft.first([min(most, count) for most, count in zip(room, draft.drafted, strict=True)])
+
+    def slots_for(self, limit: int) -> int:
+        """Of a row whose text ends at ``limit``: guesses beyond it are written, too, before they are judged."""
+        return min(limit + MAX_SPECULATION_LENGTH, self.positions)
 
     @property
     def room(self) -> int:

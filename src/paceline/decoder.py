@@ -366,6 +366,14 @@ class Decoder:
             self.reader.swap_rows(one, other, length)
         self.seen[[one, other]] = self.seen[[other, one]]
 
+    def resize_row(self, row: int, positions: int) -> None:
+        """From now on the row has room for so many tokens; memory beyond it is given back. See ``RowTables``."""
+        self.cache.resize(self._places[row], positions)
+
+    def room_of(self, row: int) -> int:
+        """Tokens that the row has room for."""
+        return self.cache.sizes[self._places[row]]
+
     def cut_row(self, row: int, length: int) -> None:
         """A new text begins: of what the cache holds of the row before, no more than ``length`` tokens belong to it."""
         self.seen[row].clamp_(max=length)

@@ -15,6 +15,7 @@ from paceline.models.prepare import why_not_native
 from paceline.native_round import plays_rounds, why_host
 from paceline.params import EngineConfig
 from paceline.pipeline import why_not_device
+from paceline.room import Room
 from paceline.round import Speculation
 
 
@@ -28,6 +29,7 @@ class Running:
     player: DeviceRound | None
     threads: int
     max_model_len: int
+    room: Room
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
@@ -61,7 +63,7 @@ class Running:
         return (
             f"target {_describe_model(self.models.target)}, {self.threads} threads; {guesses}; "
             f"attention {self._describe_attention()}; {self._describe_rounds()}"
-            f"{config.max_batch_size} rows of {self.max_model_len} tokens"
+            f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
             f"{', prompts read anew (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
 
@@ -69,6 +71,12 @@ class Running:
         """Nothing to say of chains."""
         width = self.parts.drafter.width
         return "" if width == 1 else f", width {width}"
+
+    def _describe_room(self) -> str:
+        """Where rows may have to wait for memory."""
+        room = self.room
+        full = f"{room.fits(room.positions)} of that length at once, {room.limit / 2**30:.2f} GiB"
+        return f" (they grow: {full})" if room.is_short else ""
 
     def _describe_attention(self) -> str:
         if isinstance(self.models.target, FlatModel):

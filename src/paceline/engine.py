@@ -60,7 +60,7 @@ class Engine:
         )
         self.max_model_len = max_model_len(models, config)
         check_attention(models, config)
-        check_memory(models.target, models.draft, config, self.max_model_len)
+        self.room = check_memory(models.target, models.draft, config, self.max_model_len)
         self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
         self.threads = config.threads or threads_of_each(config.tensor_parallel)
         self._ids = itertools.count()
@@ -79,7 +79,7 @@ class Engine:
         self.parts.policy = self._policy()
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
-        self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks)
+        self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks, room=self.room)
         self._pipeline = self._make_pipeline()
 
     def _make_pipeline(self) -> Pipeline | None:
@@ -133,7 +133,7 @@ class Engine:
     def _calibration(self, grid: Grid) -> Calibration:
         parts = self.parts
         natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
-        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._player, natively)
+        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._player, natively, self.room)
 
     def _costs(self) -> CostTable:
         """From the profile, from an engine before this one on the same models, from disk, or measured now."""
@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def _running(self) -> Running:
-        return Running(self.models, self.config, self.parts, self._player, self.threads, self.max_model_len)
+        return Running(self.models, self.config, self.parts, self._player, self.threads, self.max_model_len, self.room)
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
@@ -210,7 +210,7 @@ class Engine:
     def _goes_without_torch(self) -> bool:
         """Whether the kernels play the next round and nothing else is to do: then torch's modes, 80 us, are not set."""
         scheduler, parts = self.scheduler, self.parts
-        comes = scheduler.prefilling or (scheduler.waiting and len(scheduler.running) < scheduler.capacity)
+        comes = scheduler.prefilling or scheduler.may_begin
         lean = not comes and parts.native is not None and not parts.native.needs_host(parts.accept)
         return lean and not parts.drafter.uses_torch
 
@@ -301,10 +301,12 @@ class Engine:
     def batch_scorer(self, texts: Sequence[tuple[list[int], int]]) -> BatchScorer:
         """For ``score_some``: texts and the first token of each that is scored, several at a time, in their own caches.
 
-        As many as the engine has rows. Neighbours that begin alike are read once as far as they do.
+        As many as the engine has rows, and memory for if they were its rows. Neighbours that begin alike are read once as
+        far as they do.
         """
-        model, rows = self.models.target, min(self.config.max_batch_size, max(1, len(texts)))
         positions = max((len(tokens) for tokens, _ in texts), default=1)
+        most = min(self.config.max_batch_size, self.room.fits(positions))
+        model, rows = self.models.target, max(1, min(most, len(texts)))
         decoder = Decoder(model, self._assembly.backend(), rows, positions, model.vocab_size)
         return BatchScorer(decoder, rows, texts)
 

@@ -84,11 +84,16 @@ class Shelf:
         It is the row that has most of the prompt, unless what else it holds is worth more than all that the row holds
         which was of no use for the longest time: that one is overwritten then.
         """
-        oldest = min(range(len(fits)), key=lambda place: (self.rows[place].is_kept, self.rows[place].used))
+        oldest = self.by_use[0]
         best = max(range(len(fits)), key=lambda place: (fits[place], -self.rows[place].loss(fits[place])))
         if fits[best] == 0 or fits[best] < elsewhere:
             return oldest
         return best if self.rows[best].loss(fits[best]) <= self.rows[oldest].loss(fits[oldest]) else oldest
+
+    @property
+    def by_use(self) -> list[int]:
+        """The places, those first whose rows were of no use for the longest time."""
+        return sorted(range(len(self.rows)), key=lambda place: (self.rows[place].is_kept, self.rows[place].used))
 
     def use(self, held: Held) -> None:
         """It was of use just now."""

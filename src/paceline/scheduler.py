@@ -15,6 +15,7 @@ from paceline.draft import Verdict
 from paceline.hardware import Stopwatch
 from paceline.outputs import FinishReason
 from paceline.prefixes import WORTH_WAITING, Held, Scope, Shelf, may_share, most_shared, shared
+from paceline.room import UNLIMITED, Room
 from paceline.round import Speculation
 from paceline.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.waiting import Waiting
@@ -33,6 +34,9 @@ class Scheduler:
     chunks: decides what is prefilled next.
     in_flight: most tokens that a row may have gained on the device without the host knowing yet.
     closed: whether nobody looks at an answer before it ends, and no request will come before those here have ended.
+    room: the memory of the rows' caches. Where it is short, a row begins when all that it may come to hold fits beside
+        what those in use may: so each of them can end. Free rows make way, those first that were of no use for the
+        longest time.
     """
 
     batch: Batch
@@ -44,10 +48,12 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
     closed: bool = False
+    room: Room = UNLIMITED
     free: Shelf = field(init=False)
 
     def __post_init__(self) -> None:
         self.free = Shelf(self.capacity)
+        self._size_free_rows()
 
     @property
     def draining(self) -> bool:
@@ -69,14 +75,31 @@ class Scheduler:
         Returns those who could not be begun: they have ended with an error.
         """
         failed: list[Sequence] = []
-        while self.waiting and (free := self.capacity - len(self.running) - len(self.prefilling)) > 0:
-            failed += self._begin(self.waiting.turn(free))
+        while (most := self.may_begin) > 0:
+            failed += self._begin(self.waiting.turn(most))
         if self.prefilling:
             self._join()
         if self.prefilling:
             self._prefill()
             self._join()
         return failed
+
+    @property
+    def may_begin(self) -> int:
+        """How many answers to the request whose turn it is there are rows and memory for."""
+        free = self.capacity - len(self.running) - len(self.prefilling) if self.waiting else 0
+        if free == 0 or not self.room.is_short:
+            return free
+        return min(free, self.room.fits(self._reach(self.waiting.first), self.promised))
+
+    def _reach(self, sequence: Sequence) -> int:
+        """Tokens that its row may come to hold."""
+        return self.batch.slots_for(len(sequence.prompt) + sequence.params.max_tokens)
+
+    @property
+    def promised(self) -> int:
+        """Bytes that the rows in use may come to take."""
+        return sum(self.room.bytes_for(sequence.reach) for sequence in (*self.running, *self.prefilling))
 
     def _begin(self, turn: list[Sequence]) -> list[Sequence]:
         """Give rows to answers of one request. Where what it asks makes that fail, it ends, alone; its answers then."""
@@ -85,13 +108,16 @@ class Scheduler:
                 self._start(sequence)
             except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
                 log_failure(sequence, error)
+                self._size_free_rows()
                 self.waiting.extend(turn[number:])
                 return self.drop(sequence.request_id, "error", error)
         return []
 
     def _start(self, sequence: Sequence) -> None:
+        sequence.reach = self._reach(sequence)
         row, has = len(self.running) + len(self.prefilling), self._bring_a_row(sequence)
         self.free.rows[0] = Held()  # whatever becomes of the sequence
+        self._resize(row, sequence.reach)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.read_by_draft = self.parts.policy.hopeful(self._rows_soon)
@@ -108,6 +134,8 @@ class Scheduler:
         prompt, scope = sequence.prompt, sequence.scope
         fits = self.free.shared_with(prompt, scope)
         place = self.free.choose(fits, most_shared(self._texts_in_use(prompt), prompt, scope)[1])
+        if self.room.is_short:
+            place = self._make_way(place, fits, sequence.reach)
         if place > 0:
             first, length = len(self.running) + len(self.prefilling), self.free.longest(0, place)
             for decoder in self.decoders:
@@ -116,6 +144,44 @@ class Scheduler:
             for free in (0, place):
                 self.batch.rest(first + free, len(self.free.rows[free].tokens))
         return fits[place]
+
+    def _make_way(self, place: int, fits: list[int], reach: int) -> int:
+        """Free rows lose what they hold until a row of ``reach`` tokens fits; the place of the free row to begin in.
+
+        Last goes the one that has most of the prompt: where it cannot stay to be copied, it is taken as it is.
+        """
+        source = max(range(len(fits)), key=fits.__getitem__)
+        victims = (other for other in self.free.by_use if other not in (place, source))
+        spare = self.room.limit - self.promised - self.room.bytes_for(reach) - self._kept(beside=place)
+        while spare < 0 and (victim := next(victims, None)) is not None:
+            spare += self._empty(victim)
+        if spare < 0 and source != place:
+            place, source = (source, place) if fits[source] > fits[place] else (place, source)
+            self._empty(source)
+        return place
+
+    def _kept(self, beside: int) -> int:
+        """Bytes that free rows take, one of them not counted."""
+        held = [len(each.tokens) for place, each in enumerate(self.free.rows) if place != beside]
+        return sum(map(self.room.bytes_for, held))
+
+    def _empty(self, place: int) -> int:
+        """A free row holds nothing any more: so many bytes are free."""
+        row, tokens = len(self.running) + len(self.prefilling) + place, len(self.free.rows[place].tokens)
+        self.free.rows[place] = Held()
+        self.batch.rest(row, 0)
+        self._resize(row, 0)
+        return self.room.bytes_for(tokens)
+
+    def _resize(self, row: int, positions: int) -> None:
+        """Where memory is short: what a row may take, of all caches."""
+        for decoder in self.decoders if self.room.is_short else ():
+            decoder.resize_row(row, positions)
+
+    def _size_free_rows(self) -> None:
+        """They take what they hold."""
+        for row, held in enumerate(self.free.rows, len(self.running) + len(self.prefilling)):
+            self._resize(row, len(held.tokens))
 
     def _texts_in_use(self, prompt: list[int]) -> Iterator[tuple[int, list[int], Scope]]:
         """(row, the tokens that its caches hold, whose they are) of rows that the prompt may share something with."""
@@ -292,6 +358,7 @@ class Scheduler:
         self.prefilling[place] = self.prefilling[-1]
         self.prefilling.pop()
         self.batch.rest(last, len(held.tokens))
+        self._resize(last, len(held.tokens))
         self.free.put(held)
         self.batch.set_rows(len(self.running))
 
@@ -331,6 +398,7 @@ class Scheduler:
     def forget(self) -> None:
         """What free rows hold is of no use any more: somebody has written there."""
         self.free.forget(self.capacity - len(self.running) - len(self.prefilling))
+        self._size_free_rows()
 
     def overdue(self, now: float) -> list[Sequence]:
         """End the sequences whose deadline has passed; what they have so far stays theirs."""
@@ -358,6 +426,7 @@ class Scheduler:
         assert self.batch.rows == len(self.running), "decoding rows and running sequences differ"
         live = len(self.running) + len(self.prefilling)
         assert live + len(self.free.rows) == self.capacity, "rows in use and free rows are not all there are"
+        self._check_room()
         lengths = self.batch.length.tolist()
         for row, sequence in enumerate([*self.running, *self.prefilling]):
             assert not sequence.output.finished, f"row {row} is finished but was not freed"
@@ -368,3 +437,15 @@ class Scheduler:
             assert text == sequence.prompt + sequence.output.token_ids, f"row {row}: tokens disagree"
         for row, held in enumerate(self.free.rows, live):
             assert not held.tokens or lengths[row] > len(held.tokens), f"row {row}: what it holds would be overwritten"
+
+    def _check_room(self) -> None:
+        """Each row has what it was promised, or what it holds, and all together have no more than there is."""
+        if not self.room.is_short:
+            return
+        rows = [sequence.reach for sequence in (*self.running, *self.prefilling)]
+        rows += [len(held.tokens) for held in self.free.rows]
+        for decoder in self.decoders:
+            assert [decoder.room_of(row) for row in range(self.capacity)] == rows, (
+                "rows are not as large as they may be"
+            )
+        assert sum(map(self.room.bytes_for, rows)) <= self.room.limit, "rows may take more memory than there is"

@@ -34,7 +34,8 @@ class Sequence:
 
     rivals: its request's answers, if only the best of them are given back. scope: whose texts it may copy, and who may
     copy its own. cached: while it is prefilled, how many of its tokens each decoder's cache holds, the target's first.
-    follows: who is reading the first ``until`` tokens of its prompt, for both.
+    follows: who is reading the first ``until`` tokens of its prompt, for both. reach: tokens that its row may come to
+    hold, once it has one.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class Sequence:
     read_by_draft: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
     follows: Sequence | None = field(default=None, repr=False)
     until: int = 0
+    reach: int = 0
 
     @property
     def prefilled(self) -> int:

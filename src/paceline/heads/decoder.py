@@ -17,6 +17,7 @@ from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.heads.feature import FeatureHead, Step
 from paceline.nodes import Tree
+from paceline.row_tables import RowTables, grows_on
 
 NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a floor of -inf would make 0 / 0 of nothing
 
@@ -43,9 +44,11 @@ class HeadModel:
         """Memory of its tensors, in bytes."""
         raise NotImplementedError
 
-    def stream_bytes(self, rows: int, positions: int) -> int:
-        """Memory of the fused streams, beside keys and values, in bytes."""
-        return rows * (positions + 1) * self.width * self.dtype.itemsize
+    def stream_bytes(self, positions: int) -> int:
+        """Memory of a row's fused streams, beside keys and values, in bytes."""
+        if grows_on(self.device):
+            return RowTables.row_bytes(1, (1, 1, self.width), positions, self.dtype)
+        return (positions + 1) * self.width * self.dtype.itemsize
 
 
 class TorchHead(HeadModel):
@@ -67,33 +70,34 @@ class TorchHead(HeadModel):
 class KeptStreams:
     """A head's view of its target's rows: the streams of every position, fused. It moves as the target's cache moves.
 
-    fused [R, P + 1, width]; at the last place lands what lies beyond a row's end.
+    fused [R, P + 1 or a few more, width]; behind a row's last place lands what lies beyond its end.
     """
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
-        self.taps, self._end = model.taps, positions
-        self.fused = torch.zeros(rows, positions + 1, model.width, dtype=model.dtype, device=model.device)
+        self.taps = model.taps
+        self._table = RowTables(1, (1, rows, 1, positions, model.width), model.dtype, model.device)
+        self.fused = self._table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         """N tokens: rows, slots [N], features [N, taps, target width]."""
         raise NotImplementedError
 
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
-        order = torch.arange(paths.shape[1], device=paths.device)
-        source, place = ((text[:, None] + nodes).clamp(max=self._end) for nodes in (paths, order))
-        self.fused[rows[:, None], place] = self.fused[rows[:, None], source]
+        self._table.keep(rows, text, paths)
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
-        self.fused[destination, :length] = self.fused[source, :length]
+        self._table.copy_row(source, destination, length)
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
-        held = self.fused[one, :length].clone()
-        self.fused[one, :length] = self.fused[other, :length]
-        self.fused[other, :length] = held
+        self._table.swap_rows(one, other, length)
+
+    def resize_row(self, row: int, positions: int) -> None:
+        """As ``RowTables.resize``."""
+        self._table.resize(row, positions)
 
     def at(self, first_row: int, places: Tensor) -> Tensor:
         """places [B, L] of rows first_row, ... -> [B, L, width]."""
-        index = places.clamp(max=self._end)[..., None].expand(-1, -1, self.fused.shape[-1])
+        index = places.clamp(max=self._table.positions)[..., None].expand(-1, -1, self.fused.shape[-1])
         return self.fused[first_row : first_row + len(places)].gather(1, index)
 
 
@@ -105,7 +109,7 @@ class TorchStreams(KeptStreams):
         self._head = model.head
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.fused[rows, slots.clamp(max=self._end)] = self._head.fuse(features)
+        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
 
 
 class HeadDecoder(Decoder):
@@ -132,6 +136,10 @@ class HeadDecoder(Decoder):
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
         self.seen[destination].clamp_(min=1)
+
+    def resize_row(self, row: int, positions: int) -> None:
+        super().resize_row(row, positions)
+        self.streams.resize_row(row, positions)
 
     def cut_row(self, row: int, length: int) -> None:
         super().cut_row(row, max(1, length))

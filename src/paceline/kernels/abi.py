@@ -281,7 +281,6 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
     "pl_arena_free": (None, (c_void_p, c_size_t)),
-    "pl_use_huge_pages": (None, (c_void_p, c_size_t)),
     "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
     "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),

@@ -145,11 +145,6 @@ def _describe_available() -> str:
     return f"{names} ({amx_obstacle()})" if amx_obstacle() else names
 
 
-def use_huge_pages(kernels: Kernels, tensor: Tensor) -> None:
-    """Ask for huge pages under a large tensor that is read in short pieces: the cache."""
-    kernels.library.pl_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
-
-
 class Pool:
     """Threads that stay. One for each number of threads in the process: target and draft model share it."""
 

@@ -18,6 +18,7 @@ from paceline.drafters.base import Drafter
 from paceline.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.params import SamplingParams
+from paceline.room import UNLIMITED, Room
 
 Progress = Callable[[Sequence["Point"]], Iterable["Point"]]
 
@@ -90,6 +91,8 @@ class Calibration:
     player: who plays rounds; then what is verified and what is drafted cannot be told apart, and verification takes the
     time of both. None: the host does, by the kernels that ``natively`` gives for a batch, or, where it gives none,
     part by part without a commit.
+
+    room: what the rows may take; they have their caches back afterwards without a token.
     """
 
     def __init__(
@@ -100,19 +103,40 @@ class Calibration:
         grid: Grid,
         player: Player | None = None,
         natively: Callable[[Batch], Kernels | None] = lambda _batch: None,
+        room: Room = UNLIMITED,
     ) -> None:
         self.target, self.drafter, self.accept, self.grid, self.player = target, drafter, accept, grid, player
+        self._room = room
         positions = target.cache.positions
-        longest = max(grid.lengths)
-        self.context = max(1, min(CONTEXT, positions - longest - 2))
-        self.long_context = max(self.context, min(LONG_CONTEXT, positions - longest - 2))
-        rows = max(grid.batch_sizes)
+        rows, self._beyond = max(grid.batch_sizes), max(grid.lengths) + 2
+        self.context = max(1, min(CONTEXT, positions - self._beyond, room.longest(rows, positions) - self._beyond))
+        few, short = min(CONTEXT_ROWS, rows), self.context + self._beyond
+        spare = room.longest(few, positions, beside=(rows - few) * room.bytes_for(short))
+        self.long_context = max(self.context, min(LONG_CONTEXT, positions - self._beyond, spare - self._beyond))
         self.batch = player.batch if player else Batch(rows, positions, target.vocab_size, target.model.device)
         self._kernels = None if player else natively(self.batch)
 
-    @torch.inference_mode()
     def run(self, progress: Progress = iter) -> CostTable:
         """The table; ``progress`` may wrap the points in a progress bar."""
+        if not self._room.is_short:
+            return self._run(progress)
+        rows = max(self.grid.batch_sizes)
+        few, positions = min(CONTEXT_ROWS, rows), self.target.cache.positions
+        for row in range(rows):
+            context = self.long_context if row < few else self.context
+            self._resize(row, min(context + self._beyond, positions))
+        try:
+            return self._run(progress)
+        finally:
+            for row in range(rows):
+                self._resize(row, 0)
+
+    def _resize(self, row: int, positions: int) -> None:
+        for decoder in (self.target, *self.drafter.decoders):
+            decoder.resize_row(row, positions)
+
+    @torch.inference_mode()
+    def _run(self, progress: Progress) -> CostTable:
         sizes, lengths = self.grid.batch_sizes, self.grid.lengths
         self._fill(max(sizes), self.context)
         self._fill(min(CONTEXT_ROWS, max(sizes)), self.long_context)

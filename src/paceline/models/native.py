@@ -156,8 +156,6 @@ class NativeModel:
         known = self._caches.get(cache)
         if known is None:
             _check_cache(cache, self)
-            if self._packed is not None:
-                self._packed.prepare_cache(cache)
             known = self._caches[cache] = abi.CCache.of(cache)
         return known
 

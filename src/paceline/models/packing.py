@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.cache import KVCache
 from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
@@ -56,11 +55,6 @@ class PackedDecoder:
         tables = twin.rotary_table(spec)
         model.cosine, model.sine = (table.data_ptr() for table in tables)
         self.decoder = native.NativeDecoder(kernels, model, (arena, tables), threads)
-
-    def prepare_cache(self, cache: KVCache) -> None:
-        """Ask for huge pages under it."""
-        for tensor in (cache.keys, cache.values):
-            native.use_huge_pages(self.decoder.kernels, tensor)
 
 
 class _Places:
