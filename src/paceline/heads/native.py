@@ -145,7 +145,9 @@ class NativeStreams(KeptStreams):
     def __init__(self, model: NativeHead, rows: int, positions: int) -> None:
         super().__init__(model, rows, positions)
         self.model = model  # whose weights calls name
-        self.described = abi.CKept(self.fused.data_ptr(), self.fused.shape[1] - 1, int(self.fused.dtype == torch.bfloat16))
+        self.described = abi.CKept(
+            self.fused.data_ptr(), self.fused.shape[1] - 1, int(self.fused.dtype == torch.bfloat16)
+        )
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         given = rows.contiguous(), slots.contiguous(), features.float().contiguous()

@@ -79,7 +79,9 @@ class EngineConfig:
         Drafting, sampling and all decisions stay here.
     threads: CPU threads of this engine, of each rank; None: torch's own choice, and no more than a container's CPU
         quota can run, shared by the ranks.
-    memory_limit: bytes the engine may take; None is what the machine has free.
+    memory_limit: bytes the engine may take; None is what the machine has free. On Linux's CPUs rows take the memory
+        that they use: where not all fit at their longest, requests wait until what they may come to hold does, prompt
+        and ``max_tokens``. Elsewhere all rows have to fit at their longest.
     """
 
     drafter: Annotated[str | DrafterKind | None, DRAFTERS] = "auto"
