@@ -301,8 +301,8 @@ class Engine:
     def batch_scorer(self, texts: Sequence[tuple[list[int], int]]) -> BatchScorer:
         """For ``score_some``: texts and the first token of each that is scored, several at a time, in their own caches.
 
-        As many as the engine has rows, and memory for if they were its rows. Neighbours that begin alike are read once as
-        far as they do.
+        As many as the engine has rows, and as would fit into the memory of these. Neighbours that begin alike are read
+        once as far as they do.
         """
         positions = max((len(tokens) for tokens, _ in texts), default=1)
         most = min(self.config.max_batch_size, self.room.fits(positions))
