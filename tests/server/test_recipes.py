@@ -9,10 +9,12 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,3 +123,31 @@ def test_guidellm(live: Live, tiny: str, tmp_path: Path) -> None:
     requests = result["requests"]
     assert (len(requests["successful"]), len(requests["errored"])) == (8, 0)
     assert {request["output_tokens"] for request in requests["successful"]} == {32}
+
+
+def aiperf_figures(folder: Path) -> dict[str, Any]:
+    (path,) = folder.rglob("profile_export_aiperf.json")
+    figures: dict[str, Any] = json.loads(path.read_text())
+    return figures
+
+
+def test_aiperf(live: Live, tiny: str, tmp_path: Path) -> None:
+    """It divides by the rounds that guessed, and by nothing else that the server counts."""
+    need("aiperf", "aiperf")
+    assert shutil.which("aiperf", path=str(Path(sys.executable).parent))
+    changes = {"TOKENIZER": tiny, "--request-count 40": "--request-count 8 --isl 40 --osl 32 --ui none"}
+    before = {
+        name: live.metric(name)
+        for name in ("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total")
+    }
+    # Where these are set, aiperf looks for tokenizers in the hub's cache alone.
+    run("aiperf", live, tmp_path, changes, HF_HUB_OFFLINE="", TRANSFORMERS_OFFLINE="")
+    after = {name: live.metric(name) - count for name, count in before.items()}
+    figures = aiperf_figures(tmp_path)
+    assert figures["request_count"]["avg"] == 8
+    told = {name: figures[name]["avg"] for name in figures if name.startswith(("spec_decode", "total_spec_decode"))}
+    assert told, "aiperf found nothing about guesses"
+    rate = told["spec_decode_overall_draft_acceptance_rate"]
+    accepted, drafted = after.values()
+    assert drafted > 0
+    assert rate in (pytest.approx(accepted / drafted, abs=0.05), pytest.approx(100 * accepted / drafted, abs=5))
