@@ -50,7 +50,7 @@ def check(config: ServerConfig, recipe: Recipe, replicas: int) -> None:
     if (ranks := recipe.options.get("tensor_parallel", 1)) != 1:
         raise ParameterError("tensor_parallel", ranks, "1 with --replicas: each replica is one process")
     if config.batch_dir is not None:
-        allowed = "left out with --replicas: a batch is one replica's; paceline batch --ray plays files on several"
+        allowed = "left out with --replicas: files belong to one engine; paceline batch plays them, too"
         raise ParameterError("batch_dir", config.batch_dir, allowed)
     if config.log_format != "text":
         allowed = '"text" with --replicas: Ray writes words of its own before the lines of replicas'
