@@ -323,7 +323,7 @@ def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_prompts_that_are_copied_bring_the_bits_of_cold_ones(temperature: float) -> None:
-    """Answers, and how many guesses were made and kept: a head reads its target's streams of what was copied."""
+    """Answers and guesses: a head reads its target's streams of what was copied."""
     target = tiny_native(1)
     head = tiny_native_head(target, STREAM)
     first = [(3 * i) % VOCAB for i in range(40)]
@@ -331,12 +331,14 @@ def test_prompts_that_are_copied_bring_the_bits_of_cold_ones(temperature: float)
 
     def found(*, reuse: bool) -> tuple[list[list[list[int]]], list[tuple[int, int]], int]:
         engine = make_engine(target, head, drafter="feature", max_batch_size=2, prefix_cache=reuse)
+        watched = Anew(engine, target, head)
         outputs = run(engine, [first], [params])
         turn = [*first, *outputs[0].outputs[0].token_ids, 5, 6, 7]
         outputs += run(engine, [turn], [params])
         outputs += run(engine, [[*first[:30], 2, 2], turn], [params] * 2)
         metrics = [output.outputs[0].metrics for output in outputs]
         copied = sum(output.cached_tokens for output in outputs)
+        assert watched.compared > 50
         return answers(outputs), [(each.drafted, each.accepted) for each in metrics], copied
 
     cold, warm = found(reuse=False), found(reuse=True)
