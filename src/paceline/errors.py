@@ -96,4 +96,5 @@ class MissingPackageError(PacelineError):
     """Something optional was asked for, and a package that it needs is not installed."""
 
     def __init__(self, package: str | None, extra: str) -> None:
-        super().__init__(f'the package {package} is not installed: pip install "paceline[{extra}]"')
+        name = (package or "").partition(".")[0]  # what was looked for may be a part of it
+        super().__init__(f'the package {name} is not installed: pip install "paceline[{extra}]"')

@@ -13,6 +13,7 @@ import pytest
 from paceline.batch import RowStart
 from paceline.errors import ParameterError
 from paceline.params import ServerConfig
+from paceline.request import Intake
 from paceline.server.security import KeyRing, read_keys
 from polling import wait_until
 from server_support import Live, start
@@ -108,7 +109,7 @@ def test_a_request_that_the_engine_cannot_take_fails_alone(live: Live, monkeypat
     scored = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
     assert live.post("/v1/completions", scored).status_code == 500
     monkeypatch.undo()
-    monkeypatch.setattr(live.context.llm.engine, "_sequence", broken)
+    monkeypatch.setattr(Intake, "begin", broken)
     assert live.post("/v1/completions", LONG).status_code == 500
     monkeypatch.undo()
     assert live.post("/v1/completions", LONG).status_code == 200
