@@ -1,0 +1,147 @@
+"""A file of requests, killed at random and resumed, beside an unbroken run; and the memory that both take meanwhile.
+
+    python -m benchmarks.batch_killed smollm2-135m --quantization int8 --lines 1000 --kills 5
+
+Every line has to be answered once, and as in the unbroken run. Memory is what is resident of the process, read once a
+second and told for every tenth of the file: it must not grow with the lines that are done. The first seconds, in which
+weights are read, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.bench.offline import machine, versions
+from paceline.cli.document import end
+
+TENTHS = 10
+
+
+def write_lines(path: Path, lines: int) -> None:
+    """Requests of different lengths, every third one sampled; none has a seed of its own."""
+    chance = random.Random(1)
+    with path.open("w") as file:
+        for number in range(lines):
+            words = " ".join(chance.choices(("river", "stone", "seven", "green", "walks", "home", "early"), k=12))
+            body = {
+                "messages": [{"role": "user", "content": f"{number}. Continue: {words * chance.randrange(1, 6)}"}],
+                "max_tokens": chance.randrange(4, 24),
+                "temperature": 0.8 if number % 3 == 0 else 0,
+            }
+            line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+def lines_in(path: Path) -> int:
+    """That have been finished."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def answers(path: Path) -> dict[str, str]:
+    """custom_id -> the answer. Raises ValueError if one is there twice."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    twice = [name for name, times in Counter(entry["custom_id"] for entry in entries).items() if times > 1]
+    if twice:
+        raise ValueError(f"answered more than once: {twice[:5]}")
+    return {e["custom_id"]: e["response"]["body"]["choices"][0]["message"]["content"] for e in entries}
+
+
+class Run:
+    """One process that answers the file. memory: (lines done, resident bytes), about once a second."""
+
+    def __init__(self, command: list[str], output: Path) -> None:
+        self._output, self.memory = output, list[tuple[int, int]]()
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def until(self, lines: int) -> None:
+        """So many lines are done, or the process has ended."""
+        resident, looked = psutil.Process(self._process.pid), 0.0
+        while self._process.poll() is None and lines_in(self._output) < lines:
+            if time.monotonic() - looked >= 1:
+                looked = time.monotonic()
+                self.memory.append((lines_in(self._output), resident.memory_info().rss))
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.communicate()
+
+    def finish(self, lines: int) -> None:
+        """Raises RuntimeError if it fails."""
+        self.until(lines + 1)
+        _, errors = self._process.communicate()
+        if self._process.returncode != 0:
+            raise RuntimeError(errors.decode()[-2000:])
+
+
+def by_tenths(memory: list[tuple[int, int]], lines: int) -> list[int | None]:
+    """The most bytes seen in each tenth of the file; None where nobody looked."""
+    tenths = [[resident for done, resident in memory if done and done * TENTHS // lines == n] for n in range(TENTHS)]
+    return [max(seen) if seen else None for seen in tenths]
+
+
+def measure(model: str, options: list[str], lines: int, kills: int, folder: Path) -> dict[str, Any]:
+    """An unbroken run, and one that is killed ``kills`` times."""
+    source, whole, broken = (folder / name for name in ("lines.jsonl", "whole.jsonl", "broken.jsonl"))
+    write_lines(source, lines)
+    paceline = [str(Path(sys.executable).parent / "paceline"), "batch", str(source)]
+    tail = [model, "--seed", "1", *options]
+    started = time.monotonic()
+    unbroken = Run([*paceline, str(whole), *tail], whole)
+    unbroken.finish(lines)
+    seconds = time.monotonic() - started
+    chance, killed_at = random.Random(), list[int]()
+    for _ in range(kills):
+        run = Run([*paceline, str(broken), *tail, "--resume"], broken)
+        run.until(lines_in(broken) + chance.randrange(1, lines // (kills + 1)))
+        run.kill()
+        killed_at.append(lines_in(broken))
+    last = Run([*paceline, str(broken), *tail, "--resume"], broken)
+    last.finish(lines)
+    one, other = answers(whole), answers(broken)
+    return {
+        "lines": lines,
+        "seconds_unbroken": seconds,
+        "killed_at": killed_at,
+        "answered": len(other),
+        "different_answers": sum(other.get(name) != text for name, text in one.items()),
+        "resident_bytes_by_tenths": by_tenths(unbroken.memory, lines),
+    }
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--quantization")
+    parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    options = ["--max-model-len", "512", "--max-batch-size", "16", "--quiet"]
+    options += ["--quantization", asked.quantization] if asked.quantization else []
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(asked.model, options, asked.lines, asked.kills, Path(folder))
+    about = {
+        "command": f"python -m benchmarks.batch_killed {shlex.join(sys.argv[1:])}",
+        "model": asked.model,
+        "options": options,
+    }
+    end(about | found | {"machine": machine(), "versions": versions()}, asked.output)
+
+
+if __name__ == "__main__":
+    main()
