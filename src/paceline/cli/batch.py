@@ -58,6 +58,14 @@ def batch(
         str | None,
         typer.Option("--served-model-name", help="What requests call the model. Default: MODEL as it is given."),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option("--replicas", min=1, help="So many engines on Ray play the file. Default: one, without Ray."),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", help="Where Ray runs: HOST:PORT, or auto. Default: it is started here."),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of requests. A line without a seed gets one of its own from --seed and its custom_id (or place).
@@ -70,13 +78,26 @@ def batch(
     given = [field.name for field in dataclasses.fields(SamplingFlags) if field.name != "seed"]
     allowed = "left out for lines in OpenAI's form, whose body says it"
     refuse_params = functools.partial(refuse_given, context, allowed, *given)
+    if ray_address is not None and replicas is None:
+        raise ParameterError("--ray-address", ray_address, "left out without --replicas")
     _check_paths(input_file, output_file, resume)
+    config = ServerConfig(served_model_name=served_model_name or model, max_waiting=MAX_COUNT)
     with _opened(input_file) as lines, _output(output_file) as output:
-        llm = engine.load(model, quiet)
-        seed = _begun(output_file, _settings(llm, params), sampling.seed, done=bool(output.done))
-        config = ServerConfig(served_model_name=served_model_name or model, max_waiting=MAX_COUNT)
-        job = _Job(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
-        failed = asyncio.run(job.run(lines, output))
+
+        def begin(settings: dict[str, Any]) -> int:
+            return _begun(output_file, settings, sampling.seed, done=bool(output.done))
+
+        if replicas is None:
+            llm = engine.load(model, quiet)
+            seed = begin(settings_of(llm, params))
+            job = _Job(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
+            failed = asyncio.run(job.run(lines, output))
+        else:
+            from paceline.cli.workers import Job
+            from paceline.ray.cluster import LOCAL
+
+            on_ray = Job(config, params, refuse_params, begin, in_order=in_order, quiet=quiet)
+            failed = on_ray.run(engine.recipe(model), replicas, ray_address or LOCAL, lines, output)
     if failed:
         note(f"{failed} lines could not be answered; {output_file} says why")
         raise typer.Exit(EXIT_FAILED)
@@ -122,7 +143,7 @@ def _output(path: Path) -> OutputFile:
     return OutputFile("OUTPUT", path)
 
 
-def _settings(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
     """Whatever answers depend on, besides the lines and the seed."""
     identity, config = llm.engine.identity(), llm.config
     guesses = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
@@ -190,7 +211,7 @@ class _Job:
         from paceline.server.batch.lines import lines_of
         from paceline.server.batch.window import LINES_PER_ROW, Scribe, play_all
 
-        async with _engine(self.llm, self.config) as context:
+        async with running(self.llm, self.config) as context:
             reader = Reader(Batch(context, self.seed), self.params, self.refuse_params)
             todo = unanswered(lines_of(file, self.config.max_body_bytes), reader.read, output)
             async with _progress(context, file, len(output.done), shown=not self.quiet) as progress:
@@ -205,7 +226,7 @@ class _Job:
 
 
 @asynccontextmanager
-async def _engine(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
+async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
     """Everything of a server but the network. Raises PacelineError if it stops by itself."""
     from paceline.server.context import Context
 

@@ -140,7 +140,7 @@ async def unanswered(
 
     def following() -> tuple[Line, Chore] | None:
         line = next(lines, None)
-        return None if line is None else (line, _read_line(read, line))
+        return None if line is None else (line, read_line(read, line))
 
     while (found := await asyncio.to_thread(following)) is not None:
         line, chore = found
@@ -148,7 +148,8 @@ async def unanswered(
             yield chore
 
 
-def _read_line(read: Callable[[Line, object], Chore], line: Line) -> Chore:
+def read_line(read: Callable[[Line, object], Chore], line: Line) -> Chore:
+    """What is to be done for a line, a refusal if it says nothing that can be."""
     data = None
     try:
         data = parsed(line.text())

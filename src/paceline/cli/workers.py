@@ -1,0 +1,147 @@
+"""``paceline batch --replicas``: the lines of a file, played by engines in workers of Ray.
+
+This process reads, checks names, sends each line to the worker with the fewest in flight, and writes; a worker has the
+model and nothing else. A worker that dies is begun again, and what it had not given back is played again: a line's seed
+is its own, so it gets the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from paceline.cli.batch import running, settings_of
+from paceline.cli.console import note
+from paceline.cli.plain_lines import PlainRefusal, Reader
+from paceline.errors import PacelineError
+from paceline.hardware import default_threads
+from paceline.params import SamplingParams, ServerConfig
+from paceline.ray.cluster import Recipe, joined, need_ray, shared
+from paceline.server.batch.answers import Batch, read_line, unanswered
+from paceline.server.batch.lines import Line, lines_of
+from paceline.server.batch.output import OutputFile
+from paceline.server.batch.window import LINES_PER_ROW, Chore, Outcome, Scribe, play_all
+from paceline.server.context import Context
+
+_RESTARTS = 3  # of a worker, and of a line: after that it is no accident
+
+
+def _allowed() -> None:
+    """The process that read the file has looked at what the command line says."""
+
+
+class Worker:
+    """An engine in an actor of Ray. params: what plain lines start from."""
+
+    def __init__(self, recipe: Recipe, config: ServerConfig, params: SamplingParams) -> None:
+        self._llm = recipe.load()
+        self._config, self._params = config, params
+        self._settings = settings_of(self._llm, params)
+        self._life, self._turn = AsyncExitStack(), asyncio.Lock()
+        self._context: Context | None = None
+
+    async def settings(self) -> dict[str, Any]:
+        """Whatever answers depend on, besides the lines and the seed."""
+        return self._settings
+
+    async def play(self, line: Line, seed: int, settings: dict[str, Any]) -> Outcome:
+        """What a line comes to. Raises PacelineError if it would not be what the job's other workers give."""
+        if settings != self._settings:
+            raise PacelineError(f"a worker computes otherwise than the first one: {self._settings}, not {settings}")
+        async with self._turn:
+            if self._context is None:
+                self._context = await self._life.enter_async_context(running(self._llm, self._config))
+        reader = Reader(Batch(self._context, seed), self._params, _allowed)  # which knows no other names: they differ
+        return await read_line(reader.read, line).play()
+
+
+class Team:
+    """The workers, as actors. seed, settings: the job's."""
+
+    def __init__(self, actors: Sequence[Any], seed: int, settings: dict[str, Any], lost: type[Exception]) -> None:
+        self._actors, self._seed, self._settings, self._lost = actors, seed, settings, lost
+        self._busy = [0] * len(actors)
+
+    async def play(self, line: Line) -> Outcome:
+        """By the worker that has least to do. Raises PacelineError if it cannot be played by anybody."""
+        place = min(range(len(self._busy)), key=self._busy.__getitem__)
+        self._busy[place] += 1
+        try:
+            outcome: Outcome = await self._actors[place].play.remote(line, self._seed, self._settings)
+        except self._lost as error:
+            raise PacelineError(f"{line.where} cannot be played: {error}") from error
+        finally:
+            self._busy[place] -= 1
+        return outcome
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A line that a worker plays."""
+
+    team: Team
+    line: Line
+
+    async def play(self) -> Outcome:
+        return await self.team.play(self.line)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run over a file has besides its workers. begin: the job's seed, from what answers depend on."""
+
+    config: ServerConfig
+    params: SamplingParams
+    refuse_params: Callable[[], None]
+    begin: Callable[[dict[str, Any]], int]
+    _: dataclasses.KW_ONLY
+    in_order: bool
+    quiet: bool
+
+    def run(self, recipe: Recipe, replicas: int, address: str, file: BinaryIO, output: OutputFile) -> int:
+        """How many lines, of this run, could not be answered. Raises PacelineError."""
+        need_ray()
+        cores = max(default_threads(), replicas * (recipe.options.get("threads") or 0))
+        with joined(address, cores) as ray:
+            placed, share = shared(ray, recipe, replicas)
+            window = LINES_PER_ROW * placed.options["max_batch_size"]
+            options = {"max_restarts": _RESTARTS, "max_task_retries": _RESTARTS, "max_concurrency": window + 1}
+            kind = ray.remote(Worker).options(**options, **share.ray_options)
+            actors = [kind.remote(placed, self.config, self.params) for _ in range(replicas)]
+            if not self.quiet:
+                note(f"{replicas} engines on Ray ({address}): {share}")
+            try:
+                settings = ray.get(actors[0].settings.remote())
+            except ray.exceptions.RayError as error:
+                raise PacelineError(f"a worker could not be begun: {error}") from error
+            team = Team(actors, self.begin(settings), settings, ray.exceptions.RayError)
+            return asyncio.run(self._play(team, file, output, window * replicas))
+
+    async def _play(self, team: Team, file: BinaryIO, output: OutputFile, window: int) -> int:
+        nobody: Any = None  # nothing that the reader makes is played here
+        reader = Reader(nobody, self.params, self.refuse_params)
+
+        def read(line: Line, data: object) -> Chore:
+            chore = reader.read(line, data)
+            return chore if isinstance(chore, PlainRefusal) else Sent(team, line)
+
+        todo, began, failed = unanswered(lines_of(file, self.config.max_body_bytes), read, output), time.monotonic(), 0
+        with tqdm(initial=len(output.done), desc="lines", unit="line", disable=True if self.quiet else None) as bar:
+
+            def tell(outcome: Outcome) -> None:
+                nonlocal failed
+                failed += outcome.failed
+                bar.update()
+
+            await play_all(todo, Scribe(output.append), window=window, in_order=self.in_order, tell=tell)
+            answered = bar.n - len(output.done)
+        if not self.quiet:
+            note(f"{answered} lines in {time.monotonic() - began:.1f} s; {failed} failed")
+        return failed

@@ -1,0 +1,116 @@
+"""``paceline batch --replicas``: a file played by workers of Ray, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.cli.workers import Sent, Team
+from paceline.errors import PacelineError
+from paceline.server.batch.lines import Line
+from paceline.server.batch.window import Outcome
+from polling import wait_until
+from server_support import save_model
+
+LINES = 300
+FLAGS = ("--dtype", "bfloat16", "--attention", "native", "--device", "cpu", "--max-batch-size", "4", "--threads", "1")
+
+
+class Actor:
+    """Plays a line when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, asyncio.Future[Outcome]]] = []
+        self.play = SimpleNamespace(remote=self._play)
+
+    def _play(self, line: Line, seed: int, settings: dict[str, Any]) -> asyncio.Future[Outcome]:
+        assert (seed, settings) == (7, {"model": "m"})
+        future = asyncio.get_running_loop().create_future()
+        self.asked.append((line.name, future))
+        return future
+
+
+def line(index: int) -> Line:
+    return Line(index, index + 1, b"{}", f"{index:016x}", 100)
+
+
+def test_lines_go_to_the_worker_that_has_least_to_do_and_a_lost_one_ends_the_job() -> None:
+    asyncio.run(_three_lines_and_a_loss())
+
+
+async def _three_lines_and_a_loss() -> None:
+    one, other = Actor(), Actor()
+    team = Team([one, other], 7, {"model": "m"}, KeyError)
+    tasks = [asyncio.create_task(Sent(team, line(index)).play()) for index in range(3)]
+    await asyncio.sleep(0)
+    assert [len(actor.asked) for actor in (one, other)] == [2, 1]
+    for _, future in one.asked:
+        future.set_result(Outcome(b"{}", failed=False))
+    await asyncio.wait(tasks[::2])
+    tasks.append(asyncio.create_task(Sent(team, line(3)).play()))
+    await asyncio.sleep(0)
+    assert [len(actor.asked) for actor in (one, other)] == [3, 1]
+    other.asked[0][1].set_exception(KeyError("gone"))
+    with pytest.raises(PacelineError, match="line 2 cannot be played"):
+        await tasks[1]
+    tasks[3].cancel()
+
+
+def test_an_address_without_replicas_is_refused(tmp_path: Path) -> None:
+    command = [Path(sys.executable).parent / "paceline", "batch", tmp_path / "in", tmp_path / "out"]
+    ended = subprocess.run([*command, "--ray-address", "auto"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "--ray-address" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_no_line_and_answers_are_those_of_one_engine(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs the extra [ray]")
+    model, source = str(save_model(tmp_path / "model")), tmp_path / "in"
+    asked = [
+        {"custom_id": f"line-{n}", "prompt": f"Say {n}: ", "max_tokens": 24, "temperature": 0.8 * (n % 2)}
+        for n in range(LINES)
+    ]
+    source.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    _batch(source, alone, model).communicate()
+    process = _batch(source, together, model, "--replicas", "2")
+    wait_until(lambda: _done(together) > 20 or process.poll() is not None, "nothing was answered", 120)
+    (first, *_) = _workers(process)
+    first.send_signal(signal.SIGKILL)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-3000:]
+    assert _done(together) == LINES
+    assert set(Counter(_answers(together)).values()) == {1}
+    assert dict(_answers(together)) == dict(_answers(alone))
+
+
+def _batch(source: Path, output: Path, model: str, *more: str) -> subprocess.Popen[bytes]:
+    command = [str(Path(sys.executable).parent / "paceline"), "batch", str(source), str(output), model]
+    return subprocess.Popen([*command, "--seed", "5", *FLAGS, *more], stderr=subprocess.PIPE)
+
+
+def _workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    found = [each for each in children if "ray::Worker" in " ".join((each.name(), *each.cmdline()))]
+    assert len(found) == 2
+    return found
+
+
+def _done(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _answers(path: Path) -> list[tuple[str, str]]:
+    entries = [json.loads(text) for text in path.read_text().splitlines()]
+    return [(entry["custom_id"], json.dumps(entry["outputs"][0]["token_ids"])) for entry in entries]
