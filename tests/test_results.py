@@ -70,6 +70,39 @@ def test_the_table_of_peers_is_what_was_measured() -> None:
         assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
 
 
+# --- better answers in the same time ----------------------------------------------------------------------------------
+
+EVALUATED = "humaneval-qwen-epyc-zen4"
+
+
+def percent(share: dict[str, float]) -> str:
+    return f"{100 * share['mean']:.0f}"
+
+
+def test_the_table_of_answers_within_a_budget_is_what_was_measured() -> None:
+    run = load(EVALUATED)
+    assert run["texts_changed_by_speculation"] == 0
+    sides = {(str(each["n"]), each["mode"].replace("auto", "`auto`")): each for each in run["results"]}
+    rows = table("Better answers in the same time")
+    assert {(n, mode) for n, mode, *_ in rows} == sides.keys()
+    for n, mode, *said in rows:
+        found = sides[n, mode]
+        first, every = ([percent(reading[kind]) for reading in found["at"]] for kind in ("first", "all"))
+        assert [reading["budget"] for reading in found["at"]] == [2, 3, 5, 8, 12, None]
+        assert said == [*first, every[-1], f"{found['seconds_to_all']:.1f}"], (n, mode)
+
+
+def test_what_is_said_below_the_table_is_what_was_measured() -> None:
+    run = load(EVALUATED)
+    text = " ".join(PAGE.read_text().split("\n## Better answers in the same time\n")[1].split("\n## ")[0].split())
+    assert f"{len(run['problems'])} of 164 problems" in text or len(run["problems"]) == 164
+    for half in run["half_way"]:
+        plain, ours, budget = 100 * half["plain"], 100 * half["speculation"], half["budget"]
+        assert f"n = {half['n']}: {plain:.0f} and {ours:.0f} % at {budget:.1f} s" in text
+    ranked = next(each["ranking"] for each in run["results"] if (each["n"], each["mode"]) == (8, "plain"))
+    assert f"by {100 * ranked['mean']:.1f} points (standard error {100 * ranked['error']:.1f})" in text
+
+
 # --- nothing to copy; what was read before ----------------------------------------------------------------------------
 
 
@@ -201,9 +234,16 @@ def trees() -> list[str]:
     return [told.format(*gains["8"]), ", ".join(gains["4"])]
 
 
+def in_a_budget() -> list[str]:
+    """Where plain decoding has half of what it has without limit."""
+    found = {half["n"]: half for half in load(EVALUATED)["half_way"]}
+    return [f"{100 * found[n]['plain']:.0f} to {100 * found[n]['speculation']:.0f} % at n = {n}" for n in found]
+
+
 HEADLINES: dict[str, Worked] = {
     "B1": at_batch_8,
     "B2": lambda: over_plain(1, 4, 8),
+    "B3": in_a_budget,
     "B4": utilisations,
     "B5": bass_and_auto,
     "S1": best_lengths,
