@@ -97,7 +97,7 @@ def measure(model: str, options: list[str], lines: int, kills: int, folder: Path
     """An unbroken run, and one that is killed ``kills`` times."""
     source, whole, broken = (folder / name for name in ("lines.jsonl", "whole.jsonl", "broken.jsonl"))
     write_lines(source, lines)
-    paceline = [str(Path(sys.executable).parent / "paceline"), "batch", str(source)]
+    paceline = [sys.executable, "-m", "paceline.cli.main", "batch", str(source)]
     tail = [model, "--seed", "1", *options]
     started = time.monotonic()
     unbroken = Run([*paceline, str(whole), *tail], whole)

@@ -67,7 +67,7 @@ async def _three_lines_and_a_loss() -> None:
 
 
 def test_an_address_without_replicas_is_refused(tmp_path: Path) -> None:
-    command = [Path(sys.executable).parent / "paceline", "batch", tmp_path / "in", tmp_path / "out"]
+    command = [sys.executable, "-m", "paceline.cli.main", "batch", str(tmp_path / "in"), str(tmp_path / "out")]
     ended = subprocess.run([*command, "--ray-address", "auto"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "--ray-address" in ended.stderr
@@ -96,7 +96,7 @@ def test_a_killed_worker_loses_no_line_and_answers_are_those_of_one_engine(tmp_p
 
 
 def _batch(source: Path, output: Path, model: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [str(Path(sys.executable).parent / "paceline"), "batch", str(source), str(output), model]
+    command = [sys.executable, "-m", "paceline.cli.main", "batch", str(source), str(output), model]
     return subprocess.Popen([*command, "--seed", "5", *FLAGS, *more], stderr=subprocess.PIPE)
 
 
