@@ -103,6 +103,27 @@ def test_what_is_said_below_the_table_is_what_was_measured() -> None:
     assert f"by {100 * ranked['mean']:.1f} points (standard error {100 * ranked['error']:.1f})" in text
 
 
+# --- memory of rows; a thousand lines ---------------------------------------------------------------------------------
+
+
+def text_below(heading: str) -> str:
+    return " ".join(PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0].split())
+
+
+def test_the_memory_of_rows_is_what_was_measured() -> None:
+    before, after = (load(f"memory-rows-{when}-epyc-zen4") for when in ("before", "after"))
+    assert before["answers"] == after["answers"]
+    grown = [f"{run['resident_bytes_of_rows'] / 1e9:.2f} GB" for run in (before, after)]
+    assert f"{grown[0]} before rows took the memory that they use, {grown[1]} since" in text_below("Memory of rows")
+
+
+def test_the_thousand_lines_are_what_was_measured() -> None:
+    run = load("batch-killed-smollm2-epyc-zen4")
+    assert (run["lines"], run["answered"], run["different_answers"], len(run["killed_at"])) == (1000, 1000, 0, 5)
+    least, most = (f"{bound(run['resident_bytes_by_tenths']) / 1e6:.0f}" for bound in (min, max))
+    assert f"between {least} and {most} MB" in text_below("A thousand lines")
+
+
 # --- nothing to copy; what was read before ----------------------------------------------------------------------------
 
 
