@@ -99,3 +99,22 @@ def test_a_seed_for_all_rows_is_refused(tmp_path: Path) -> None:
         Answers(str(tmp_path), seed=1, params={"seed": 2})
     with pytest.raises(ParameterError, match="seed"):
         Answers(str(tmp_path), seed=-5)
+
+
+def test_token_ids_may_come_as_ray_brings_them(answers: Answers) -> None:
+    ids = [[72, 105, 32], [72, 105, 33, 32]]
+    lists, arrays = (
+        answers(as_columns([{"index": place, "prompt": kind(each)} for place, each in enumerate(ids)]))
+        for kind in (list, np.array)
+    )
+    assert list(arrays["error"]) == ["", ""]
+    assert list(arrays["answer"]) == list(lists["answer"])
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+@pytest.mark.parametrize("cell", [None, float("nan"), 3, b"x", {"a": 1}, [True], [None], [], np.array([1.5])])
+def test_a_cell_that_is_no_prompt_ends_its_row_alone(answers: Answers, column: str, cell: object) -> None:
+    good = "Hi" if column == "prompt" else [{"role": "user", "content": "Hi"}]
+    found = answers(as_columns([{"index": 0, column: cell}, {"index": 1, column: good}]))
+    assert found["error"][0]
+    assert list(found["finish_reason"]) == ["error", "length"]

@@ -241,6 +241,13 @@ def parts_of(kind: str, body: bytes, size: int) -> tuple[list[Part], bytes]:
         (FORM, GOOD.replace(b"\r\n\r\n", b"\r\n")),
         (FORM, GOOD.replace(b"form-data", b"form-data" + b" " * 5000)),
         (FORM, b"--b\r\n\r\n" * 1000 + b"--b--"),
+        (FORM, GOOD.replace(b'name="f"', b"name*=idna''f")),  # of what e-mail allows, too
+        (FORM, GOOD.replace(b'name="f"', b"name*=a\0b''f")),
+        (FORM, GOOD.replace(b'name="f"', b"name*=unicode_escape''%5cud800")),
+        (FORM, GOOD.replace(b'name="file"', b"name*=undefined''file")),
+        ("multipart/form-data; boundary*=idna''b", GOOD),
+        ("multipart/form-data; boundary*=unicode_escape''%5cud800", GOOD),
+        (f"multipart/form-data; boundary*{'9' * 5000}=b", GOOD),
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 10**6])
@@ -257,6 +264,12 @@ def test_a_form_is_read_to_the_byte(size: int) -> None:
     (field_part, part), content = parts_of(FORM, field + GOOD.replace(b"\r\n\r\nx", b"\r\n\r\n" + inside), size)
     assert (field_part.name, field_part.filename, field_part.content) == ("purpose", None, b"batch")
     assert (part.name, part.filename, content) == ("file", "f", inside)
+
+
+@pytest.mark.parametrize("name", [b'name="\xc3\xa9"', b"name*=utf-8''%c3%a9", b"name*=ISO-8859-1'en'%E9"])
+def test_a_files_name_may_be_in_another_alphabet(name: bytes) -> None:
+    (part,), _ = parts_of(FORM, GOOD.replace(b'name="f"', name), 10**6)
+    assert part.filename == "\u00e9"
 
 
 def test_a_form_is_never_whole_in_memory() -> None:
@@ -325,6 +338,26 @@ def test_uploads_that_arrive_take_room(tmp_path: Path, monkeypatch: pytest.Monke
     store.close()
     assert [kept.document.bytes for kept in store.files.values()] == [100]
     assert len(list((tmp_path / "files").iterdir())) == 2, "its content and its document"
+
+
+def test_uploads_that_begin_at_once_count_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_FILES", 2)
+    store, all_tried = Store(tmp_path), asyncio.Barrier(5)
+
+    async def receive() -> bool:
+        try:
+            async with store.arriving("one"):
+                await all_tried.wait()
+                return True
+        except ApiError:
+            await all_tried.wait()
+            return False
+
+    async def begin() -> list[bool]:
+        return await asyncio.gather(*(receive() for _ in range(5)))
+
+    assert asyncio.run(begin()).count(True) == 2
+    store.close()
 
 
 def test_an_upload_has_as_much_time_as_ordinary_bodies_of_its_length(live: Live) -> None:

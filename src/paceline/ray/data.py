@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.engine import Request
 from paceline.errors import PacelineError, ParameterError, RequestError, shown
-from paceline.inputs import check_message
+from paceline.inputs import Prompt, as_prompt, check_message
 from paceline.llm import LLM
 from paceline.outputs import RequestOutput
 from paceline.params import DEFAULT_MODEL, EngineOptions, SamplingParams
@@ -57,7 +57,7 @@ class Answers:
     def __call__(self, batch: Columns) -> Columns:
         """The batch's columns and those of its answers. Raises ParameterError for columns that make no sense."""
         prompts, names = columns_of(batch)
-        asked = [self._request(*row) for row in zip(batch[prompts], batch[names], strict=True)]
+        asked = [self._request(prompts, *row) for row in zip(batch[prompts], batch[names], strict=True)]
         good = [each for each in asked if isinstance(each, Request)]
         made = self._llm.generate(
             [each.prompt_token_ids for each in good], [each.params for each in good], use_tqdm=False
@@ -66,22 +66,24 @@ class Answers:
         rows = [self._row(next(outputs)) if isinstance(each, Request) else self._failed(each) for each in asked]
         return batch | {name: _column([row[place] for row in rows], name) for place, name in enumerate(GAINED)}
 
-    def _request(self, prompt: object, name: object) -> Request | PacelineError:
+    def _request(self, column: str, cell: object, name: object) -> Request | PacelineError:
         """A row as the engine takes it, or why it would not."""
         try:
             params = replace(self._params, seed=seed_of(self._seed, own_name(name)))
-            request = self._llm.request(self._prompt(prompt), params)
+            request = self._llm.request(self._prompt(column, cell), params)
             self._llm.engine.check(request)
         except PacelineError as error:
             return error
         return request
 
-    def _prompt(self, cell: object) -> Any:
-        """Raises PacelineError for a conversation that is none; what a prompt may be is for ``LLM`` to say."""
-        messages = cell.tolist() if isinstance(cell, np.ndarray) and cell.dtype == object else cell
-        if not isinstance(messages, list) or not any(isinstance(each, Mapping) for each in messages):
-            return cell
-        return self._llm.tokens_of_chat([check_message(message) for message in messages])
+    def _prompt(self, column: str, cell: object) -> Prompt:
+        """Raises PacelineError for what is none."""
+        given = cell.tolist() if isinstance(cell, np.ndarray) else cell
+        if column == PROMPTS:
+            return as_prompt(PROMPTS, given)
+        if not isinstance(given, list) or not given:
+            raise RequestError(f"a conversation is a list of messages, not {shown(cell)}")
+        return self._llm.tokens_of_chat([check_message(message) for message in given])
 
     def _row(self, output: RequestOutput) -> tuple[object, ...]:
         """What it gains, in the order of GAINED."""

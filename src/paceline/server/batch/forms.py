@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
 from email.policy import compat32
+from email.utils import collapse_rfc2231_value
 
 from paceline.server import errors
 
@@ -18,6 +19,7 @@ _MAX_HEADERS = 2**12  # bytes of one part's
 _MAX_FIELD = 2**12  # bytes of a part that is no file
 _MAX_BOUNDARY = 70
 _END = b"--"  # behind the last boundary
+_ALPHABETS = "us-ascii", "utf-8", "iso-8859-1"
 
 
 @dataclass
@@ -112,7 +114,7 @@ class FormReader:
 def _boundary(content_type: str) -> bytes:
     header = Message()
     header["content-type"] = content_type.encode("ascii", "replace").decode()
-    boundary = header.get_boundary()
+    boundary = _parameter(header, "content-type", "boundary")
     if header.get_content_type() != "multipart/form-data" or not boundary or len(boundary) > _MAX_BOUNDARY:
         message = "the body must be a form with a file, of the Content-Type multipart/form-data with a boundary"
         raise errors.ApiError(415, errors.INVALID, message, code="unsupported_media_type")
@@ -125,8 +127,21 @@ def _part(head: bytes) -> Part:
     headers = email.message_from_string(head[2:].decode("utf-8", "replace"), policy=compat32)
     if headers.get_content_disposition() != "form-data":
         raise errors.invalid("a part of a form has the header 'Content-Disposition: form-data; name=...'")
-    name = headers.get_param("name", "", "content-disposition")
-    return Part(str(name), headers.get_filename())
+    name, filename = (_parameter(headers, "content-disposition", each) for each in ("name", "filename"))
+    return Part(name or "", filename)
+
+
+def _parameter(headers: Message, header: str, name: str) -> str | None:
+    """A header's parameter; one in another alphabet (RFC 2231) names that. Raises ApiError."""
+    try:
+        value = headers.get_param(name, None, header)
+    except ValueError as error:  # a part of it has an absurd number
+        raise _bad_parameter(name) from error
+    if isinstance(value, tuple):
+        if (value[0] or _ALPHABETS[0]).lower() not in _ALPHABETS:  # Python knows more, and not all of them are any
+            raise _bad_parameter(name)
+        value = collapse_rfc2231_value(value)
+    return value
 
 
 def _broken() -> errors.ApiError:
@@ -135,3 +150,9 @@ def _broken() -> errors.ApiError:
 
 def _bad_part() -> errors.ApiError:
     return errors.invalid(f"a part of a form has headers of at most {_MAX_HEADERS} bytes, an empty line and content")
+
+
+def _bad_parameter(name: str) -> errors.ApiError:
+    return errors.invalid(
+        f"the {name} of a form or of its part is text, of other alphabets in {' or '.join(_ALPHABETS[1:])}"
+    )

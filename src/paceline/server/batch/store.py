@@ -14,8 +14,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -90,9 +91,9 @@ class Store:
         """A file that comes piece by piece. What has not been kept at the end of the block is gone."""
         self.check_room(owner, files=1)
         arrival = Arrival(_new_id("file-"), owner, self)
-        await self.work(arrival.open)
-        self.arrivals[arrival.name] = arrival
+        self.arrivals[arrival.name] = arrival  # it counts from now on
         try:
+            await self.work(arrival.open)
             yield arrival
         finally:
             del self.arrivals[arrival.name]
@@ -182,6 +183,7 @@ class Arrival:
     def __init__(self, name: str, owner: str, store: Store) -> None:
         self.name, self.owner, self.received = name, owner, 0
         self._store, self._path, self._size = store, store.part(name), 0
+        self._file: BinaryIO = BytesIO()
 
     def open(self) -> None:
         """On the disk's thread, as ``write`` and ``drop``."""
