@@ -24,6 +24,9 @@ from paceline.models.native import Quantization
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 
+MASK = 5  # the token of a parallel head's mask
+PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": MASK}
+
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -83,6 +86,7 @@ def random_head(
     qk_norm: bool = False,
     seed: int = 0,
     dim: int | None = None,
+    parallel: bool = False,
 ) -> dict[str, Tensor]:
     """Tensors by the names of the speculators layout; every one of them matters."""
     generator = torch.Generator().manual_seed(seed)
@@ -119,6 +123,8 @@ def random_head(
         tensors |= {f"fc_norm.{stream}.weight": 1 + noise(target_width) for stream in range(streams)}
     if "norm_before_fc" in switches:
         tensors["input_norm.weight"] = 1 + noise(streams * target_width)
+    if parallel:
+        tensors["mask_hidden"] = noise(1, 1, streams * target_width) * 3
     return tensors
 
 
@@ -173,6 +179,13 @@ class Reading:
             flat = self.norm(flat, "input_norm")
         return self.t["fc.weight"] @ flat
 
+    def after(self, guess: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """As ``step`` behind the text: a guess with the state that it was made of, or the mask that stands for both."""
+        if "mask_hidden" not in self.t:
+            return self.step(guess, state, position)
+        apart = max(1, sum(name.startswith("fc_norm") for name in self.t))  # streams that have norms of their own
+        return self.step(MASK, self.fused(self.t["mask_hidden"].view(apart, -1)), position)
+
     def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """-> the state for the next step, and the logits of the head's tokens."""
         normed = self.norm(hidden, "layers.0.hidden_norm")
@@ -219,7 +232,8 @@ def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, 
     for place in range(len(tokens)):
         hidden = reading.fused(streams[place])
         for step in range(min(steps, len(tokens) - place)):
-            hidden, logits = reading.step(tokens[place + step], hidden, place + step)
+            read = reading.step if step == 0 else reading.after
+            hidden, logits = read(tokens[place + step], hidden, place + step)
             found[step].append(logits)
         reading.forget(place + 1)
     return found
@@ -228,9 +242,11 @@ def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, 
 # Heads for the tests' tiny targets
 
 
-def tiny_head(target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0) -> TorchHead:
+def tiny_head(
+    target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0, *, parallel: bool = False
+) -> TorchHead:
     """A random head that can say two thirds of the target's tokens."""
-    head = tiny_feature_head(target.vocab_size, target_width, taps, seed)
+    head = tiny_feature_head(target.vocab_size, target_width, taps, seed, parallel=parallel)
     return TorchHead(head, "tiny head", taps, target.max_positions)
 
 
@@ -252,6 +268,7 @@ def tiny_feature_head(
     switches: Sequence[str] = (),
     qk_norm: bool = False,
     depth: int = 1,
+    parallel: bool = False,
 ) -> FeatureHead:
     drafted = 2 * vocabulary // 3
     tensors = random_head(
@@ -265,10 +282,13 @@ def tiny_feature_head(
         qk_norm=qk_norm,
         seed=seed,
         dim=dim,
+        parallel=parallel,
     )
     family = "qwen3" if qk_norm else "llama"
     shape = layers(hidden_size=16, vocab_size=vocabulary, head_dim=dim, num_hidden_layers=depth)
-    options = dict.fromkeys(switches, True)
+    options: dict[str, Any] = dict.fromkeys(switches, True) | {
+        "mask_token": min(MASK, vocabulary - 1) if parallel else None
+    }
     head = FeatureHead(HeadConfig({"model_type": family, **shape}, target_width, drafted, tuple(taps), **options))
     head.load_state_dict(tensors)
     return head.requires_grad_(False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from head_support import (
     DRAFTED,
+    PARALLEL,
     VOCABULARY,
     WIDTH,
     Reading,
@@ -67,8 +68,24 @@ def unrolled(head: FeatureHead, tokens: Tensor, features: Tensor, steps: int = 3
         ((), {}, {"target_width": 32}),
         ((), WINDOWED | {"sliding_window": 2}, {"qk_norm": True}),
         ((), WINDOWED | {"sliding_window": 3}, {"qk_norm": True}),
+        ((), {}, {"parallel": True}),
+        (("fc_norm",), {"num_hidden_layers": 2}, {"parallel": True, "depth": 2}),
+        (("norm_before_fc",), {}, {"parallel": True, "target_width": 32}),
     ],
-    ids=["plain", "normed residual", "before fc", "3.1", "qwen3", "two layers", "wider target", "window 2", "window 3"],
+    ids=[
+        "plain",
+        "normed residual",
+        "before fc",
+        "3.1",
+        "qwen3",
+        "two layers",
+        "wider target",
+        "window 2",
+        "window 3",
+        "parallel",
+        "parallel, two layers",
+        "parallel, before fc",
+    ],
 )
 def test_a_head_computes_what_the_format_says(
     tmp_path: Path, switches: tuple[str, ...], shape: dict[str, Any], made: dict[str, Any]
@@ -76,6 +93,7 @@ def test_a_head_computes_what_the_format_says(
     tensors = random_head(switches=switches, **made)
     width = made.get("target_width", WIDTH)
     fields = dict.fromkeys(switches, True) | {"target_hidden_size": width}
+    fields |= PARALLEL if made.get("parallel") else {}
     head = loaded(write(tmp_path, speculators_config(layers(**shape, **THETA), **fields), tensors))
     tokens, features = text(width)
     reading = Reading(tensors, switches, theta=500.0, window=shape.get("sliding_window", 0))
@@ -118,6 +136,19 @@ def test_a_written_head_is_read_again_and_has_the_layout_of_speculators(tmp_path
     assert written["speculators_config"] == config["speculators_config"]
     assert written["transformer_layer_config"] == config["transformer_layer_config"]
     assert written["architectures"] == ["Eagle3Speculator"]
+
+
+def test_a_written_parallel_head_is_read_again_and_has_the_layout_of_speculators(tmp_path: Path) -> None:
+    tensors = random_head(parallel=True)
+    head = loaded(write(tmp_path / "one", speculators_config(layers(), **PARALLEL), tensors))
+    save_head(head, tmp_path / "two")
+    again = loaded(tmp_path / "two", embedding=tensors["embed_tokens.weight"])
+    assert again.config == head.config
+    assert again.mask_hidden is not None
+    assert torch.equal(again.mask_hidden, tensors["mask_hidden"])
+    written = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert {name: written[name] for name in PARALLEL} == PARALLEL
+    assert written["speculators_config"]["algorithm"] == "peagle"
 
 
 def test_a_head_without_an_embedding_takes_the_targets(tmp_path: Path) -> None:
@@ -180,6 +211,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no list": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=7), "is a list, not 7"),
     "no number": (speculators_config(layers(), target_hidden_size="wide"), "is a whole number"),
     "a flag of words": (speculators_config(layers(), norm_output="yes"), "is true or false"),
+    "no mask": (speculators_config(layers(), speculators_model_type="peagle"), "lacks mask_token_id"),
+    "a mask outside": (speculators_config(layers(), **PARALLEL | {"mask_token_id": 61}), "mask_token_id 61"),
+    "a mask of words": (speculators_config(layers(), **PARALLEL | {"mask_token_id": "x"}), "is a whole number"),
+    "no mask's state": (speculators_config(layers(), **PARALLEL), "lacks mask_hidden"),
+    "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: heads that guess in parallel"),
     "no size": (speculators_config({}), "lacks hidden_size"),
     "no activation": (speculators_config(layers(hidden_act="swoosh")), "activation"),
 }

@@ -86,7 +86,13 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "native": lambda: tiny_native_head(tiny_native(1), 72),
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
-DRAFTERS += ["head", "head hybrid"]
+PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
+    "toy": lambda: tiny_head(ToyModel(), 8, parallel=True),
+    "flat": lambda: tiny_head(FlatToy(), 8, parallel=True),
+    "llama": lambda: tiny_head(tiny_llama(), 32, parallel=True),
+    "native": lambda: tiny_head(tiny_native(1), 72, parallel=True),
+}
+DRAFTERS += ["head", "head hybrid", "parallel"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
@@ -190,13 +196,15 @@ def nearly_the_answers(model: str, family: str) -> list[list[int]]:
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
     drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
+    drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS}
     draft = drafts[drafter][model]() if drafter in drafts else None
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
+    same |= {"parallel": "feature", "parallel hybrid": "hybrid"}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # gives way to the script
     named = (same | others).get(drafter)
     documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
-    if drafter in ("hybrid", "head hybrid"):
+    if drafter.endswith("hybrid"):
         documents = nearly_the_answers(model, family)
     policies: dict[str, Callable[[], LengthPolicy]] = {
         "random": lambda: RandomLength(seed=len(drafter)),
@@ -296,12 +304,13 @@ def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, famil
 
 
 @needs_kernels
+@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str) -> None:
+def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str, parallel: bool) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7}
-    engine = make_engine(target, tiny_head(target, 72), eos=EOS, **options)
+    engine = make_engine(target, tiny_head(target, 72, parallel=parallel), eos=EOS, **options)
     engine.parts.policy = RandomLength(seed=4)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
@@ -1035,7 +1044,11 @@ def law_engine(drafter: str, rule: str, k: int) -> Engine:
     draft: AnyModel | None = LAW_DRAFT() if drafter in ("model", "hybrid") else None
     if drafter == "feature":
         draft = tiny_native_head(LAW_TARGET(), 8)  # it can say two of the four tokens
-    named = drafter if drafter in ("model", "ngram", "hybrid", "feature") else None
+    if drafter == "parallel":
+        draft = tiny_head(LAW_TARGET(), 8, parallel=True)
+    named = {"parallel": "feature"}.get(
+        drafter, drafter if drafter in ("model", "ngram", "hybrid", "feature") else None
+    )
     engine = make_engine(
         LAW_TARGET(),
         draft,
@@ -1072,6 +1085,7 @@ LAWS = [  # a path each: draws of the target, draws from laws with every kind of
     ("model", "coupled", 2, "every knob"),
     *(("model", "rejection", 2, knobs) for knobs in LAW_PARAMS),
     ("hybrid", "rejection", 2, "plain law"),
+    ("parallel", "rejection", 2, "every knob"),
     ("random guesses", "rejection", 2, "plain law"),
 ]
 MORE_LAWS = [
@@ -1082,6 +1096,8 @@ MORE_LAWS = [
     ("ngram", "rejection", 2),
     ("hybrid", "coupled", 2),
     ("hybrid", "rejection", 2),
+    ("parallel", "coupled", 2),
+    ("parallel", "rejection", 2),
     ("random guesses", "rejection", 2),
 ]
 SLOW_LAWS = [(*law, knobs) for law in MORE_LAWS for knobs in LAW_PARAMS if (*law, knobs) not in LAWS]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from head_support import (
+    PARALLEL,
     Reading,
     flat_config,
     flat_names,
@@ -30,12 +31,23 @@ from paceline.draft import Draft
 from paceline.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
+from paceline.heads.feature import FeatureHead
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
 from paceline.models.loading import load_embedding
 from paceline.params import EngineConfig, SamplingParams
-from toy import POSITIONS, VOCAB, RandomLength, make_engine, run, tiny_llama, tiny_llama_of_transformers, tiny_native
+from toy import (
+    POSITIONS,
+    VOCAB,
+    RandomLength,
+    make_engine,
+    make_request,
+    run,
+    tiny_llama,
+    tiny_llama_of_transformers,
+    tiny_native,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +87,7 @@ def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int)
     for step in range(k):
         best = int(logits.argmax())
         guesses.append(best + int(head.head.d2t[best]))
-        state, logits = reading.step(guesses[-1], state, len(text) - 1 + step)
+        state, logits = reading.after(guesses[-1], state, len(text) - 1 + step)
     return guesses
 
 
@@ -107,6 +119,7 @@ TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
 }
 
 
+@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
 @pytest.mark.parametrize(
     ("model", "chunk"),
     [
@@ -116,11 +129,11 @@ TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
         pytest.param("native", 4, marks=pytest.mark.slow),
     ],
 )
-def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int) -> None:
+def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, parallel: bool) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
     make, width = TARGETS[model]
     target = make()
-    head = tiny_head(target, width)
+    head = tiny_head(target, width, parallel=parallel)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
     engine.parts.policy = RandomLength(seed=chunk)
     watched = Watched(engine, target, head)
@@ -129,9 +142,10 @@ def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, 
     assert watched.compared["short"] > 0
 
 
-def test_a_head_that_was_not_asked_for_long_reads_what_it_missed() -> None:
+@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
+def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(parallel: bool) -> None:
     target = tiny_llama()
-    head = tiny_head(target, 32)
+    head = tiny_head(target, 32, parallel=parallel)
     engine = make_engine(target, head, drafter="feature")
     watched, lengths = Watched(engine, target, head), [0] * 30 + [3] * 3 + [0] * 2 + [3] * 100
 
@@ -142,6 +156,33 @@ def test_a_head_that_was_not_asked_for_long_reads_what_it_missed() -> None:
     engine.parts.policy = Scheduled(3)
     run(engine, [[1, 2, 3], [4, 5]], [SamplingParams(temperature=0, max_tokens=60)] * 2)
     assert watched.compared["guesses"] > 50
+
+
+@pytest.mark.parametrize(("parallel", "passes"), [(False, 4), (True, 1)])
+def test_a_parallel_head_guesses_in_one_pass(parallel: bool, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_llama()
+    engine = make_engine(target, tiny_head(target, 32, parallel=parallel), drafter="feature", num_speculative_tokens=4)
+    run(engine, PROMPTS[1:3], [SamplingParams(max_tokens=4)] * 2)
+    calls, rounds, step, propose = Counter[str](), Counter[str](), FeatureHead.step, engine.parts.drafter.propose
+
+    def counted(*arguments: Any) -> Any:
+        calls["step"] += 1
+        return step(*arguments)
+
+    def asked(batch: Batch, wish: Wish) -> Draft:
+        rounds["asked"] += 1
+        return propose(batch, wish)
+
+    for prompt in PROMPTS[1:3]:
+        engine.add(make_request(prompt, SamplingParams(temperature=0, max_tokens=20)))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    monkeypatch.setattr(FeatureHead, "step", counted)
+    monkeypatch.setattr(engine.parts.drafter, "propose", asked)
+    for _ in range(3):
+        engine.step()
+    assert rounds["asked"] == 3
+    assert calls["step"] == passes * 3
 
 
 def test_what_the_head_cannot_say_has_probability_0() -> None:
@@ -182,12 +223,14 @@ TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
 SHAPE = layers(hidden_size=32, vocab_size=VOCAB)
 
 
-def published(directory: Path, *, flat: bool = False, own_embedding: bool = True, **fields: Any) -> Path:
+def published(
+    directory: Path, *, flat: bool = False, own_embedding: bool = True, parallel: bool = False, **fields: Any
+) -> Path:
     """A head for the tiny Llama in either layout."""
-    tensors = random_head(width=32, target_width=32, streams=2, vocabulary=VOCAB, drafted=16)
+    tensors = random_head(width=32, target_width=32, streams=2, vocabulary=VOCAB, drafted=16, parallel=parallel)
     if not own_embedding:
         del tensors["embed_tokens.weight"]
-    fields = {"draft_vocab_size": 16} | TAPS | fields
+    fields = {"draft_vocab_size": 16} | TAPS | (PARALLEL if parallel else {}) | fields
     if flat:
         return write(directory, flat_config(SHAPE, **fields), flat_names(tensors))
     config = speculators_config(SHAPE, **fields)
@@ -216,6 +259,16 @@ def test_a_heads_directory_is_a_draft_model_in_either_layout(tmp_path: Path) -> 
     assert found[0] == accepted(one.plain())[0]
     assert found[1] > 0
     assert "drafter head " in one.engine.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_parallel_heads_directory_is_a_draft_model(tmp_path: Path, rule: str) -> None:
+    llm = llm_with(published(tmp_path, parallel=True), drafter="feature", acceptance=rule)
+    found = accepted(llm)
+    assert found[1] > 0
+    assert rule == "rejection" or found[0] == accepted(llm.plain())[0]
+    assert "drafter parallel head " in llm.engine.describe()
 
 
 @pytest.mark.usefixtures("no_requests")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import paceline
 from paceline.cli.main import app
 from paceline.cli.train_draft import FILES
 from paceline.heads.checkpoint import read_head_config
+from paceline.llm import LLM
+from paceline.params import EngineOptions, SamplingParams
 from training.conftest import SIZES, save_target
 
 
@@ -49,6 +52,33 @@ def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path,
     other = call(target, *SIZES, "--output", str(tmp_path), "--resume", "--learning-rate", "0.001")
     assert other.exit_code == 2
     assert "learning_rate" in other.stderr
+
+
+def test_a_parallel_head_is_trained_on_the_same_data_and_drafts(whole: Path, target: str, tmp_path: Path) -> None:
+    """Its answers are those of plain decoding; the loss of what only the mask says falls, too."""
+    shutil.copytree(whole / "data", tmp_path / "data")
+    done = call(target, *SIZES, "--kind", "parallel", "--output", str(tmp_path), "--resume")
+    assert done.exit_code == 0, done.stderr
+    config = read_head_config(tmp_path)
+    assert (config.parallel, config.mask_token) == (True, config.decoder.vocab_size - 1)
+    for path in (whole / "data").iterdir():
+        assert (tmp_path / "data" / path.name).read_bytes() == path.read_bytes(), "nothing was made anew"
+    refused = call(target, *SIZES, "--output", str(tmp_path), "--resume")
+    assert refused.exit_code == 2
+    assert "--resume: kind" in refused.stderr
+    options: EngineOptions = {"dtype": "bfloat16", "device": "cpu", "threads": 1, "max_model_len": 96}
+    llm = LLM(target, str(tmp_path), **options, drafter="feature", num_speculative_tokens=4)
+    params = [SamplingParams(temperature=heat, max_tokens=40, seed=5, ignore_eos=True) for heat in (0.0, 0.8)]
+    prompts = ["a b c", "why is the sky blue?"]
+    found = llm.generate(prompts, params, use_tqdm=False)
+    plain = llm.plain().generate(prompts, params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.outputs[0].metrics.accepted for each in found) > 0
+
+
+def test_a_run_of_the_first_kind_is_written_down_as_before_there_were_others(whole: Path) -> None:
+    """So one that was begun then goes on."""
+    assert "kind" not in json.loads((whole / "training.json").read_text())
 
 
 @pytest.mark.parametrize(

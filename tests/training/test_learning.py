@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.heads.checkpoint import load_head
 from paceline.heads.feature import FeatureHead
 from paceline.lengths.cost import CostTable
-from paceline.params import DraftTraining
+from paceline.params import DRAFT_KINDS, DraftTraining
 from paceline.training.acceptance import STEPS, Acceptance, _right, _walk, speed_up
 from paceline.training.batches import Batch, Lessons, collate
 from paceline.training.learn import Trainer, schedule, unit_scale
@@ -41,7 +42,7 @@ def trainer(whole: Path, target: str) -> Trainer:
 def make_trainer(whole: Path, target: str, plan: DraftTraining) -> Trainer:
     shards, held = shards_of(whole)
     learnt = Target.load(target)
-    config = learnt.shape(TAPS, plan.vocab, plan.mlp_width)
+    config = learnt.shape(TAPS, plan)
     head = learnt.head(config, most_frequent(shards, learnt.config.vocab_size, plan.vocab), seed=0)
     lessons = Lessons(shards)
     return Trainer(head, lessons, Lessons([held]), unit_scale(lessons), plan, seed=0)
@@ -104,13 +105,20 @@ def first_batch(trainer: Trainer) -> Batch:
     return next(trainer.lessons.batches(trainer.lessons.epoch(0, 0, 256)))
 
 
+@pytest.fixture
+def trained(kind: str, whole: Path, target: str, tmp_path: Path) -> Trainer:
+    """A short training of a head of this kind."""
+    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+    trainer.run(tmp_path / "checkpoint.safetensors")
+    return trainer
+
+
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
 @torch.inference_mode()
-def test_acceptance_is_what_drafting_gives(trainer: Trainer, tmp_path: Path) -> None:
+def test_acceptance_is_what_drafting_gives(trained: Trainer) -> None:
     """Place by place the head reads its own guesses, one after the other, until one is not what the target said."""
-    with torch.inference_mode(False):
-        trainer.run(tmp_path / "checkpoint.safetensors")
-    head, scale = trainer.head, trainer.scale
-    batch = next(trainer.held.batches([[0, 1, 2]]))
+    head, scale = trained.head, trained.scale
+    batch = next(trained.held.batches([[0, 1, 2]]))
     right = _right(head, batch, scale)
     kept = 0
     for row in range(3):
@@ -153,12 +161,34 @@ def test_what_acceptance_is_worth() -> None:
     assert bad.expected(4) == 1
     assert speed_up(good, COSTS, 1, 0.05)[1] == 4
     assert speed_up(bad, COSTS, 1, 0.05) == (1.0, 0)
+    steps, one = (speed_up(good, COSTS, 1, 0.5, passes)[0] for passes in (4, 1))
+    assert one == pytest.approx(50 / 17)
+    assert steps < one
 
 
 def test_training_learns(whole: Path) -> None:
     told = json.loads((whole / "report.json").read_text())
     losses = told["losses"]
     assert min(losses[: len(losses) * 3 // 4][-5:]) < 0.95 * losses[0]
+
+
+def rejected(trainer: Trainer, steps: int) -> list[float]:
+    """The chance that each guess of drafts on the held-out texts is rejected, those before it left aside."""
+    batch = collate([trainer.held[i] for i in range(len(trainer.held))])
+    asked = ([float(step == guess) for step in range(guess + 1)] for guess in range(steps))
+    return [float(loss(trainer.head, batch, trainer.scale, weights, "total_variation")[0]) for weights in asked]
+
+
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
+def test_every_guess_of_a_draft_is_learnt(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
+    trainer = make_trainer(whole, target, replace(PLAN, kind=kind, epochs=6))
+    with torch.no_grad():
+        before, look = rejected(trainer, 3), trainer.look()
+        with torch.enable_grad():
+            trainer.run(tmp_path / "checkpoint.safetensors")
+        after = rejected(trainer, 3)
+    assert all(late < 0.95 * early for late, early in zip(after, before, strict=True))
+    assert trainer.progress.looks[-1]["length"][-1] > 1.1 > look.length[-1]
 
 
 def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path: Path) -> None:
@@ -195,13 +225,16 @@ def test_a_checkpoint_of_another_head_is_refused(trainer: Trainer, whole: Path, 
         trainer.load(at)
 
 
-def test_the_finished_head_takes_streams_as_they_are(trainer: Trainer, target: str, whole: Path) -> None:
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
+def test_the_finished_head_takes_streams_as_they_are(kind: str, target: str, whole: Path) -> None:
+    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
     batch = first_batch(trainer)
     finished = trainer.finished().float()
     scaled = batch.features[:, :-1].float() * trainer.scale[:, None]
-    ours = trainer.head(batch.tokens[:, 1:], scaled)
-    theirs = finished(batch.tokens[:, 1:], batch.features[:, :-1].float())
-    assert torch.allclose(ours, theirs, atol=0.05 * float(ours.abs().max()))
+    all_ours = trainer.head.unroll(batch.tokens[:, 1:], scaled, 3)
+    all_theirs = finished.unroll(batch.tokens[:, 1:], batch.features[:, :-1].float(), 3)
+    for ours, theirs in zip(all_ours, all_theirs, strict=True):
+        assert torch.allclose(ours, theirs, atol=0.05 * float(ours.abs().max()))
     loaded = load_head(whole, dtype=torch.float32, embedding=Target.load(target).embedding)
     assert loaded.config.taps == TAPS
     rows = Target.load(target).rows[loaded.targets]

@@ -12,14 +12,14 @@ from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.errors import ParameterError
 from paceline.files import check_output, write_text
-from paceline.params import DraftData, DraftTraining, EngineOptions
+from paceline.params import DRAFT_KINDS, DraftData, DraftTraining, EngineOptions
 
 if TYPE_CHECKING:
     from paceline.training.learn import Trainer
     from paceline.training.run import Plan, Watcher
 
 DATA, TRAINING = "Data", "Training"
-KINDS_NOT_BUILT = ("model", "parallel", "hidden_transfer")
+KINDS_NOT_BUILT = ("model", "hidden_transfer")
 WITHOUT = {
     "draft_model", "drafter", "num_speculative_tokens", "profile", "acceptance", "rounds", "draft_dtype",
     "draft_quantization", "deterministic", "reference_document", "max_batch_size", "max_model_len",
@@ -39,7 +39,12 @@ def train_draft(
     engine: EngineFlags,
     output: Annotated[Path, typer.Option("--output", help="A directory for data, checkpoints, head and report.")],
     model: Model = DEFAULT_MODEL,
-    kind: Annotated[str, typer.Option("--kind", help="feature: a head on the target's streams (EAGLE-3).")] = "feature",
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--kind", help="feature: a head that guesses token by token (EAGLE-3); parallel: all in one pass (P-EAGLE)."
+        ),
+    ] = DraftTraining.kind,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --output ended.")] = False,
     prompts: Annotated[
         Path | None, _of_data("--prompts", text="Lines of text, or JSON lines (.jsonl). Default: the target's own.")
@@ -91,7 +96,7 @@ def train_draft(
         shard=shard, disk_budget=disk_budget,
     )  # fmt: skip
     training = DraftTraining(
-        epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width, learning_rate=learning_rate,
+        kind=kind, epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width, learning_rate=learning_rate,
         batch_tokens=batch_tokens, unroll=unroll, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
     )  # fmt: skip
     check_output_directory(output)
@@ -107,10 +112,11 @@ def train_draft(
 
 
 def _check_kind(kind: str) -> None:
+    kinds = " or ".join(map(repr, DRAFT_KINDS))
     if kind in KINDS_NOT_BUILT:
-        raise ParameterError("--kind", kind, "'feature': other kinds are known and not built")
-    if kind != "feature":
-        raise ParameterError("--kind", kind, "'feature'")
+        raise ParameterError("--kind", kind, f"{kinds}: other kinds are known and not built")
+    if kind not in DRAFT_KINDS:
+        raise ParameterError("--kind", kind, kinds)
 
 
 def check_output_directory(output: Path) -> None:

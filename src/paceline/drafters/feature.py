@@ -1,19 +1,24 @@
-"""A trained head guesses, token by token, from the target's own streams."""
+"""A trained head guesses from the target's own streams: token by token, or all tokens in one pass."""
 
 from __future__ import annotations
+
+from typing import cast
 
 from paceline.batch import Batch, Wish
 from paceline.decoder import Reader
 from paceline.draft import Draft
 from paceline.drafters.base import Equipment
-from paceline.drafters.model import ModelDrafter
+from paceline.drafters.model import ModelDrafter, Read
 from paceline.errors import ParameterError
-from paceline.heads.decoder import HeadDecoder, HeadModel
+from paceline.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
 from paceline.heads.native import NativeHeadDecoder
 
 
 class FeatureDrafter(ModelDrafter):
-    """An EAGLE-3 head (arXiv 2503.01840) in a draft model's place: it draws, scores and reports laws as one does.
+    """A trained head in a draft model's place: it draws, scores and reports laws as one does.
+
+    An EAGLE-3 head (arXiv 2503.01840) reads each of its guesses before the next. A parallel one (P-EAGLE, 2602.01469)
+    reads masks instead, so what all guesses are drawn from is there before the first is drawn.
 
     What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
     A row whose text is one token has no streams yet and gets no guess.
@@ -28,6 +33,7 @@ class FeatureDrafter(ModelDrafter):
         super().__init__(decoder, acceptance)
         self.head = decoder
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
+        self._parallel = cast(HeadModel, decoder.model).parallel
         self.uses_torch = self._natively is None or self._independent
 
     @classmethod
@@ -43,10 +49,10 @@ class FeatureDrafter(ModelDrafter):
         return self.head.streams
 
     def describe(self, draft: str | None) -> str:
-        return f"head {draft}"
+        return f"parallel head {draft}" if self._parallel else f"head {draft}"
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
-        """On the CPU kernels all of it is one call; elsewhere a pass for each guess."""
+        """On the CPU kernels all of it is one call; elsewhere a pass for each guess; for all, of a parallel head."""
         if self._natively is not None:
             laws = self._independent and not batch.sampling.all_greedy
             return self._natively.draft(batch, wish.counts(batch), wish.enough, laws=laws)
@@ -54,6 +60,12 @@ class FeatureDrafter(ModelDrafter):
         if min(batch.lengths[: batch.rows]) < 2:
             draft.counts[batch.live_length < 2] = 0
         return draft
+
+    def _reading(self, batch: Batch, k: int) -> Read:
+        if not self._parallel:
+            return super()._reading(batch, k)
+        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
+        return lambda guesses: self.head.logits(hidden[:, guesses.shape[1]])[:, None]
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:

@@ -102,12 +102,14 @@ class ModelDrafter(Drafter):
             goes_on = wish.enough is None or not self._stops(wish.enough, batch, choices.likelihood(guess), scores)
             return guess, goes_on
 
-        guesses = draw_chain(
-            batch.tokens.new_empty((batch.rows, 0)), wish.k, lambda before: self._read(batch, before), draw
-        )
+        guesses = draw_chain(batch.tokens.new_empty((batch.rows, 0)), wish.k, self._reading(batch, wish.k), draw)
         self.decoder.note_guesses(batch, guesses.shape[1])
         counts = guesses.new_full((batch.rows,), guesses.shape[1])
         return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None, scores if scores[0] else None)
+
+    def _reading(self, batch: Batch, k: int) -> Read:
+        """What reads a draft of at most k guesses."""
+        return lambda guesses: self._read(batch, guesses)
 
     def _read(self, batch: Batch, guesses: Tensor) -> Tensor:
         """[B, 1, V]: after the text and the guesses [B, n] so far, of which the cache lacks the last."""
@@ -116,11 +118,15 @@ class ModelDrafter(Drafter):
 
     def _read_up(self, batch: Batch) -> Tensor:
         """Feed what the cache lacks -> hidden [B, width] at each row's last token."""
+        return self.decoder.next_hidden(batch, self._lag(batch))
+
+    def _lag(self, batch: Batch) -> int:
+        """How many tokens a row lacks at most; of many, those before the last are read first."""
         lag = max(self.decoder.lags(batch))
         if lag > self.at_once:
             self.decoder.catch_up(batch)
-            lag = 1
-        return self.decoder.next_hidden(batch, lag)
+            return 1
+        return lag
 
     def _stops(self, enough: Enough, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
         """Whether the guesses just drawn, of these chances [B, 1], are the last; the chances join the rows' scores."""

@@ -21,13 +21,17 @@ T = TypeVar("T")
 
 _FAMILIES = ("llama", "qwen3")  # of the head's own layers, whatever the target's
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
-_OTHER_KINDS = ("eagle", "peagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
+_KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # and what speculators calls their class
+_OTHER_KINDS = ("eagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
 _USUAL_STREAMS = 3
 
 
 @dataclass(frozen=True)
 class HeadConfig:
     """An EAGLE-3 or 3.1 head (arXiv 2503.01840): decoder layers on a token's embedding and streams of the target.
+
+    Or a parallel one (P-EAGLE, arXiv 2602.01469; ParallelSpec, 2410.05589): the same, but that it reads a mask where
+    the target has read nothing yet, so that all guesses come of one pass.
 
     transformer: its layers as Hugging Face says it: model_type (llama or qwen3), hidden_size, intermediate_size,
         num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope and so on.
@@ -36,6 +40,7 @@ class HeadConfig:
     norm_before_residual: the layer's residual is the normed hidden state, not the raw one.
     norm_before_fc: one norm over all streams side by side; fc_norm: one norm for each (EAGLE-3.1). At most one of them.
     norm_output: the next step gets what the last norm gave, not what it was given (EAGLE-3.1).
+    mask_token: the target's token whose embedding is part of the mask; None: a head that reads its own guesses.
     verifier, architectures: the target's name and classes, as the checkpoint has them.
 
     Raises ModelFormatError for what cannot be run.
@@ -49,6 +54,7 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token: int | None = None
     verifier: str = ""
     architectures: tuple[str, ...] = ()
     speculative_tokens: int = field(default=3, compare=False)  # what the checkpoint proposes; ours are the policy's
@@ -63,6 +69,9 @@ class HeadConfig:
             f"draft_vocab_size {self.draft_vocab_size} beyond vocab_size": self.draft_vocab_size > decoder.vocab_size,
             "both norm_before_fc and fc_norm": self.norm_before_fc and self.fc_norm,
             f"streams of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
+            f"mask_token_id {self.mask_token} outside of vocab_size": not 0
+            <= (self.mask_token or 0)
+            < decoder.vocab_size,
         }
         if found := [what for what, there in wrong.items() if there]:
             raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
@@ -83,6 +92,11 @@ class HeadConfig:
     @property
     def width(self) -> int:
         return self.decoder.width
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it reads a mask in place of its own guesses."""
+        return self.mask_token is not None
 
     @property
     def streams(self) -> int:
@@ -118,12 +132,14 @@ class HeadConfig:
             "accept_tolerance": 0.0,
         }
         target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
+        kind = "peagle" if self.parallel else "eagle3"
+        mask = {"mask_token_id": self.mask_token} if self.parallel else {}
         return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "architectures": [_KINDS[kind]],
+            "speculators_model_type": kind,
             "speculators_version": "0.9.0",
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
                 "verifier": target,
@@ -136,6 +152,7 @@ class HeadConfig:
             "norm_before_fc": self.norm_before_fc,
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
+            **mask,
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
         }
@@ -155,9 +172,13 @@ def _are_layers(taps: tuple[int, ...]) -> bool:
 
 def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
     kind = fields["speculators_model_type"]
-    if kind != "eagle3":
+    if kind not in _KINDS:
         known = f"{kind} heads are not run yet" if kind in _OTHER_KINDS else f"{brief(repr(kind))} is of no known kind"
-        raise ModelFormatError(f"speculators_model_type: {known}; eagle3 heads are")
+        raise ModelFormatError(f"speculators_model_type: {known}; {' and '.join(_KINDS)} heads are")
+    if kind == "peagle" and fields.get("mask_token_id") is None:
+        raise ModelFormatError(
+            "the head's configuration lacks mask_token_id, which a peagle head reads ahead of the text"
+        )
     transformer = _object(fields, "transformer_layer_config")
     transformer = {"model_type": "qwen3"} | transformer  # what the format means where it is left out
     config = _object(fields, "speculators_config")
@@ -167,6 +188,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         **_sizes(fields, transformer),
         taps=_taps(fields, 0),
         **{name: _flag(fields, name) for name in _SWITCHES},
+        mask_token=_number(fields, "mask_token_id", 0) if kind == "peagle" else None,
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, _list(verifier, "architectures"))),
         speculative_tokens=_proposed(config),
@@ -182,6 +204,10 @@ def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
     eagle = _object(fields, "eagle_config")
     if not _flag(eagle, "use_aux_hidden_state", True):
         raise ModelFormatError("eagle_config.use_aux_hidden_state is false: heads on one stream (EAGLE-1) are not run")
+    if found := [name for name in _FLAT_PARALLEL if fields.get(name) not in (None, False)]:
+        raise ModelFormatError(
+            f"{found[0]}: heads that guess in parallel are run in the layout of speculators (peagle)"
+        )
     if _number(fields, "num_hidden_layers", 1) != 1:
         raise ModelFormatError(f"num_hidden_layers={brief(fields['num_hidden_layers'])}: heads of this layout have one")
     transformer = {name: value for name, value in fields.items() if name not in _NO_LAYERS} | {"model_type": "llama"}
@@ -191,6 +217,7 @@ def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
 
 
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FLAT_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 _NO_LAYERS = (*_SWITCHES, "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "auto_map")
 
 

@@ -25,8 +25,9 @@ NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a f
 class HeadModel:
     """A head as the engine sees a draft model: V the target's vocabulary.
 
-    taps: the target's layers whose entering streams it reads. max_positions: what its target allows; with rotary
-    positions nothing but its guesses' quality depends on them. dtype: of its keys, values and fused streams.
+    taps: the target's layers whose entering streams it reads. parallel: whether all guesses come of one pass.
+    max_positions: what its target allows; with rotary positions nothing but its guesses' quality depends on them.
+    dtype: of its keys, values and fused streams.
     """
 
     def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
@@ -35,6 +36,7 @@ class HeadModel:
         self.vocab_size, self.layers = shape.vocab_size, shape.layers
         self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
         self.dtype, self.device = head.fc.weight.dtype, head.fc.weight.device
+        self.parallel = head.config.parallel
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
@@ -52,7 +54,7 @@ class HeadModel:
 
 
 class TorchHead(HeadModel):
-    """One that runs in torch, a pass for each guess: where the kernels do not run, and what they are compared with."""
+    """One that runs in torch: where the kernels do not run, and what they are compared with."""
 
     def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
         super().__init__(head, name, taps, max_positions)
@@ -148,6 +150,8 @@ class HeadDecoder(Decoder):
 class TorchHeadDecoder(HeadDecoder):
     """Runs a ``TorchHead``."""
 
+    model: TorchHead
+
     def __init__(
         self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
@@ -181,14 +185,29 @@ class TorchHeadDecoder(HeadDecoder):
 
         A row of one token has nothing to read yet: what it gives means nothing.
         """
-        seen, lag = self.seen_by(batch), max(1, lag)
-        place = seen[:, None] + torch.arange(lag, device=batch.device)
+        return self.read_ahead(batch, lag, 1)[:, 0]
+
+    def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
+        """As ``next_hidden``, and k - 1 masks behind the text in the same pass -> normed [B, k, width].
+
+        Each is what the next of k guesses is drawn from. k > 1: of a parallel head; the masks do not count as seen.
+        """
+        seen = self.seen_by(batch)
+        place = seen[:, None] + torch.arange(max(1, lag) + k - 1, device=batch.device)
         tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-        self.forward(tokens, seen, batch.longest, batch.first)
-        last = (batch.live_length - seen - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.head.config.width)
+        before = (place - 1).clamp(min=0)
+        hidden = self.streams.at(batch.first, before)
+        if k > 1:
+            known = place < batch.live_length[:, None]
+            masks, mask = self.head.following(tokens, hidden)
+            tokens, hidden = torch.where(known, tokens, masks), torch.where(known[..., None], hidden, mask)
+        self._run(tokens, hidden, before, batch.longest + k - 1, batch.first)
+        ahead = torch.arange(k, device=batch.device)
+        last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
         seen.copy_(batch.live_length)
-        state, normed = (part.gather(1, last).squeeze(1) for part in self._last)
-        self._state = state
+        last = last[..., None].expand(-1, -1, self.head.config.width)
+        state, normed = (part.gather(1, last) for part in self._last)
+        self._state = state[:, -1]
         return normed
 
     def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:

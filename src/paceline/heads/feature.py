@@ -1,8 +1,10 @@
 """The EAGLE-3 head (arXiv 2503.01840) and its 3.1 switches: a decoder that reads the target's streams.
 
 At place i it gets the target's streams of token i, fused to one hidden state, and the embedding of token i + 1, which
-is known by then; it guesses token i + 2. What it made of place i takes the fused streams' part at the next step, where
-the target has read nothing yet. Its keys and values stand at the position of the streams.
+is known by then; it guesses token i + 2. At the next step, where the target has read nothing yet, the guess is read
+beside what the head made of place i. A parallel head (P-EAGLE, arXiv 2602.01469) reads the same mask at all of those
+places, so that no step waits for the one before: they are places of one pass. Keys and values stand at the position of
+the streams.
 
 Shapes: B rows, T places, H the head's width, V the target's vocabulary, Vd the tokens that it can say, S streams.
 Names of modules and tensors are those of the speculators layout, so a state dict is a checkpoint.
@@ -100,6 +102,7 @@ class FeatureHead(nn.Module):
     embed_tokens [V, H] is not trained: it is the target's, or the checkpoint's own.
     d2t [Vd] int64: what is to be added to the head's number of a token to get the target's. t2d [V] bool: which of the
     target's tokens it can say.
+    mask_hidden [1, 1, S * target width]: what a parallel head reads in place of streams; None: it reads its own state.
     """
 
     d2t: Tensor
@@ -121,6 +124,9 @@ class FeatureHead(nn.Module):
         self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(shape.vocab_size) < config.draft_vocab_size)
+        self.mask_hidden: nn.Parameter | None = None
+        if config.parallel:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.streams * config.target_width))
         self._angles: dict[tuple[torch.dtype, torch.device], RotaryAngles] = {}
 
     @property
@@ -142,6 +148,17 @@ class FeatureHead(nn.Module):
         flat = features.flatten(-2)
         return cast(Tensor, self.fc(flat if self.input_norm is None else self.input_norm(flat)))
 
+    def following(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``step`` reads where the target has read nothing yet.
+
+        The guesses [B, T] before it, each with the state [B, T, H] that it was made of; a parallel head its mask,
+        whatever they are.
+        """
+        if self.mask_hidden is None:
+            return tokens, state
+        mask = self.fuse(self.mask_hidden.view(1, 1, self.config.streams, -1))
+        return torch.full_like(tokens, self.config.mask_token or 0), mask.expand(*tokens.shape, -1)
+
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Step:
         """tokens [B, T], each the one after its place; hidden [B, T, H] fused streams or states; positions [B, T]."""
         embedded = self.embed_tokens(tokens).to(hidden.dtype)
@@ -161,13 +178,15 @@ class FeatureHead(nn.Module):
         """Whole sequences: what ``logits`` takes, [B, T, H], of each of so many steps of training (section 3.2).
 
         tokens [B, T]: token i + 1 at place i; features [B, T, S, target width]: of token i. Step s at place i knows the
-        tokens up to i + 1 + s (the true ones) and the streams up to i, and guesses token i + 2 + s. Its last s places
-        are filled up with the last token and mean nothing.
+        tokens up to i + 1 + s (the true ones; of a parallel head, up to i + 1) and the streams up to i, and guesses
+        token i + 2 + s. Its last s places are filled up with the last token and mean nothing.
         """
         hidden, attend = self.fuse(features), Unrolled()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         for step in range(steps):
             known = torch.cat((tokens[:, step:], tokens[:, -1:].expand(-1, min(step, tokens.shape[1]))), dim=1)
+            if step > 0:
+                known, hidden = self.following(known, hidden)
             hidden, normed = self.step(known, hidden, positions + step, attend)
             yield normed
 

@@ -76,6 +76,8 @@ class NativeHead(HeadModel):
 def spec_of_head(head: FeatureHead, max_positions: int) -> NativeSpec:
     """A head's parts. Raises ModelFormatError if the kernels cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
+    if config.parallel:
+        raise ModelFormatError("a head that guesses in parallel runs in torch")
     check_config(shape)
     assert shape.rotary is not None
     order = head.targets.argsort()  # tokens that are equally likely are told apart by their numbers at the target

@@ -36,13 +36,14 @@ from paceline.params.limits import (
 )
 from paceline.params.sampling import SamplingParams, StructuredOutputs
 from paceline.params.server import ServerConfig
-from paceline.params.training import DraftData, DraftTraining
+from paceline.params.training import DRAFT_KINDS, DraftData, DraftTraining
 
 __all__ = [
     "COMPLETION_MAX_TOKENS",
     "DEFAULT_ACCEPTANCE",
     "DEFAULT_MODEL",
     "DEFAULT_SPECULATION_LENGTH",
+    "DRAFT_KINDS",
     "LOOKS_UP",
     "MAX_ANSWERS",
     "MAX_COUNT",

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from paceline.params.limits import MAX_COUNT, MAX_PREFILL_CHUNK, MAX_ROWS, MAX_SECONDS, Count, Share
-from paceline.ranges import Number, Whole, check_fields
+from paceline.ranges import Number, OneOf, Whole, check_fields
+
+DRAFT_KINDS = ("feature", "parallel")
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,19 @@ class DraftData:
 class DraftTraining:
     """How a head learns.
 
+    kind: feature reads its own guesses one by one (EAGLE-3), parallel a mask for each, all in one pass (P-EAGLE).
     epochs: how often it sees every text. minutes: train for so long instead, however often that is; the head then
         depends on the machine's speed, too.
     vocab: tokens that it can say, the most frequent ones. mlp_width: None is the target's.
     learning_rate: AdamW's highest, after a warm-up over the first ``warm_up`` of all work; then half a cosine down.
     batch_tokens: of a step. clip: the longest gradient.
-    unroll: guesses that are learnt one after the other (test-time training), each weighing ``decay`` of the one before;
-        one alone in the first ``alone`` of all work. total_variation: the last share of it, which learns acceptance
-        itself instead of the target's law.
+    unroll: guesses of a draft that are learnt (test-time training), each weighing ``decay`` of the one before; one
+        alone in the first ``alone`` of all work. total_variation: the last share of it, which learns acceptance itself
+        instead of the target's law.
     evaluate_every: minutes between two looks at the held-out texts. checkpoint_every: likewise, between checkpoints.
     """
 
+    kind: Annotated[str, OneOf(DRAFT_KINDS)] = "feature"
     epochs: Annotated[float, Number(1e-3, 1e6)] = 8.0
     minutes: Annotated[float, Number(1e-3, MAX_SECONDS / 60)] | None = None
     vocab: Annotated[int, Whole(2, MAX_COUNT)] = 8192

@@ -84,14 +84,17 @@ def _walk(right: Sequence[Sequence[int]], place: int, length: int) -> tuple[int,
     return place - start, rounds
 
 
-def speed_up(acceptance: Acceptance, costs: CostTable, rows: int, step_share: float) -> tuple[float, int]:
+def speed_up(
+    acceptance: Acceptance, costs: CostTable, rows: int, pass_share: float, passes: int = STEPS
+) -> tuple[float, int]:
     """Over plain decoding, and the guesses a round that give most, by measured costs of verification.
 
-    step_share: what a draft's step takes of a plain round of the target: the weights that it reads, of the target's.
+    pass_share: what a draft's pass takes of a plain round of the target: the weights that it reads, of the target's.
+    passes: most that a draft takes, of a pass a guess; 1: all guesses come of one.
     """
     plain = costs.verify_ms(rows, 0)
     found = [
-        (acceptance.expected(k) * plain / (costs.verify_ms(rows, k) + k * step_share * plain), k)
+        (acceptance.expected(k) * plain / (costs.verify_ms(rows, k) + min(k, passes) * pass_share * plain), k)
         for k in range(1, STEPS + 1)
     ]
     return max([*found, (1.0, 0)])

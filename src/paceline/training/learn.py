@@ -158,7 +158,10 @@ class Trainer:
         head = FeatureHead(self.head.config)
         head.load_state_dict(self.head.state_dict())
         width = head.config.target_width
-        head.fc.weight.mul_(self.scale.cpu().repeat_interleave(width))
+        scale = self.scale.cpu().repeat_interleave(width)
+        head.fc.weight.mul_(scale)
+        if head.mask_hidden is not None:
+            head.mask_hidden.div_(scale)
         return head.bfloat16()
 
 

@@ -62,7 +62,7 @@ class Plan:
 def check_room(plan: Plan, target: Target, device: torch.device) -> None:
     """Raise ParameterError or CapacityError for what the disk or the memory will not hold; before any long work."""
     taps, training = taps_of(target.config.layers), plan.training
-    shape = target.shape(taps, training.vocab, training.mlp_width)
+    shape = target.shape(taps, training)
     with torch.device("meta"):
         head = FeatureHead(shape)
     needed, free = training_bytes(head, training), available_memory(device)
@@ -90,6 +90,8 @@ def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]
 def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher) -> dict[str, Any]:
     """All of it. Writes the head; gives what the report says. Closes ``llm``."""
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
+    if plan.training.kind == DraftTraining.kind:
+        del settings["kind"]  # as in directories of runs that began when there was one kind
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
     check_settings(plan.output / "training.json", wanted, resume=plan.resume)
     held, shards = collect(plan, llm, watcher)
@@ -113,7 +115,7 @@ def _weights(llm: LLM) -> int:
 
 
 def _trainer(plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device) -> Trainer:
-    config = target.shape(taps_of(target.config.layers), plan.training.vocab, plan.training.mlp_width)
+    config = target.shape(taps_of(target.config.layers), plan.training)
     says = most_frequent(shards, target.config.vocab_size, config.draft_vocab_size)
     head = target.head(config, says, plan.data.seed).to(device)
     lessons = Lessons(shards)
@@ -144,7 +146,7 @@ def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) ->
 
 
 def _speed_ups(trainer: Trainer, costs: CostTable, head: FeatureHead, weights: int) -> list[dict[str, float]]:
-    """Expected of greedy answers, by the costs measured: a draft's step takes what its bytes take of the target's.
+    """Expected of greedy answers, by the costs measured: a draft's pass takes what its bytes take of the target's.
 
     That is a head of the kernels' speed in the target's precision; what drafts cost here is for a benchmark to say.
     """
@@ -153,7 +155,8 @@ def _speed_ups(trainer: Trainer, costs: CostTable, head: FeatureHead, weights: i
         name: tuple(value) for name, value in trainer.progress.looks[-1].items() if isinstance(value, (list, tuple))
     }
     acceptance = Acceptance(last["conditional"], last["length"], trainer.progress.looks[-1]["places"])
-    found = {rows: speed_up(acceptance, costs, rows, read / weights) for rows in costs.batch_sizes}
+    passes = 1 if head.config.parallel else STEPS
+    found = {rows: speed_up(acceptance, costs, rows, read / weights, passes) for rows in costs.batch_sizes}
     return [{"rows": rows, "speed_up": factor, "guesses": k} for rows, (factor, k) in found.items()]
 
 
@@ -201,7 +204,7 @@ def as_markdown(told: dict[str, Any]) -> str:
         f"| kept, if those before it were | {rates} |",
         f"| tokens a round with so many guesses | {lengths} |",
         "",
-        "Expected over plain decoding, greedy, if a draft's step takes what its weights take of the target's:",
+        "Expected over plain decoding, greedy, if a draft's pass takes what its weights take of the target's:",
         "",
         "| rows | speed-up | guesses |",
         "| --- | --- | --- |",

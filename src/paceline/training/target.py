@@ -17,6 +17,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
 from paceline.models.transformer import Transformer
+from paceline.params import DraftTraining
 from paceline.training.shards import Shard
 
 _NATIVE = "a target of a family that paceline runs itself, whose embedding is as wide as its layers"
@@ -47,13 +48,13 @@ class Target:
             source, tuple(said.architectures or ()), model.config, dict(rope), embedding, head.weight, _weight(norm)
         )
 
-    def shape(self, taps: Sequence[int], vocab: int, mlp_width: int | None) -> HeadConfig:
-        """Of a head with one layer as wide as the target's. vocab: tokens it can say, at most the target's."""
+    def shape(self, taps: Sequence[int], plan: DraftTraining) -> HeadConfig:
+        """Of a head with one layer as wide as the target's. plan.vocab: tokens it can say, at most the target's."""
         config = self.config
         layer = {
             "model_type": "llama",
             "hidden_size": config.width,
-            "intermediate_size": config.mlp_width if mlp_width is None else mlp_width,
+            "intermediate_size": config.mlp_width if plan.mlp_width is None else plan.mlp_width,
             "num_attention_heads": config.heads,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
@@ -67,8 +68,12 @@ class Target:
             "mlp_bias": False,
         }
         name = Path(self.name).name if Path(self.name).exists() else self.name
-        size = min(vocab, config.vocab_size)
-        return HeadConfig(layer, config.width, size, taps=tuple(taps), verifier=name, architectures=self.architectures)
+        size = min(plan.vocab, config.vocab_size)
+        mask = config.vocab_size - 1 if plan.kind == "parallel" else None  # any will do: what it stands for is learnt
+        return HeadConfig(
+            layer, config.width, size, taps=tuple(taps), mask_token=mask, verifier=name,
+            architectures=self.architectures,
+        )  # fmt: skip
 
     def head(self, config: HeadConfig, says: Tensor, seed: int) -> FeatureHead:
         """A head to be trained, float32. says [Vd]: the tokens that it can say, whose rows of the target's it keeps."""
