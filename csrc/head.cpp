@@ -1,5 +1,6 @@
-// A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call. What it reads and
-// says is src/paceline/heads/feature.py's; how guesses are drawn is sampling.cpp's.
+// A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call. A parallel one
+// reads masks behind the text in the same pass. What is read and said is src/paceline/heads/feature.py's; how guesses are drawn is
+// sampling.cpp's.
 #include <algorithm>
 #include <cstring>
 
@@ -110,6 +111,10 @@ class Drafting {
       if (call_.goes_on && !call_.goes_on()) return nullptr;
       stay(step + 1);
       if (rows_.empty()) return nullptr;
+      if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
+        for (int& last : lasts_) ++last;
+        continue;
+      }
       follow(step);
       if (const char* problem = fed_.run(seconds_)) return problem;
       for (size_t i = 0; i < lasts_.size(); ++i) lasts_[i] = static_cast<int>(i);
@@ -138,6 +143,16 @@ class Drafting {
       }
       rows_.push_back(row);
       lasts_.push_back(fed_.count() - 1);
+      if (call_.counts && head_.spec.fusion->mask) read_masks(row);
+    }
+  }
+
+  // In place of all guesses but the last, which nothing follows.
+  void read_masks(int64_t row) {
+    const Fusion& fusion = *head_.spec.fusion;
+    for (int64_t step = 0; step + 1 < call_.counts[row]; ++step) {
+      float* entering = fed_.add(fusion.mask_token, call_.places[row], call_.stop[row] - 1 + step);
+      std::memcpy(entering, fusion.mask, sizeof(float) * width_);
     }
   }
 
@@ -203,7 +218,7 @@ class Drafting {
   const size_t width_;
   Fed fed_;
   std::vector<int64_t> rows_;  // that are still to be guessed for
-  std::vector<int> lasts_;     // where in the last pass the token before each one's next guess was
+  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next guess was
   std::vector<float> hidden_, logits_, states_;
 };
 

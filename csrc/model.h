@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 15;
+constexpr int kAbiVersion = 16;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -32,6 +32,9 @@ struct Fusion {
   const float* joint_norm;    // of all streams side by side, or null
   const float* hidden_norm;
   const int64_t* targets;     // the target's number of each of its tokens
+  const float* mask;          // [width], what it reads in place of streams with a guess that is not there yet; null: a head that
+                              // reads its own guesses
+  int64_t mask_token;         // and in place of the guess
   int64_t vocabulary;         // the target's
   int32_t streams, stream_width;
   int32_t normed_residual;    // whether the first layer adds to the normed hidden state

@@ -251,10 +251,15 @@ def tiny_head(
 
 
 def tiny_native_head(
-    target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), quantization: Quantization | None = "int8"
+    target: AnyModel,
+    target_width: int,
+    taps: Sequence[int] = (0, 1),
+    quantization: Quantization | None = "int8",
+    *,
+    parallel: bool = False,
 ) -> NativeHead:
     """The same on the CPU kernels, which take heads of 16 numbers and more."""
-    head = tiny_feature_head(target.vocab_size, target_width, taps, dim=16)
+    head = tiny_feature_head(target.vocab_size, target_width, taps, dim=16, parallel=parallel)
     return NativeHead(head, "tiny head", taps, target.max_positions, quantization=quantization)
 
 

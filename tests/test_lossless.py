@@ -90,7 +90,7 @@ PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8, parallel=True),
     "flat": lambda: tiny_head(FlatToy(), 8, parallel=True),
     "llama": lambda: tiny_head(tiny_llama(), 32, parallel=True),
-    "native": lambda: tiny_head(tiny_native(1), 72, parallel=True),
+    "native": lambda: tiny_native_head(tiny_native(1), 72, parallel=True),
 }
 DRAFTERS += ["head", "head hybrid", "parallel"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
@@ -282,7 +282,19 @@ needs_kernels = pytest.mark.skipif(not native.available(), reason=f"the kernels 
 @pytest.mark.parametrize("length", ["random", "caps", "selection", "auto"])
 @pytest.mark.parametrize(
     "drafter",
-    ["self", "ngram", "documents", "always", "sometimes", "ragged", "short", "hybrid", "head", "head hybrid"],
+    [
+        "self",
+        "ngram",
+        "documents",
+        "always",
+        "sometimes",
+        "ragged",
+        "short",
+        "hybrid",
+        "head",
+        "head hybrid",
+        "parallel",
+    ],
 )
 def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: str, family: str) -> None:
     """Where every row needs the host, now and then, and where none does."""
@@ -296,7 +308,7 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: st
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
-@pytest.mark.parametrize("drafter", ["head", "head hybrid"])
+@pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel", "parallel hybrid"])
 def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, family: str) -> None:
     engine = speculative_engine("native", drafter, "random", family, prefill_chunk=7)
     engine.parts.native = None

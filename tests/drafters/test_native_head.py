@@ -103,7 +103,7 @@ def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, gue
     laws = torch.zeros(len(guesses), VOCAB)
     for step, guess in enumerate(guesses):
         laws[step, targets] = logits.softmax(-1)
-        state, logits = reading.step(guess, state, len(text) - 1 + step)
+        state, logits = reading.after(guess, state, len(text) - 1 + step)
     return laws
 
 
@@ -112,6 +112,8 @@ KINDS: dict[str, dict[str, Any]] = {
     **{name: {"switches": [name]} for name in SWITCHES},
     "query and key norms": {"qk_norm": True},
     "two layers": {"depth": 2},
+    "parallel": {"parallel": True},
+    "parallel, a norm for each stream": {"parallel": True, "switches": ["fc_norm"]},
 }
 
 
@@ -142,8 +144,9 @@ def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) ->
         assert float((draft.probabilities[row] - expected).abs().max()) < most
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read() -> None:
-    head = natively(feature_head())
+@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
+def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(parallel: bool) -> None:
+    head = natively(feature_head(parallel=parallel))
     rows = [3, 0, 1, 2]
     batch, decoder = batch_of(rows), decoder_of(head, rows)
     for row, (start, stop) in enumerate([(0, 9), (0, 1), (0, 12), (0, 0)]):
@@ -271,12 +274,12 @@ class Anew:
         return decoder.draft(own, [count], None, laws=False).guesses[0]
 
 
-@pytest.mark.parametrize("rounds", ["kernels", "host"])
+@pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
 @pytest.mark.parametrize("chunk", [4, 256])
 def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
     target = tiny_native(1)
-    head = tiny_native_head(target, STREAM)
+    head = tiny_native_head(target, STREAM, parallel="parallel" in rounds)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
     engine.parts.policy = RandomLength(seed=chunk)
     if rounds == "host":

@@ -154,10 +154,14 @@ class FeatureHead(nn.Module):
         The guesses [B, T] before it, each with the state [B, T, H] that it was made of; a parallel head its mask,
         whatever they are.
         """
-        if self.mask_hidden is None:
+        mask = self.mask()
+        if mask is None:
             return tokens, state
-        mask = self.fuse(self.mask_hidden.view(1, 1, self.config.streams, -1))
         return torch.full_like(tokens, self.config.mask_token or 0), mask.expand(*tokens.shape, -1)
+
+    def mask(self) -> Tensor | None:
+        """[H]: what a parallel head reads in place of fused streams; None: it reads its own state."""
+        return None if self.mask_hidden is None else self.fuse(self.mask_hidden.view(self.config.streams, -1))
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Step:
         """tokens [B, T], each the one after its place; hidden [B, T, H] fused streams or states; positions [B, T]."""

@@ -76,8 +76,6 @@ class NativeHead(HeadModel):
 def spec_of_head(head: FeatureHead, max_positions: int) -> NativeSpec:
     """A head's parts. Raises ModelFormatError if the kernels cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
-    if config.parallel:
-        raise ModelFormatError("a head that guesses in parallel runs in torch")
     check_config(shape)
     assert shape.rotary is not None
     order = head.targets.argsort()  # tokens that are equally likely are told apart by their numbers at the target
@@ -127,6 +125,8 @@ def spec_of_head(head: FeatureHead, max_positions: int) -> NativeSpec:
             stream_width=config.target_width,
             stream_norms=None if norms is None else torch.stack(norms),
             joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
+            mask=head.mask(),
+            mask_token=config.mask_token or 0,
             normed_residual=config.norm_before_residual,
             normed_state=config.norm_output,
         ),

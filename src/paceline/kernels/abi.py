@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 15  # of model.h: it changes with the structs and functions
+ABI_VERSION = 16  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -80,7 +80,8 @@ class CFusion(Structure):
 
     _fields_ = (
         ("fuse", CLinear),
-        *((name, c_void_p) for name in ("stream_norms", "joint_norm", "hidden_norm", "targets")),
+        *((name, c_void_p) for name in ("stream_norms", "joint_norm", "hidden_norm", "targets", "mask")),
+        ("mask_token", c_int64),
         ("vocabulary", c_int64),
         *((name, c_int32) for name in ("streams", "stream_width", "normed_residual", "normed_state")),
     )

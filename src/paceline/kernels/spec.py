@@ -38,6 +38,7 @@ class FusionWeights:
     fuse: all streams side by side to the width. stream_norms [streams, stream width] or joint_norm [streams * stream
     width]: before it. hidden_norm [width]: of what enters beside the embedding. targets [outputs of the head] int64:
     the target's number of each of its tokens, ascending; vocabulary: how many the target has, all of which it reads.
+    mask [width] and mask_token: what stands for guesses that are not there yet; None: it reads its own guesses.
     """
 
     fuse: LinearWeights
@@ -48,6 +49,8 @@ class FusionWeights:
     stream_width: int
     stream_norms: Tensor | None = None
     joint_norm: Tensor | None = None
+    mask: Tensor | None = None
+    mask_token: int = 0
     normed_residual: bool = False
     normed_state: bool = False
 

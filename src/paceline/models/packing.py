@@ -93,6 +93,8 @@ class _Places:
             joint_norm=None if joint is None else self._vector(self._padded(joint)),
             hidden_norm=self._vector(self._padded(fusion.hidden_norm)),
             targets=self._vector(fusion.targets, torch.int64),
+            mask=None if fusion.mask is None else self._vector(fusion.mask),
+            mask_token=fusion.mask_token,
             vocabulary=fusion.vocabulary,
             streams=fusion.streams,
             stream_width=fusion.stream_width,
