@@ -5,7 +5,8 @@
 
 The reference is plain decoding, each prompt alone. Against it: batches of random size in random order, a random
 speculation length every round (0 included), greedy and coupled sampling at temperature 0.8, in every precision asked
-for. The last line is one JSON document; the exit code is 1 if any sequence differs.
+for. `--precisions` and `--temperatures` cut a long run into calls whose outcomes are those of one. The last line is one
+JSON document; the exit code is 1 if any sequence differs.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
         prompts = [
             llm.tokenizer.encode(TEXTS[i % len(TEXTS)] + " " * (i // len(TEXTS))) for i in range(arguments.prompts)
         ]
-        for temperature in (0.0, 0.8):
+        for temperature in map(float, arguments.temperatures.split(",")):
             params = [
                 SamplingParams(temperature=temperature, seed=i, max_tokens=arguments.max_tokens, ignore_eos=True)
                 for i in range(arguments.prompts)
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--precisions", default="int8,bfloat16")
+    parser.add_argument("--temperatures", default="0,0.8", help="greedy, and sampled with seeds")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     done = _outcomes(arguments)

@@ -97,7 +97,7 @@ BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses 
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
-    *(("padded", length) for length in LENGTHS),
+    *(pytest.param("padded", k, marks=pytest.mark.slow if k in (1, "profiled") else ()) for k in LENGTHS),
     *(pytest.param("split", k, marks=() if k in (4, "random") else pytest.mark.slow) for k in LENGTHS),
 ]
 
@@ -437,7 +437,10 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
 
 
-@pytest.mark.parametrize("length", ["random", "caps", "selection", "stops", "auto", "budget", "confident"])
+@pytest.mark.parametrize(
+    "length",
+    some_slow(["random", "caps", "selection", "stops", "auto", "budget", "confident"], ("random", "auto", "selection")),
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
     engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)
@@ -636,7 +639,7 @@ def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
-@pytest.mark.parametrize("drafter", ["model", "ngram", "sometimes", "ragged", "none"])
+@pytest.mark.parametrize("drafter", some_slow(["model", "ngram", "sometimes", "ragged", "none"], ("model", "ragged")))
 def test_ranking_changes_no_answer_and_speculation_no_rank(
     drafter: str, model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1052,7 +1055,7 @@ def p_value(engine: Engine, params: SamplingParams) -> float:
     return float(chisquare(observed, [e * SAMPLES / sum(expected) for e in expected]).pvalue)
 
 
-def law_engine(drafter: str, rule: str, k: int) -> Engine:
+def law_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
     draft: AnyModel | None = LAW_DRAFT() if drafter in ("model", "hybrid") else None
     if drafter == "feature":
         draft = tiny_native_head(LAW_TARGET(), 8)  # it can say two of the four tokens
@@ -1068,7 +1071,7 @@ def law_engine(drafter: str, rule: str, k: int) -> Engine:
         drafter=named,
         acceptance=rule,
         num_speculative_tokens=k,
-        max_batch_size=250,
+        max_batch_size=rows,
         max_model_len=16,
     )
     if drafter == "random guesses":
@@ -1150,7 +1153,7 @@ def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["hybrid", "by the guesses"])
 def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: str, rule: str) -> None:
-    engine = law_engine("hybrid", rule, 3)
+    engine = law_engine("hybrid", rule, 3, rows=250)  # of which now and then enough have nothing to copy
     engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByGuesses()
     engine.parts.policy.clock = itertools.count(step=1e-2).__next__  # type: ignore[attr-defined]
     drafter, copied = engine.parts.drafter, []
@@ -1200,7 +1203,7 @@ def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:
 def test_rounds_that_the_device_plays_alone_keep_the_law(rule: str) -> None:
     engine = make_engine(
         LAW_TARGET(), LAW_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
-        attention="padded", max_batch_size=250, max_model_len=16,
+        attention="padded", max_batch_size=50, max_model_len=16,
     )  # fmt: skip
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3
 

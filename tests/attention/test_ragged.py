@@ -28,6 +28,7 @@ TILES = {
     "stretches": Tiles(queries=16, positions=16, split=16),
     "long stretches": Tiles(queries=32, positions=16, split=64),
 }
+FEW_TILES = [name if name in ("small", "stretches") else pytest.param(name, marks=pytest.mark.slow) for name in TILES]
 
 
 def ragged_cache(lengths: list[int], groups: int, positions: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,7 @@ def compare(
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("tiles", FEW_TILES)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_it_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject) -> None:
@@ -68,9 +69,7 @@ def test_it_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject)
     compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), **how)
 
 
-@pytest.mark.parametrize(
-    "tiles", [name if name in ("small", "stretches") else pytest.param(name, marks=pytest.mark.slow) for name in TILES]
-)
+@pytest.mark.parametrize("tiles", FEW_TILES)
 def test_the_longest_block_of_guesses_takes_several_tiles(tiles: str) -> None:
     new = MAX_SPECULATION_LENGTH + 1
     cache = ragged_cache([new, 70], 1, 80, 16, 5)

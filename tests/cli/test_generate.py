@@ -177,16 +177,17 @@ def test_a_bad_line_is_named_and_nothing_runs(paceline: Any, tiny: str, lines: P
     assert message in error
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
-def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path, line: str, message: str) -> None:
-    lines.write_text('{"prompt": "good"}\n' + line + '\n{"prompt": "better"}\n')
+def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path) -> None:
+    """One between any two bad ones."""
+    lines.write_text("".join(f'{line}\n{{"prompt": "good"}}\n' for line, _ in BAD_LINES.values()))
     result = paceline("generate", tiny, "--prompts-file", str(lines), "--keep-going", "--json", "--quiet", *GREEDY)
     assert result.exit_code == 2
-    first, bad, last = map(json.loads, result.stdout.splitlines())
-    assert first["outputs"][0]["token_ids"]
-    assert last["outputs"][0]["token_ids"]
-    assert message in bad["error"]["message"]
-    assert "line 2" in result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(found) == 2 * len(BAD_LINES)
+    for number, (bad, good, (_, message)) in enumerate(zip(found[::2], found[1::2], BAD_LINES.values(), strict=True)):
+        assert message in bad["error"]["message"]
+        assert good["outputs"][0]["token_ids"]
+        assert f"line {2 * number + 1}: " in result.stderr
 
 
 @pytest.mark.parametrize(

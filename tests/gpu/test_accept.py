@@ -38,7 +38,7 @@ def counts_of(pick: st.DrawFn, rows: int, k: int) -> Tensor:  # type: ignore[typ
     return torch.tensor([pick(st.integers(0, k)) if pick(st.booleans()) else k for _ in range(rows)], device=DEVICE)
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_coupled_equals_the_rule(data: st.DataObject) -> None:
     pick = data.draw
@@ -58,7 +58,7 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
         assert same(state, state_of(batch))
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     pick = data.draw

@@ -54,7 +54,7 @@ def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
     return AutoLength(CostModel(costs, whole=True), clock=simulation.clock)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("name", COSTS)
 def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: int) -> None:
@@ -503,7 +503,7 @@ def test_where_guesses_are_wrong_most_rounds_do_not_even_search(
     assert least <= mean(wish.k > 0 for wish in asked) <= most
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noise: float) -> None:
     """Rows that differ, 64 tokens, costs as believed (times are noisy): mean seconds until a row ends."""
