@@ -1,12 +1,16 @@
 """What references of one's own and siblings' answers bring n-gram lookup: tokens a round, and time.
 
     python benchmarks/references.py edits qwen-coder-1.5b.gguf --rows 4 --prompts 20 --quantization int8
-    python benchmarks/references.py siblings qwen-coder-0.5b.gguf --rows 8 --prompts 4 --n 8 --quantization int8
+    python benchmarks/references.py siblings qwen-coder-1.5b.gguf --rows 8 --prompts 4 --n 8 -k 8 --counts
+    python benchmarks/references.py separate qwen-coder-1.5b.gguf --rows 8 --prompts 1 --n 8 --max-tokens 48
 
 edits: programs with a small change to be made (`paceline bench offline --prompts edits` has them), greedy: plain
 decoding, lookup in the prompt (where the original stands, too), lookup with the original as reference.
 siblings: n sampled answers of one prompt: as one request, the same with nobody copying from siblings, as n requests.
 They copy from each other while they live side by side, so there have to be n rows.
+separate: n answers of one prompt, all of them as long: as one request, as n requests at once and one after the other,
+with and without copies of what another request has read. Nothing is left from the side before.
+--counts: guesses and what became of them, no times; with a number for -k they depend on no clock.
 Sides take turns, the median of the repeats counts. Prompts are read once per answer or request, as the engine does it.
 The last line of the standard output is the result as one JSON document.
 """
@@ -19,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +36,13 @@ from paceline.outputs import RequestOutput
 
 Side = tuple[str, Callable[[], BatchRun]]
 
+TIMES = {"seconds", "seconds_of_all", "ms_per_token", "speed_up", "speed_up_decoding"}
+
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("edits", "siblings"))
+    parser.add_argument("what", choices=("edits", "siblings", "separate"))
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=20)
@@ -47,9 +54,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e6, help="no further repeat is begun that would end later")
     parser.add_argument("-k", default="auto", help="speculation length")
     parser.add_argument("--quantization", default=None)
+    parser.add_argument("--counts", action="store_true", help="each side once, no times")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(given)
-    if options.what == "siblings" and options.rows < options.n:
+    if options.what != "edits" and options.rows < options.n:
         parser.error(f"--rows {options.rows}: siblings need a row each, {options.n} of them (--n)")
     return options
 
@@ -86,18 +94,39 @@ def siblings(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> l
         rounds = [engine.generate([prompt] * times, _seeds(params, times), use_tqdm=False) for prompt in prompts]
         return [output for outputs in rounds for output in outputs]
 
-    return [
+    sides = [
         (f"{options.n} requests", lambda: timed(lambda: play(llm, one, options.n))),
         (f"n = {options.n}, no siblings", lambda: timed(lambda: play(alone, many, 1))),
         (f"n = {options.n}", lambda: timed(lambda: play(llm, many, 1))),
     ]
+    return sides[1:] if options.counts else sides  # requests guess as answers without siblings do
 
 
-def _seeds(params: SamplingParams, times: int) -> list[SamplingParams]:
-    return [
-        SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens, seed=s, n=params.n)
-        for s in range(times)
-    ]
+def separate(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
+    """Likewise."""
+    prompts = [llm.tokens_of_chat(each.messages) for each in asked]
+    one = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, ignore_eos=True)
+    copying = llm.with_options(prefix_cache=True)
+
+    def play(engine: LLM, params: SamplingParams, calls: int, rows: int) -> BatchRun:
+        """Of each prompt so many calls, for so many requests each."""
+        seeds = [_seeds(params, rows, first=rows * call) for call in range(calls)]
+        engine.engine.scheduler.forget()
+        rounds = [(prompt, each) for prompt in prompts for each in seeds]
+        return timed(
+            lambda: [o for prompt, each in rounds for o in engine.generate([prompt] * rows, each, use_tqdm=False)]
+        )
+
+    n = options.n
+    sides: list[Side] = [(f"n = {n}", lambda: play(llm, replace(one, n=n), 1, 1))]
+    for engine, how in ((llm, "reading all"), (copying, "copying what was read")):
+        sides.append((f"{n} requests at once, {how}", lambda e=engine: play(e, one, 1, n)))  # type: ignore[misc]
+        sides.append((f"{n} requests in turn, {how}", lambda e=engine: play(e, one, n, 1)))  # type: ignore[misc]
+    return sides
+
+
+def _seeds(params: SamplingParams, times: int, first: int = 0) -> list[SamplingParams]:
+    return [replace(params, seed=seed) for seed in range(first, first + times)]
 
 
 def summary(name: str, runs: Sequence[BatchRun], first: Sequence[BatchRun]) -> dict[str, Any]:
@@ -137,11 +166,11 @@ def main() -> None:
         max_model_len=1024,
         prefix_cache=False,  # what prompts take to read is part of what is measured
     )
-    sides = (edits if options.what == "edits" else siblings)(options, llm, asked)
+    sides = {"edits": edits, "siblings": siblings, "separate": separate}[options.what](options, llm, asked)
     runs: dict[str, list[BatchRun]] = {name: [] for name, _ in sides}
     llm.generate([llm.tokens_of_chat(asked[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # a warm-up
     started, longest = time.monotonic(), 0.0
-    for turn in turns(sides, options.repeats):
+    for turn in turns(sides, 1 if options.counts else options.repeats):
         began = time.monotonic()
         if began - started + longest > options.seconds:
             break
@@ -150,6 +179,8 @@ def main() -> None:
         longest = max(longest, time.monotonic() - began)
     first = next(iter(runs.values()))
     results = [summary(name, each, first) for name, each in runs.items()]
+    if options.counts:
+        results = [{name: value for name, value in each.items() if name not in TIMES} for each in results]
     if options.what == "edits":
         same = [run.token_ids == first[0].token_ids for each in runs.values() for run in each]
         assert all(same), "speculation changed an answer"
@@ -157,6 +188,7 @@ def main() -> None:
         "benchmark": "references",
         "command": "python " + " ".join(sys.argv),
         "prompts": f"{len(asked)} of {options.what if options.what == 'edits' else 'retrieval'}",
+        "prompt_tokens": [len(llm.tokens_of_chat(each.messages)) for each in asked],
         "engine": llm.engine.describe(),
         "machine": machine(llm.engine.threads),
         "versions": versions(),

@@ -89,6 +89,10 @@ class Reader:
     def lags(self, batch: Batch) -> list[int]:
         return [batch.lengths[row] - self.seen[row] for row in range(batch.rows)]
 
+    def spared(self, batch: Batch) -> int:
+        """Nobody answers the same prompt."""
+        return 0
+
 
 @dataclass
 class GuessSimulation:

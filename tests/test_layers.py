@@ -50,6 +50,7 @@ LAYERS: list[set[str]] = [
         "description",
         "engine",
         "sharing",
+        "utilisation",
     },
     {"llm", "server", "cli", "bench", "training", "evaluation", "transformers", "llm_plugin", "ray"},
 ]

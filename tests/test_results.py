@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.utilisation import Arithmetic, Peak
+from paceline.utilisation import Arithmetic, Peak
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -187,7 +187,7 @@ QWEN_MULTIPLY_ADDS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960) +
 
 
 def utilisations() -> list[str]:
-    """By the formula of ``bench.utilisation``; the peak is of another run."""
+    """By the formula of ``utilisation``; the peak is of another run."""
     runs = {1: PAIR, 4: PAIR, 8: "offline-qwen-int8-large-epyc-zen4"}
     peak = 2 * load("kernels-qwen-epyc-zen4")["machine"]["gmac_s"]["int8"] * 1e9
     arithmetic = Arithmetic(QWEN_MULTIPLY_ADDS, Peak(peak, "of another run"))

@@ -22,7 +22,10 @@ from paceline.rows import MOST_STOPS, After, Constraint, RowState, SamplingRows
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The answers of one request, which may be guessed from each other and from references that it brought along."""
+    """The answers of one request, which may be guessed from each other and from references that it brought along.
+
+    What a draft model has read of their prompt for one of them it need not read for the others.
+    """
 
     references: Sequence[Sequence[int]]
     answers: int
@@ -177,6 +180,15 @@ class Batch:
     def longest(self) -> int:
         """Tokens of the longest decoding row."""
         return max(self.lengths[: self.rows])
+
+    @property
+    def siblings(self) -> list[tuple[list[int], int]]:
+        """Decoding rows that answer one prompt, two at least, and how long that is."""
+        families: dict[int, list[int]] = {}
+        for row, member in enumerate(self.members[: self.rows]):
+            if member is not None:
+                families.setdefault(id(member.family), []).append(row)
+        return [(rows, int(self.sampling.prompt_length[rows[0]])) for rows in families.values() if len(rows) > 1]
 
     @property
     def no_guesses(self) -> Draft:

@@ -263,15 +263,42 @@ class Decoder:
         return (batch.live_length - self.seen_by(batch)).tolist()
 
     def catch_up(self, batch: Batch) -> None:
-        """Feed what the cache lacks except each row's last token: in chunks, and only to rows that lack something."""
+        """Feed what the cache lacks except each row's last token: in chunks, and only to rows that lack something.
+
+        Of the answers to one prompt that which has read most of it reads the rest, and the others copy it.
+        """
+        for rows, stop in self._unread_by_siblings(batch):
+            reader = rows[-1]
+            self._feed_all(batch, [reader], self.seen_by(batch).tolist(), [stop])
+            for row in rows[:-1]:
+                self.copy_row(batch.first + reader, batch.first + row, stop)
         seen = self.seen_by(batch).tolist()
         for lacks, group in groupby(range(batch.rows), lambda row: seen[row] < batch.lengths[row] - 1):
             if lacks:
-                self._feed_all(batch, list(group), seen)
+                rows = list(group)
+                self._feed_all(batch, rows, seen, [batch.lengths[row] - 1 for row in rows])
 
-    def _feed_all(self, batch: Batch, rows: list[int], seen: list[int]) -> None:
-        """Neighbouring rows, side by side, up to their last token but one."""
-        starts, ends = [seen[row] for row in rows], [batch.lengths[row] - 1 for row in rows]
+    def spared(self, batch: Batch) -> int:
+        """Of what all rows lack, how many tokens are copied from siblings and need not be read."""
+        seen = self.seen_by(batch).tolist()
+        return sum(stop - seen[row] for rows, stop in self._unread_by_siblings(batch) for row in rows[:-1])
+
+    def _unread_by_siblings(self, batch: Batch) -> list[tuple[list[int], int]]:
+        """Of answers to one prompt those that lack some of it, but for its last token, and its stop.
+
+        The row that is to be copied comes last: that which has read most.
+        """
+        seen, found = self.seen_by(batch).tolist(), []
+        for rows, prompt in batch.siblings:
+            stop, reader = prompt - 1, max(rows, key=seen.__getitem__)
+            lack = [row for row in rows if seen[row] < stop and row != reader]
+            if lack:
+                found.append(([*lack, reader], stop))
+        return found
+
+    def _feed_all(self, batch: Batch, rows: list[int], seen: list[int], ends: list[int]) -> None:
+        """Neighbouring rows, side by side."""
+        starts = [min(seen[row], end) for row, end in zip(rows, ends, strict=True)]
         width = max(1, CATCH_UP_CHUNK // len(rows))
         while starts != ends:
             stops = [min(start + width, end) for start, end in zip(starts, ends, strict=True)]

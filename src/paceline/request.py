@@ -82,10 +82,10 @@ class Intake:
         return output, rows
 
     def _family(self, request: Request) -> Family | None:
-        """For n-gram lookup; None where an answer's own text is all that it can be guessed from."""
+        """What an answer can be guessed from beside its own text; None where that is nothing."""
         answers = request.params.answers
         alone = answers == 1 and not request.references
-        return None if alone or not self.config.looks_up else Family(request.references, answers)
+        return None if alone else Family(request.references, answers)
 
     def scope_of(self, params: SamplingParams) -> Scope:
         """Whose texts its prompt may be copied from, and who may copy it."""

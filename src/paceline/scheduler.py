@@ -105,7 +105,7 @@ class Scheduler:
         """Give rows to answers of one request. Where what it asks makes that fail, it ends, alone; its answers then."""
         for number, sequence in enumerate(turn):
             try:
-                self._start(sequence)
+                self._start(sequence, self._rows_soon(len(turn) - number))
             except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
                 log_failure(sequence, error)
                 self._size_free_rows()
@@ -113,14 +113,14 @@ class Scheduler:
                 return self.drop(sequence.request_id, "error", error)
         return []
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, rows_soon: int) -> None:
         sequence.reach = self._reach(sequence)
         row, has = len(self.running) + len(self.prefilling), self._bring_a_row(sequence)
         self.free.rows[0] = Held()  # whatever becomes of the sequence
         self._resize(row, sequence.reach)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
-        sequence.read_by_draft = self.parts.policy.hopeful(self._rows_soon)
+        sequence.read_by_draft = self.parts.policy.hopeful(rows_soon)
         self.parts.join(row)
         for decoder in self.decoders:
             decoder.cut_row(row, has)
@@ -208,9 +208,9 @@ class Scheduler:
         deadline = math.inf if sequence.deadline is None else sequence.deadline
         self.batch.set_row(row, RowStart(*begin, deadline))
 
-    @property
-    def _rows_soon(self) -> int:
-        return min(self.capacity, len(self.running) + len(self.prefilling) + 1 + len(self.waiting))
+    def _rows_soon(self, begun_now: int) -> int:
+        """That will decode when those have begun who do so now, and those who wait."""
+        return min(self.capacity, len(self.running) + len(self.prefilling) + begun_now + len(self.waiting))
 
     def _share(self, row: int) -> None:
         """Copy the longest beginning of a prefilling row's prompt that any row holds; wait for what another reads."""

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
-from benchmarks.references import arguments
+from benchmarks.references import Side, arguments, separate, siblings
+
+from paceline.bench.measure import BatchRun
+from paceline.bench.sets import SETS
+from paceline.llm import LLM
+from toy_llm import toy_llm
+
+PROMPT = [1 + i % 7 for i in range(61)]
 
 
 def test_siblings_need_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -12,3 +22,39 @@ def test_siblings_need_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--rows 7" in capsys.readouterr().err
     assert arguments(["siblings", "model", "--rows", "8", "--n", "8"]).rows == 8
     assert arguments(["edits", "model"]).rows == 1
+
+
+def on_toys(**options: Any) -> LLM:
+    llm = toy_llm(drafter="ngram", num_speculative_tokens=3, prefix_cache=False, **options)
+    llm.tokens_of_chat = lambda _: PROMPT  # type: ignore[method-assign]
+    return llm
+
+
+def played(sides: Sequence[Side]) -> dict[str, BatchRun]:
+    return {name: play() for name, play in sides}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_answers_and_requests_read_is_what_their_side_says() -> None:
+    """Each time anew."""
+    options = arguments(["separate", "model", "--rows", "4", "--n", "4", "--max-tokens", "12", "--prompts", "1"])
+    sides = separate(options, on_toys(), SETS["retrieval"][:1])
+    for _ in range(2):
+        runs = played(sides)
+        assert {run.tokens for run in runs.values()} == {4 * 12}
+        assert {name: sum(m.cached_tokens for m in run.metrics) for name, run in runs.items()} == {
+            "n = 4": 3 * 60,
+            "4 requests at once, reading all": 0,
+            "4 requests in turn, reading all": 0,
+            "4 requests at once, copying what was read": 3 * 60,
+            "4 requests in turn, copying what was read": 3 * 60,
+        }
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_siblings_are_counted_with_and_without_each_other() -> None:
+    """The same answers; whoever copies from siblings guesses more."""
+    given = ["siblings", "model", "--rows", "4", "--n", "4", "--max-tokens", "24", "--temperature", "0.5", "--counts"]
+    alone, together = played(siblings(arguments(given), on_toys(), SETS["retrieval"][:1])).values()
+    assert alone.token_ids == together.token_ids
+    assert sum(m.drafted for m in alone.metrics) < sum(m.drafted for m in together.metrics)

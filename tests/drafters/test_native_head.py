@@ -289,6 +289,37 @@ def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds
     assert watched.compared > 100
 
 
+class Late(RandomLength):
+    """Reads no prompt beforehand, and asks late."""
+
+    rounds = 0
+
+    def hopeful(self, rows: int) -> bool:
+        return False
+
+    def choose(self, batch: Batch) -> Wish:
+        self.rounds += 1
+        return Wish(3 if self.rounds > 5 else 0)
+
+
+def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
+    target = tiny_native(1)
+    head = tiny_native_head(target, STREAM)
+    engine = make_engine(target, head, drafter="feature", max_batch_size=4)
+    (decoder,), engine.parts.policy, read = engine.parts.drafter.decoders, Late(seed=1), list[int]()
+    prefill = decoder.prefill_rows
+
+    def prefill_rows(batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        read.append(sum(stops) - sum(starts))
+        prefill(batch, rows, starts, stops)
+
+    decoder.prefill_rows = prefill_rows  # type: ignore[method-assign]
+    watched = Anew(engine, target, head)
+    run(engine, [TEXTS[3]], [SamplingParams(temperature=1.0, n=4, max_tokens=20, seed=1, ignore_eos=True)])
+    assert sum(read) == 29 + 4 * 5, "the prompt but for its first and last token, and what each row gained meanwhile"
+    assert watched.compared > 20
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often which function of the library was called."""
     calls, library = Counter[str](), native.available()[0].library

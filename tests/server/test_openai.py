@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -238,6 +239,9 @@ def test_models_tokens_and_versions(live: Live) -> None:
     assert live.get("/version").status_code == 200
     assert "paceline:spec_decode_num_draft_tokens_total" in live.get("/metrics").text
     assert live.get("/stats").json()["capacity"] == 4
+    peak = re.search(r"^paceline:peak_operations_per_second (\S+)$", live.get("/metrics").text, re.MULTILINE)
+    assert peak is not None
+    assert float(peak[1]) > 1e7, "measured while it warmed up"
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from paceline.batch import Batch, Wish
 from paceline.bench.measure import run_batch, split_times, turns
 from paceline.bench.prompts import COPYING, OPEN
 from paceline.bench.sets import SETS, SetName
-from paceline.bench.utilisation import Arithmetic
 from paceline.draft import Draft
 from paceline.drafters.base import Wrapper
 from paceline.outputs import Latency
 from paceline.params import Length, SamplingParams
+from paceline.utilisation import Arithmetic
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -66,7 +66,7 @@ class Result:
 
     output_tokens: of an answer, the mean of those that came, fewer than ``max_tokens`` where prompts leave less room.
     ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
-    speed_up: over the first side, plain decoding, token for token. utilisation: a share of 1 (``bench.utilisation``);
+    speed_up: over the first side, plain decoding, token for token. utilisation: a share of 1 (``utilisation``);
     None where it is not known.
     """
 

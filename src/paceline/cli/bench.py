@@ -71,7 +71,7 @@ def offline(
 ) -> None:
     """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
     from paceline.bench.offline import Transformers, document, has_references, measure, prompts_for, sides_for
-    from paceline.bench.utilisation import arithmetic_of
+    from paceline.utilisation import arithmetic_of
 
     check_output("--output", output)
     sizes = whole_numbers("--batch-sizes", batch_sizes)

@@ -104,7 +104,7 @@ class Sheet:
 def latency_table(rows: Iterable[tuple[str, Latency | None, *tuple[float | None, ...]]]) -> Sheet:
     """Of each side its batch's first (fastest), last (slowest) and all (mean) sequences, and perhaps its utilisation.
 
-    Empty where nothing is known; utilisation as a share of 1 (``bench.utilisation``).
+    Empty where nothing is known; utilisation as a share of 1 (``utilisation``).
     """
     rows = list(rows)
     columns = ["", "first", "last", "all", *["utilisation"][: max((len(row) - 2 for row in rows), default=0)]]

@@ -89,7 +89,7 @@ def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> 
             rows,
         )
     )
-    from paceline.bench.utilisation import arithmetic_of  # it imports torch, for which --help need not wait
+    from paceline.utilisation import arithmetic_of  # it imports torch, for which --help need not wait
 
     arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
     sides = {"plain": plain, "speculation": speculative}

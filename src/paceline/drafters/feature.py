@@ -52,8 +52,9 @@ class FeatureDrafter(ModelDrafter):
         return f"parallel head {draft}" if self._parallel else f"head {draft}"
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
-        """On the CPU kernels all of it is one call; elsewhere a pass for each guess; for all, of a parallel head."""
+        """On the CPU kernels one call, but for what many rows lack; elsewhere a pass for each guess, or for all."""
         if self._natively is not None:
+            self._lag(batch)
             laws = self._independent and not batch.sampling.all_greedy
             return self._natively.draft(batch, wish.counts(batch), wish.enough, laws=laws)
         draft = super()._propose(batch, wish)

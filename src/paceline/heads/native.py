@@ -173,6 +173,9 @@ class NativeHeadDecoder(HeadDecoder):
     def rewind(self, batch: Batch) -> None:
         """Guesses never count as seen; a token that was seen last and is wanted again is read again."""
 
+    def lags(self, batch: Batch) -> list[int]:
+        return [batch.lengths[row] - max(1, self._seen[batch.first + row]) for row in range(batch.rows)]
+
     def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         parts = [(row, max(1, start), stop) for row, start, stop in zip(rows, starts, stops, strict=True)]
         lines = [part for part in parts if part[1] < part[2]]

@@ -59,7 +59,6 @@ Clock: TypeAlias = Callable[[], float]  # seconds
 Follows: TypeAlias = Sequence[int] | None  # the guess that each guess of a row follows; None: the one before
 
 DOUBT = 1.5  # standard errors by which a draft model gets the benefit of the doubt: trials come seldom; copies get 1
-HOPE = 0.9  # chance of a guess that no draft model exceeds for long
 TRIALS = 3.0  # what a record weighs at most when what it says is tried
 CLUELESS_TRIALS = 4  # guesses that the chance of any guess weighs at first, and most of a draft before any was right
 FADE = 0.98  # what the evidence about any guess is worth a round later
@@ -84,10 +83,11 @@ class Source:
         self.brings: dict[int, Mean] = {}
         self.savings = Savings()
 
-    @property
-    def chance(self) -> float:
-        """Of a guess of which nothing else is known."""
-        return (self.right + CLUELESS_TRIALS * CLUELESS) / (self.judged + CLUELESS_TRIALS)
+    def chance(self, doubt: float = 0.0) -> float:
+        """Of a guess of which nothing else is known; by so many standard errors of doubt higher (Wilson 1927)."""
+        trials = self.judged + CLUELESS_TRIALS
+        chance, unsure = (self.right + CLUELESS_TRIALS * CLUELESS) / trials, doubt * doubt / trials
+        return (chance + unsure / 2 + math.sqrt(unsure * (chance * (1 - chance) + unsure / 4))) / (1 + unsure)
 
     def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
         """As ``Belief.learn``."""
@@ -155,8 +155,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         clock: Clock = time.perf_counter,
         times: bool = True,
     ) -> None:
-        self.times = times
-        self.costs, self.decoders, self.clock = costs, decoders, clock
+        self.costs, self.decoders, self.clock, self.times = costs, decoders, clock, times
         self.selects = not costs.whole
         self.drafted, self.copied = Source(), Source()
         self._shape: Follows = None  # of the trees that were drafted lately
@@ -198,8 +197,8 @@ class AutoLength(RowKeepers, LengthPolicy):
         """Whether to ask for guesses: by what they brought lately, or because it is time to see."""
         now, brings = self._round, self._brings(source)
         now.source, now.rate = source, self._rate(source)
-        backlog, doubt = (self._backlog(), DOUBT) if source is self.drafted else ([0], 1.0)
-        now.feed = self.costs.feed_ms(sum(backlog))
+        backlog, spared, doubt = (*self._backlog(), DOUBT) if source is self.drafted else ([0], 0, 1.0)
+        now.feed = self.costs.feed_ms(sum(backlog) - spared)
         left = max(now.batch.limits[row] - now.batch.lengths[row] for row in range(now.rows))
         value = self._best_length()[0] if self.costs.whole else (brings.value + doubt * brings.error) * now.rows
         if value > now.rate * now.feed / max(left, 1):
@@ -264,7 +263,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             return source.brings.setdefault(0, Mean(SEARCH_HOPE))
         rows = self._round.rows
         if rows not in source.brings:
-            source.brings[rows] = Mean(self._promise(rows, source.chance) / rows)
+            source.brings[rows] = Mean(self._promise(rows, source.chance()) / rows)
         return source.brings[rows]
 
     def _promise(self, rows: int, chance: float) -> float:
@@ -274,7 +273,9 @@ class AutoLength(RowKeepers, LengthPolicy):
         return self._best_depth(gains, rows, times, rows / times.plain)[0]
 
     def hopeful(self, rows: int) -> bool:
-        return self._promise(rows, HOPE) > 0
+        """By what guesses brought to so many rows, or would if they were as good as those lately, with some doubt."""
+        known = self.drafted.brings.get(rows, Mean(0.0))
+        return known.value + DOUBT * known.error > 0 or self._promise(rows, self.drafted.chance(DOUBT)) > 0
 
     def _best_length(self) -> tuple[float, int]:
         """By the places of guesses alone: the value of the best number of them a row, at least 1, and that number.
@@ -304,13 +305,14 @@ class AutoLength(RowKeepers, LengthPolicy):
             return 0.0
         return self.costs.pass_ms(rows, first=True) + (passes - 1) * self.costs.pass_ms(rows, first=False)
 
-    def _backlog(self) -> list[int]:
-        """Tokens that each row's caches lack, beyond the one that a draft feeds anyway."""
+    def _backlog(self) -> tuple[list[int], int]:
+        """Tokens that each row's caches lack, beyond the one that a draft feeds anyway; and how many siblings spare."""
         now = self._round
         if not self.times:  # the device is not asked: a plain round gives each row a token
-            return [len(self.decoders) * self._unasked] * now.rows
+            return [len(self.decoders) * self._unasked] * now.rows, 0
         lags = [decoder.lags(now.batch) for decoder in self.decoders]
-        return [sum(each) - len(lags) for each in zip(*lags, strict=True)] or [0]
+        spared = sum(decoder.spared(now.batch) for decoder in self.decoders)
+        return [sum(each) - len(lags) for each in zip(*lags, strict=True)] or [0], spared
 
     # --- while it is played ----------------------------------------------------------
 
@@ -364,10 +366,13 @@ class AutoLength(RowKeepers, LengthPolicy):
         now, clock = self._round, self.clock()
         now.passes.append(1000 * (clock - now.ready))
         now.ready = clock
-        trees: Sequence[Follows] = follows or [None] * len(scores)
+        trees = follows or [range(-1, len(line) - 1) for line in scores]
         bins = [bins_of(len(line), line, tree) for line, tree in zip(scores, trees, strict=True)]
-        lines, chance = self._lines(self.drafted, bins, trees, batch.first), self.drafted.chance
-        new = [[chance * end for end in _ends(line, tree)] for line, tree in zip(lines, trees, strict=True)]
+        lines, chance = self._lines(self.drafted, bins, trees, batch.first), self.drafted.chance()
+        new = [
+            [chance * end for place, end in enumerate(line) if place not in tree]
+            for line, tree in zip(lines, trees, strict=True)
+        ]
         values = [
             self._best([sorted(line, reverse=True) for line in each], self.drafted)[0]
             for each in (lines, [[*line, *more] for line, more in zip(lines, new, strict=True)])
@@ -481,8 +486,3 @@ class AutoLength(RowKeepers, LengthPolicy):
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self._paces.rows, self.drafted.belief.rows, self.copied.belief.rows
-
-
-def _ends(line: Sequence[float], follows: Follows) -> Sequence[float]:
-    """Those of a row's guesses that no other follows."""
-    return line[-1:] if follows is None else [each for place, each in enumerate(line) if place not in follows]

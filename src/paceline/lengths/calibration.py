@@ -143,8 +143,7 @@ class Calibration:
         verify = {(b, k): self._verify(b, k, self.context) for b in sizes for k in self.grid.measured(b)}
         few, many = 1, 1 + max(lengths)
         draft = {(b, k): self._draft(b, k) for b in sizes for k in (few, many)}
-        feeds = [n for n in FEEDS if n < self.context] if self.drafter.decoders else []
-        feed = {n: self._feed(n) for n in feeds}
+        feed = {n: self._feed(n) for n in FEEDS if n < self.context and self.drafter.decoders}
         rows = min(CONTEXT_ROWS, max(sizes))
         near = {k: self._verify(rows, k, self.context) for k in (0, max(lengths))}
         far = {k: self._verify(rows, k, self.long_context) for k in (0, max(lengths))}

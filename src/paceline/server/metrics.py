@@ -7,6 +7,7 @@ beyond an answer's end included; the figures of single answers leave these out.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from paceline.engine import Engine
 from paceline.outputs import CompletionOutput, Latency, RequestOutput
 from paceline.server.errors import ApiError
 from paceline.server.logs import REFUSALS
+from paceline.utilisation import Arithmetic
 
 log = logging.getLogger("paceline.server")
 refusals = logging.getLogger(REFUSALS)
@@ -34,17 +36,18 @@ _MOST_LETTERS = 200  # of a refusal's reason in the log: it may repeat what the 
 
 
 class PlayedRound(NamedTuple):
-    """at: seconds on the clock of time.monotonic. k: the longest draft of any row."""
+    """at: seconds on the clock of time.monotonic. k: the longest draft of any row. seconds: that it took."""
 
     at: float
     rows: int
     k: int
     drafted: int
     accepted: int
+    seconds: float
 
 
 class Stats(BaseModel):
-    """``/stats``: how things stand now. Acceptance, lengths and tokens a second are over the last rounds."""
+    """``/stats``: how things stand now. Acceptance, lengths, tokens a second, utilisation: over the last rounds."""
 
     running: int
     waiting: int
@@ -54,6 +57,7 @@ class Stats(BaseModel):
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     tokens_per_second: float
+    utilisation: float | None
     rounds: int
 
 
@@ -82,6 +86,7 @@ class Meter:
         self._line_at = 0.0
         self._rounds = self._running = self._waiting = self._capacity = 0
         self._usage = 0.0
+        self._arithmetic: Arithmetic | None = None
         self._make_counters()
         self._make_gauges()
         self._make_histograms()
@@ -101,6 +106,7 @@ class Meter:
         self._asked_of_cache = counter("prefix_cache_queries", "Tokens of prompts, each answer's counted.")
         self._found_in_cache = counter("prefix_cache_hits", "Those of them that were copied from what was read before.")
         self._generation_tokens = counter("generation_tokens", "Tokens of answers.")
+        self._decoding = counter("decode_seconds", "Seconds of rounds; reading prompts is not in it.")
         self._answers = counter("request_success", "Answers that ended, by reason.", "finished_reason")
         self._errors = counter("request_errors", "Requests answered with an error, by HTTP status.", "status")
         self._failures = counter("round_failures", "Rounds that ended with an exception.")
@@ -114,7 +120,18 @@ class Meter:
         self._usage_gauge = gauge("kv_cache_usage_perc", "Share of the cache that is filled; 1 is all of it.")
         self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
         self._length = gauge("num_speculative_tokens", "The longest draft of the last round.")
+        self._operations = gauge("token_operations", "Of the target's matrices for a token; NaN: not known.")
+        self._peak = gauge("peak_operations_per_second", "What the machine can do; NaN: not known.")
+        self._operations.set(math.nan)
+        self._peak.set(math.nan)
         self._step = gauge("engine_step_seconds", "How long the engine has been at its present step; 0: nothing to do.")
+
+    def know(self, arithmetic: Arithmetic) -> None:
+        """Of the engine's target."""
+        self._arithmetic = arithmetic
+        operations, peak = arithmetic.operations, arithmetic.peak.operations_per_second
+        self._operations.set(math.nan if operations is None else operations)
+        self._peak.set(math.nan if peak is None else peak)
 
     def watch_steps(self, seconds: Callable[[], float]) -> None:
         """Ask this, whenever somebody asks for the metrics, how long the present step has taken."""
@@ -159,7 +176,12 @@ class Meter:
             return
         verdict, now = engine.last_verdict.host, self._clock()
         played = PlayedRound(
-            now, len(verdict.accepted), max(verdict.drafted), sum(verdict.drafted), sum(verdict.accepted)
+            now,
+            len(verdict.accepted),
+            max(verdict.drafted),
+            sum(verdict.drafted),
+            sum(verdict.accepted),
+            engine.chunks.round_seconds,
         )
         with self._lock:
             self._recent.append(played)
@@ -173,6 +195,7 @@ class Meter:
         self._batch_size.set(played.rows)
         self._length.set(played.k)
         self._row_rounds.inc(played.rows)
+        self._decoding.inc(played.seconds)
         if played.drafted:
             self._drafts.inc(sum(drafted > 0 for drafted in verdict.drafted))
             self._draft_tokens.inc(played.drafted)
@@ -260,8 +283,15 @@ class Meter:
                 acceptance_rate=acceptance,
                 mean_acceptance_length=length,
                 tokens_per_second=_pace(recent) if self._running else 0.0,
+                utilisation=self._utilisation(recent),
                 rounds=self._rounds,
             )
+
+    def _utilisation(self, rounds: list[PlayedRound]) -> float | None:
+        """None where nothing was played, or peak or model are not known."""
+        tokens = sum(played.rows + played.accepted for played in rounds)
+        seconds = sum(played.seconds for played in rounds)
+        return None if self._arithmetic is None else self._arithmetic.utilisation(tokens, seconds)
 
     def totals(self) -> tuple[int, int, int]:
         """Tokens of answers, tokens guessed and guesses kept since the start."""

@@ -23,6 +23,7 @@ from paceline.server.admission import Place
 from paceline.server.delta import Growth, Update
 from paceline.server.mailbox import Mailbox, News
 from paceline.server.metrics import Meter, Pace
+from paceline.utilisation import arithmetic_of
 from paceline.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ log = logging.getLogger("paceline.server")
 
 State = Literal["loading", "warming up", "ready", "stalled", "stopped"]
 _WARM_UP_TOKENS = 8
+_PEAK_SECONDS = 0.05  # of measuring what the processor can do: a shorter look than a benchmark's
 
 
 @dataclass
@@ -213,6 +215,10 @@ class EngineService:
         if isinstance(target, SharedModel):
             target.when_a_rank_ends(lambda: self._inbox.put(target.check))
         self._warm_up()
+        arithmetic = arithmetic_of(target, self.engine.threads, _PEAK_SECONDS)
+        log.info("utilisation is a share of %s", arithmetic.peak)
+        self.meter.know(arithmetic)
+        self.meter.queues(self.engine)
         self.state = "ready"
         log.info("ready")
 

@@ -52,6 +52,7 @@ export class Monitor {
     this.k.push(idle ? 0 : stats.num_speculative_tokens, idle ? "idle" : "in the last round");
     const note = length === null ? "" : `mean acceptance length ${length.toFixed(2)}`;
     this.acceptance.push(idle ? null : stats.acceptance_rate, note);
-    this.pace.push(stats.tokens_per_second, "all answers together");
+    const used = idle || stats.utilisation === null ? "" : `, ${(100 * stats.utilisation).toFixed(1)} % of the peak`;
+    this.pace.push(stats.tokens_per_second, `all answers together${used}`);
   }
 }

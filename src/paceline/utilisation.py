@@ -67,12 +67,17 @@ class Arithmetic:
     multiply_adds: int | None
     peak: Peak
 
+    @property
+    def operations(self) -> int | None:
+        """Of a token."""
+        return None if self.multiply_adds is None else 2 * self.multiply_adds
+
     def utilisation(self, tokens: int, seconds: float) -> float | None:
         """A share of 1, as the module says. tokens: of all answers; seconds: of their decoding, prefill left out."""
         peak = self.peak.operations_per_second
-        if self.multiply_adds is None or peak is None or seconds <= 0:
+        if self.operations is None or peak is None or seconds <= 0:
             return None
-        return 2 * self.multiply_adds * tokens / seconds / peak
+        return self.operations * tokens / seconds / peak
 
     def as_document(self) -> dict[str, Any]:
         """For JSON."""

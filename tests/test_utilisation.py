@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kernels.tools import random_spec
 from model_support import NATIVE, tiny
-from paceline.bench.utilisation import Arithmetic, Peak, arithmetic_of, data_sheet, peak_of
 from paceline.kernels import native
 from paceline.models.base import AnyModel, Counted
 from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel
-from toy import ToyModel
+from paceline.params import SamplingParams
+from paceline.server.metrics import Meter
+from paceline.utilisation import Arithmetic, Peak, arithmetic_of, data_sheet, peak_of
+from toy import ToyModel, make_engine, make_request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,3 +94,35 @@ def test_packed_weights_are_measured_on_their_own_kernels(quantization: object, 
     assert found.utilisation(tokens=1, seconds=1.0) == pytest.approx(
         2 * counted(model) / found.peak.operations_per_second
     )
+
+
+class Ticks:
+    """A clock that is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_server_tells_it_of_its_rounds() -> None:
+    engine, meter, now = make_engine(ToyModel()), Meter(1e9, clock := Ticks()), {"seconds": 0.0, "tokens": 0.0}
+    value = meter.registry.get_sample_value
+    assert math.isnan(value("paceline:peak_operations_per_second") or 0.0)
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.add(make_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+        meter.round(engine)
+        if engine.last_verdict is not None:
+            now["seconds"] += engine.chunks.round_seconds
+            now["tokens"] += len(engine.last_verdict.host.accepted)
+    assert now["tokens"] == 12
+    assert value("paceline:decode_seconds_total") == pytest.approx(now["seconds"])
+    assert meter.stats().utilisation is None, "nobody said what the machine can do"
+    meter.know(Arithmetic(100, Peak(1e6, "said so")))
+    assert meter.stats().utilisation == pytest.approx(200 * 12 / now["seconds"] / 1e6)
+    assert value("paceline:token_operations") == 200
+    assert value("paceline:peak_operations_per_second") == 1e6
+    clock.now = 1000.0
+    assert meter.stats().utilisation is None, "nothing was played lately"

@@ -1,0 +1,121 @@
+"""Which prompts a draft model reads, and how often: counted in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.batch import Batch, Wish
+from paceline.engine import Engine
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.base import FixedLength
+from paceline.lengths.belief import Mean
+from paceline.lengths.cost import CostModel
+from paceline.params import SamplingParams
+from simulation import LENGTHS, SIZES, linear_costs
+from toy import FlatToy, ToyModel, answers, make_engine, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = [1 + i % 7 for i in range(41)]  # of which prefill reads 40
+# Beyond eight tokens a round each costs nearly as much as a plain one: eight rows gain by guesses that are hardly ever
+# wrong, one row by almost any.
+COSTS = replace(
+    linear_costs(draft_step=0.5), verify=tuple(tuple(10.0 + max(0, b * (k + 1) - 8) for k in LENGTHS) for b in SIZES)
+)
+
+
+def engine_with(kind: type[ToyModel] = ToyModel) -> tuple[Engine, list[int]]:
+    """With the target as its own draft model; and how many tokens that read, pass by pass, but for its drafting."""
+    engine = make_engine(kind(), kind(), drafter="model", max_batch_size=8, attention="auto")
+    (draft,), read = engine.parts.drafter.decoders, []
+    prefill = draft.prefill_rows
+
+    def prefill_rows(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
+        read.append(sum(stops) - sum(starts))
+        prefill(batch, rows, starts, stops)
+
+    draft.prefill_rows = prefill_rows  # type: ignore[method-assign, assignment]
+    return engine, read
+
+
+def policy_with(chance: float | None) -> AutoLength:
+    """Of a draft model of which every guess of the last 200 rounds had this chance; None: nothing is known."""
+    policy = AutoLength(CostModel(COSTS), [], copies=False)
+    for place in range(200 if chance is not None else 0):
+        policy.drafted.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
+    return policy
+
+
+def test_hope_is_what_was_learned() -> None:
+    """At eight rows it takes better guesses than at one; before any was judged a draft model may be that good."""
+    hopes = {chance: [policy_with(chance).hopeful(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)}
+    assert hopes == {None: [True, True], 0.9: [True, True], 0.5: [True, False], 0.0: [False, False]}
+
+
+def test_what_guesses_brought_is_hope_whatever_their_chance() -> None:
+    """Scores tell which of them are right, of which their mean chance says nothing."""
+    policy = policy_with(0.5)
+    policy.drafted.brings[8] = Mean(0.1)
+    assert policy.hopeful(8)
+    policy.drafted.brings[8] = Mean(-0.1)
+    assert not policy.hopeful(8)
+
+
+@pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 40), (8, 0.9, 40), (8, 0.5, 0)])
+def test_no_draft_model_reads_a_prompt_before_the_first_token_that_it_is_not_wanted_for(
+    n: int, chance: float | None, tokens: int
+) -> None:
+    """All n answers begin at once: what is asked about each of them is what so many rows gain."""
+    engine, read = engine_with()
+    policy, engine.parts.policy = policy_with(chance), FixedLength(0)
+    engine.parts.policy.hopeful = policy.hopeful  # type: ignore[method-assign]
+    run(engine, [PROMPT], [SamplingParams(temperature=1.0, n=n, max_tokens=3, seed=1)])
+    assert sum(read) == tokens
+
+
+class Late(FixedLength):
+    """Reads no prompt beforehand; asks one row, then all of them."""
+
+    def __init__(self, plain: int, only: int | None) -> None:
+        super().__init__(3)
+        self.plain, self.only, self.rounds = plain, only, 0
+
+    def hopeful(self, rows: int) -> bool:
+        assert rows == 8
+        return False
+
+    def choose(self, batch: Batch) -> Wish:
+        self.rounds += 1
+        if self.rounds <= self.plain:
+            return Wish(0)
+        one = self.rounds == self.plain + 1 and self.only is not None
+        return Wish(3, [3 * (row == self.only) for row in range(batch.rows)] if one else None)
+
+
+@pytest.mark.parametrize("only", [None, 0, 5])
+@pytest.mark.parametrize("kind", [ToyModel, FlatToy])
+def test_a_prompt_that_was_not_read_is_read_once_for_all_answers_when_it_is_wanted(
+    kind: type[ToyModel], only: int | None
+) -> None:
+    engine, read = engine_with(kind)
+    engine.parts.policy = Late(5, only)
+    surprises: list[int] = []
+    (draft,), catch_up = engine.parts.drafter.decoders, engine.parts.drafter.decoders[0].catch_up
+
+    def watched(batch: Batch) -> None:
+        expected = sum(draft.lags(batch)) - batch.rows - draft.spared(batch) + sum(read)
+        catch_up(batch)
+        surprises.append(expected - sum(read))
+
+    draft.catch_up = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=1.0, n=8, max_tokens=30, seed=1, ignore_eos=True)
+    (output,) = run(engine, [PROMPT], [params])
+    assert answers([output]) == answers(run(make_engine(kind(), max_batch_size=8), [PROMPT], [params]))
+    rounds = 5 if only is None else 6
+    assert sum(read) == 40 + 8 * rounds  # the prompt, and what each row gained before all were asked
+    assert len(surprises) == 1 + (only is not None)
+    assert set(surprises) == {0}  # a policy knows beforehand how much that is
+    measured = [answer.metrics for answer in output.outputs]
+    assert sum(m.accepted for m in measured) == sum(m.drafted for m in measured) > 8 * 15  # it has read all there is
