@@ -19,6 +19,7 @@ from paceline.heads.config import HeadConfig
 from paceline.heads.decoder import TorchHead
 from paceline.heads.feature import FeatureHead
 from paceline.heads.native import NativeHead
+from paceline.heads.transfer import TransferHead
 from paceline.models.base import AnyModel
 from paceline.models.native import Quantization
 
@@ -26,6 +27,9 @@ WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 
 MASK = 5  # the token of a parallel head's mask
 PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": MASK}
+
+TRANSFERS = 3  # guesses of a head that transfers hidden states
+TRANSFER = {"speculators_model_type": "hidden_transfer", "transfers": TRANSFERS}
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -128,6 +132,20 @@ def random_head(
     return tensors
 
 
+def random_transfer(*, width: int = WIDTH, biased: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Likewise of a head that transfers hidden states: its layers are plain ones."""
+    tensors = random_head(width=width, target_width=width, streams=1, **options)
+    generator = torch.Generator().manual_seed(options.get("seed", 0))
+    del tensors["fc.weight"], tensors["layers.0.hidden_norm.weight"]
+    for part in "qkv":
+        for index in range(options.get("depth", 1)):
+            name = f"layers.{index}.self_attn.{part}_proj"
+            tensors[f"{name}.weight"] = weight = tensors[f"{name}.weight"][:, :width]
+            if biased:
+                tensors[f"{name}.bias"] = torch.randn(len(weight), generator=generator)
+    return tensors | {"transfer": torch.randn(TRANSFERS, width, 2 * width, generator=generator) * 0.2}
+
+
 def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -191,6 +209,11 @@ class Reading:
         normed = self.norm(hidden, "layers.0.hidden_norm")
         residual = normed if "norm_before_residual" in self.switches else hidden
         read = torch.cat((self.norm(self.t["embed_tokens.weight"][token], "layers.0.input_layernorm"), normed))
+        return self.through(residual, read, position)
+
+    def through(self, residual: Tensor, read: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """All layers, of which the first adds to ``residual`` what it makes of ``read``."""
+        hidden = residual
         for index in range(self.depth):
             if index:
                 residual, read = hidden, self.norm(hidden, f"layers.{index}.input_layernorm")
@@ -206,6 +229,8 @@ class Reading:
     def attended(self, index: int, read: Tensor, position: int) -> Tensor:
         name = f"layers.{index}.self_attn"
         q, k, v = (self.t[f"{name}.{part}_proj.weight"] @ read for part in "qkv")
+        if f"{name}.q_proj.bias" in self.t:
+            q, k, v = (x + self.t[f"{name}.{part}_proj.bias"] for x, part in zip((q, k, v), "qkv", strict=True))
         dim = q.shape[0] // HEADS
         q, k, v = q.view(HEADS, dim), k.view(KV_HEADS, dim), v.view(KV_HEADS, dim)
         if f"{name}.q_norm.weight" in self.t:
@@ -224,6 +249,37 @@ class Reading:
     def forget(self, places: int) -> None:
         for kept in self.kept:
             del kept[places:]
+
+    def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Token i + 1 is tokens[i], the streams are token i's -> the state and the logits of the first guess."""
+        for place, token in enumerate(tokens):
+            read = self.step(token, self.fused(streams[place]), place)
+        return read
+
+
+class TransferReading(Reading):
+    """Of a head that transfers hidden states."""
+
+    def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        for place, stream in enumerate(streams[: len(tokens)]):
+            self.step(tokens[place], stream[-1], place)
+        self.last, self.end = (tokens[-1], streams[len(tokens) - 1][-1]), len(tokens)
+        return self.after(tokens[-1], streams[-1], len(tokens) - 1)
+
+    def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        return self.through(hidden, self.norm(hidden, "layers.0.input_layernorm"), position)
+
+    def after(self, guess: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """At the place behind: whatever was guessed."""
+        token, hidden = self.last
+        embedded, size = self.t["embed_tokens.weight"][token], hidden.norm() / len(hidden) ** 0.5
+        read = torch.cat((hidden / size, embedded * len(hidden) ** 0.5 / embedded.norm()))
+        step = min(position + 1 - self.end, TRANSFERS - 1)
+        return self.step(token, hidden + size * (self.t["transfer"][step] @ read), position + 1)
+
+
+def reading_of(tensors: Mapping[str, Tensor], **options: Any) -> Reading:
+    return (TransferReading if "transfer" in tensors else Reading)(tensors, **options)
 
 
 def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, steps: int) -> list[list[Tensor]]:
@@ -248,6 +304,17 @@ def tiny_head(
     """A random head that can say two thirds of the target's tokens."""
     head = tiny_feature_head(target.vocab_size, target_width, taps, seed, parallel=parallel)
     return TorchHead(head, "tiny head", taps, target.max_positions)
+
+
+def tiny_transfer_head(target: AnyModel, target_width: int, seed: int = 0) -> TorchHead:
+    """One that transfers the hidden states that enter layer 1; as tokens it can say as many as the others."""
+    vocabulary, drafted = target.vocab_size, 2 * target.vocab_size // 3
+    shape = layers(hidden_size=target_width, vocab_size=vocabulary, head_dim=4, num_hidden_layers=2)
+    config = HeadConfig({"model_type": "llama", **shape}, target_width, drafted, (1,), transfers=TRANSFERS)
+    head = TransferHead(config)
+    options = {"width": target_width, "vocabulary": vocabulary, "drafted": drafted, "depth": 2, "seed": seed, "dim": 4}
+    head.load_state_dict(random_transfer(**options))
+    return TorchHead(head.requires_grad_(False), "tiny head", (1,), target.max_positions)
 
 
 def tiny_native_head(

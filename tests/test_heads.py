@@ -14,6 +14,8 @@ from torch import Tensor
 from head_support import (
     DRAFTED,
     PARALLEL,
+    TRANSFER,
+    TRANSFERS,
     VOCABULARY,
     WIDTH,
     Reading,
@@ -21,7 +23,9 @@ from head_support import (
     flat_names,
     layers,
     random_head,
+    random_transfer,
     read_step_by_step,
+    reading_of,
     speculators_config,
     write,
 )
@@ -29,6 +33,7 @@ from paceline.errors import ModelFormatError
 from paceline.heads.checkpoint import is_head, load_head, read_head_config, save_head
 from paceline.heads.config import HeadConfig
 from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
 
 LENGTH = 7
 THETA = {"rope_theta": 500.0}
@@ -40,7 +45,7 @@ WINDOWED = {
 }
 
 
-def loaded(path: Path, embedding: Tensor | None = None) -> FeatureHead:
+def loaded(path: Path, embedding: Tensor | None = None) -> Head:
     return load_head(path, dtype=torch.float32, embedding=embedding)
 
 
@@ -50,7 +55,7 @@ def text(width: int = WIDTH, streams: int = 3) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(1, LENGTH, streams, width, generator=generator)
 
 
-def unrolled(head: FeatureHead, tokens: Tensor, features: Tensor, steps: int = 3) -> list[Tensor]:
+def unrolled(head: Head, tokens: Tensor, features: Tensor, steps: int = 3) -> list[Tensor]:
     """[T - step, Vd] each: what the last places of a later step give means nothing."""
     found = head.unroll(tokens, features, steps)
     return [logits[0, : LENGTH - step] for step, logits in enumerate(found)]
@@ -102,6 +107,36 @@ def test_a_head_computes_what_the_format_says(
         torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "made"),
+    [
+        ({"num_hidden_layers": 2}, {"depth": 2}),
+        ({"model_type": "qwen2", "head_dim": WIDTH // 4}, {"biased": True}),
+        ({"model_type": "qwen3", "head_dim": WIDTH // 4}, {"qk_norm": True}),
+    ],
+    ids=["two layers", "qwen2", "qwen3"],
+)
+def test_hidden_states_are_transferred_as_the_description_says(
+    tmp_path: Path, shape: dict[str, Any], made: dict[str, Any]
+) -> None:
+    """And a head that was written and read again gives the same."""
+    tensors = random_transfer(**made)
+    fields = TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]}
+    head = loaded(write(tmp_path / "one", speculators_config(layers(**shape, **THETA), **fields), tensors))
+    save_head(head, tmp_path / "two")
+    tokens, features = text(streams=1)
+    for place in (0, 5, LENGTH - 1):
+        reading = reading_of(tensors, theta=500.0)
+        state, logits = reading.text(tokens[0, : place + 1].tolist(), list(features[0]))
+        for step, ours in enumerate(head.unroll(tokens, features, 8)):
+            torch.testing.assert_close(ours[0, place], logits, rtol=1e-4, atol=1e-4)
+            state, logits = reading.after(0, state, place + 1 + step)
+        assert step == TRANSFERS - 1
+    again = loaded(tmp_path / "two", embedding=tensors["embed_tokens.weight"])
+    assert again.config == head.config
+    assert torch.equal(next(again.unroll(tokens, features, 1)), next(head.unroll(tokens, features, 1)))
+
+
 def test_both_layouts_of_the_same_weights_give_the_same_logits(tmp_path: Path) -> None:
     tensors = random_head(switches=["fc_norm"])
     one = loaded(write(tmp_path / "one", speculators_config(layers(), fc_norm=True), tensors))
@@ -144,6 +179,7 @@ def test_a_written_parallel_head_is_read_again_and_has_the_layout_of_speculators
     save_head(head, tmp_path / "two")
     again = loaded(tmp_path / "two", embedding=tensors["embed_tokens.weight"])
     assert again.config == head.config
+    assert isinstance(again, FeatureHead)
     assert again.mask_hidden is not None
     assert torch.equal(again.mask_hidden, tensors["mask_hidden"])
     written = json.loads((tmp_path / "two" / "config.json").read_text())
@@ -195,6 +231,11 @@ def test_a_target_with_too_few_layers_is_refused() -> None:
         config.taps_of(9)
 
 
+def transferring(shape: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """The configuration of a head that transfers hidden states."""
+    return speculators_config(shape or layers(), **TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]} | fields)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not run yet"),
     "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "of no known kind"),
@@ -216,6 +257,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of words": (speculators_config(layers(), **PARALLEL | {"mask_token_id": "x"}), "is a whole number"),
     "no mask's state": (speculators_config(layers(), **PARALLEL), "lacks mask_hidden"),
     "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: heads that guess in parallel"),
+    "no transfers": (transferring(transfers=None), "lacks transfers"),
+    "no guess": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
+    "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "belongs to other kinds"),
+    "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "belongs to other kinds"),
+    "transfers and switches": (transferring(norm_output=True), "belongs to other kinds"),
+    "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "belongs to other kinds"),
     "no size": (speculators_config({}), "lacks hidden_size"),
     "no activation": (speculators_config(layers(hidden_act="swoosh")), "activation"),
 }

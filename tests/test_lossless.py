@@ -20,7 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from head_support import tiny_head, tiny_native_head
+from head_support import tiny_head, tiny_native_head, tiny_transfer_head
 from paceline import acceptance, rules
 from paceline.batch import Batch, Wish
 from paceline.cache import KVCache
@@ -92,7 +92,12 @@ PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "llama": lambda: tiny_head(tiny_llama(), 32, parallel=True),
     "native": lambda: tiny_native_head(tiny_native(1), 72, parallel=True),
 }
-DRAFTERS += ["head", "head hybrid", "parallel"]
+TRANSFER_HEADS: dict[str, Callable[[], HeadModel]] = {
+    "toy": lambda: tiny_transfer_head(ToyModel(), 8),
+    "flat": lambda: tiny_transfer_head(FlatToy(), 8),
+    "llama": lambda: tiny_transfer_head(tiny_llama(), 32),
+}
+DRAFTERS += ["head", "head hybrid", "parallel", "transfer"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
@@ -196,10 +201,10 @@ def nearly_the_answers(model: str, family: str) -> list[list[int]]:
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
     drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
-    drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS}
+    drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS, "transfer": TRANSFER_HEADS}
     draft = drafts[drafter][model]() if drafter in drafts else None
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
-    same |= {"parallel": "feature", "parallel hybrid": "hybrid"}
+    same |= {"parallel": "feature", "parallel hybrid": "hybrid", "transfer": "feature"}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # gives way to the script
     named = (same | others).get(drafter)
@@ -316,13 +321,15 @@ def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, famil
 
 
 @needs_kernels
-@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
+@pytest.mark.parametrize("kind", ["feature", "parallel", "hidden_transfer"])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str, parallel: bool) -> None:
+def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str, kind: str) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7}
-    engine = make_engine(target, tiny_head(target, 72, parallel=parallel), eos=EOS, **options)
+    transfers = kind == "hidden_transfer"
+    head = tiny_transfer_head(target, 72) if transfers else tiny_head(target, 72, parallel=kind == "parallel")
+    engine = make_engine(target, head, eos=EOS, **options)
     engine.parts.policy = RandomLength(seed=4)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
@@ -1061,7 +1068,9 @@ def law_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
         draft = tiny_native_head(LAW_TARGET(), 8)  # it can say two of the four tokens
     if drafter == "parallel":
         draft = tiny_head(LAW_TARGET(), 8, parallel=True)
-    named = {"parallel": "feature"}.get(
+    if drafter == "transfer":
+        draft = tiny_transfer_head(LAW_TARGET(), 8)
+    named = {"parallel": "feature", "transfer": "feature"}.get(
         drafter, drafter if drafter in ("model", "ngram", "hybrid", "feature") else None
     )
     engine = make_engine(
@@ -1113,6 +1122,7 @@ MORE_LAWS = [
     ("hybrid", "rejection", 2),
     ("parallel", "coupled", 2),
     ("parallel", "rejection", 2),
+    ("transfer", "rejection", 2),
     ("random guesses", "rejection", 2),
 ]
 SLOW_LAWS = [(*law, knobs) for law in MORE_LAWS for knobs in LAW_PARAMS if (*law, knobs) not in LAWS]

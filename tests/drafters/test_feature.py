@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch import Tensor
 
 from head_support import (
     PARALLEL,
-    Reading,
+    TRANSFER,
+    TRANSFERS,
     flat_config,
     flat_names,
     layers,
     random_head,
+    random_transfer,
+    reading_of,
     speculators_config,
     tiny_head,
+    tiny_transfer_head,
     write,
 )
 from paceline import LLM
@@ -31,7 +36,6 @@ from paceline.draft import Draft
 from paceline.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
-from paceline.heads.feature import FeatureHead
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
@@ -80,9 +84,8 @@ def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[
 
 def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
     """What the format's description says that a head guesses after a text."""
-    reading = Reading(head.head.state_dict())
-    for place, token in enumerate(text[1:]):
-        state, logits = reading.step(token, reading.fused(features[place]), place)
+    reading = reading_of(head.head.state_dict())
+    state, logits = reading.text(text[1:], features)
     guesses: list[int] = []
     for step in range(k):
         best = int(logits.argmax())
@@ -119,7 +122,14 @@ TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
 }
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
+KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
+    "feature": tiny_head,
+    "parallel": partial(tiny_head, parallel=True),
+    "hidden_transfer": tiny_transfer_head,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("model", "chunk"),
     [
@@ -129,11 +139,11 @@ TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
         pytest.param("native", 4, marks=pytest.mark.slow),
     ],
 )
-def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, parallel: bool) -> None:
+def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, kind: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
     make, width = TARGETS[model]
     target = make()
-    head = tiny_head(target, width, parallel=parallel)
+    head = KINDS[kind](target, width)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
     engine.parts.policy = RandomLength(seed=chunk)
     watched = Watched(engine, target, head)
@@ -142,10 +152,10 @@ def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, 
     assert watched.compared["short"] > 0
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
-def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(parallel: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(kind: str) -> None:
     target = tiny_llama()
-    head = tiny_head(target, 32, parallel=parallel)
+    head = KINDS[kind](target, 32)
     engine = make_engine(target, head, drafter="feature")
     watched, lengths = Watched(engine, target, head), [0] * 30 + [3] * 3 + [0] * 2 + [3] * 100
 
@@ -158,12 +168,14 @@ def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(parallel: bool)
     assert watched.compared["guesses"] > 50
 
 
-@pytest.mark.parametrize(("parallel", "passes"), [(False, 4), (True, 1)])
-def test_a_parallel_head_guesses_in_one_pass(parallel: bool, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "passes"), [("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
+def test_some_heads_guess_in_one_pass(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_llama()
-    engine = make_engine(target, tiny_head(target, 32, parallel=parallel), drafter="feature", num_speculative_tokens=4)
+    head = KINDS[kind](target, 32)
+    engine = make_engine(target, head, drafter="feature", num_speculative_tokens=3)
     run(engine, PROMPTS[1:3], [SamplingParams(max_tokens=4)] * 2)
-    calls, rounds, step, propose = Counter[str](), Counter[str](), FeatureHead.step, engine.parts.drafter.propose
+    calls, rounds, propose, made = Counter[str](), Counter[str](), engine.parts.drafter.propose, type(head.head)
+    step = made.step
 
     def counted(*arguments: Any) -> Any:
         calls["step"] += 1
@@ -177,12 +189,27 @@ def test_a_parallel_head_guesses_in_one_pass(parallel: bool, passes: int, monkey
         engine.add(make_request(prompt, SamplingParams(temperature=0, max_tokens=20)))
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
-    monkeypatch.setattr(FeatureHead, "step", counted)
+    monkeypatch.setattr(made, "step", counted)
     monkeypatch.setattr(engine.parts.drafter, "propose", asked)
     for _ in range(3):
         engine.step()
     assert rounds["asked"] == 3
     assert calls["step"] == passes * 3
+
+
+def test_hidden_states_are_transferred_for_so_many_guesses_and_no_more() -> None:
+    target = tiny_llama()
+    engine = make_engine(target, tiny_transfer_head(target, 32), drafter="feature", num_speculative_tokens=8)
+    drafted, propose = set(), engine.parts.drafter.propose
+
+    def asked(batch: Batch, wish: Wish) -> Draft:
+        draft = propose(batch, wish)
+        drafted.add((wish.k > TRANSFERS, draft.k))
+        return draft
+
+    engine.parts.drafter.propose = asked  # type: ignore[method-assign]
+    run(engine, PROMPTS[1:3], [SamplingParams(max_tokens=40)] * 2)
+    assert {k for more, k in drafted if more} == {TRANSFERS}
 
 
 def test_what_the_head_cannot_say_has_probability_0() -> None:
@@ -269,6 +296,18 @@ def test_a_parallel_heads_directory_is_a_draft_model(tmp_path: Path, rule: str) 
     assert found[1] > 0
     assert rule == "rejection" or found[0] == accepted(llm.plain())[0]
     assert "drafter parallel head " in llm.engine.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_a_directory_of_a_head_that_transfers_hidden_states_is_a_draft_model(tmp_path: Path) -> None:
+    shape = layers(hidden_size=32, vocab_size=VOCAB, num_hidden_layers=2)
+    fields = TRANSFER | {"draft_vocab_size": 16, "eagle_aux_hidden_state_layer_ids": [1]}
+    tensors = random_transfer(width=32, vocabulary=VOCAB, drafted=16, depth=2)
+    llm = llm_with(write(tmp_path, speculators_config(shape, **fields), tensors), drafter="feature")
+    found = accepted(llm)
+    assert found[1] > 0
+    assert found[0] == accepted(llm.plain())[0]
+    assert "drafter hidden-transfer head " in llm.engine.describe()
 
 
 @pytest.mark.usefixtures("no_requests")

@@ -19,7 +19,7 @@ from paceline.cli.main import app
 from paceline.cli.train_draft import FILES
 from paceline.heads.checkpoint import read_head_config
 from paceline.llm import LLM
-from paceline.params import EngineOptions, SamplingParams
+from paceline.params import DRAFT_KINDS, EngineOptions, SamplingParams
 from training.conftest import SIZES, save_target
 
 
@@ -54,13 +54,15 @@ def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path,
     assert "learning_rate" in other.stderr
 
 
-def test_a_parallel_head_is_trained_on_the_same_data_and_drafts(whole: Path, target: str, tmp_path: Path) -> None:
-    """Its answers are those of plain decoding; the loss of what only the mask says falls, too."""
+@pytest.mark.parametrize("kind", DRAFT_KINDS[1:])
+def test_a_head_of_another_kind_is_trained_on_the_same_data_and_drafts(
+    kind: str, whole: Path, target: str, tmp_path: Path
+) -> None:
+    """Its answers are those of plain decoding."""
     shutil.copytree(whole / "data", tmp_path / "data")
-    done = call(target, *SIZES, "--kind", "parallel", "--output", str(tmp_path), "--resume")
+    done = call(target, *SIZES, "--kind", kind, "--output", str(tmp_path), "--resume")
     assert done.exit_code == 0, done.stderr
-    config = read_head_config(tmp_path)
-    assert (config.parallel, config.mask_token) == (True, config.decoder.vocab_size - 1)
+    assert read_head_config(tmp_path).kind == kind
     for path in (whole / "data").iterdir():
         assert (tmp_path / "data" / path.name).read_bytes() == path.read_bytes(), "nothing was made anew"
     refused = call(target, *SIZES, "--output", str(tmp_path), "--resume")
@@ -85,7 +87,7 @@ def test_a_run_of_the_first_kind_is_written_down_as_before_there_were_others(who
     ("options", "said"),
     [
         (["--kind", "model"], "other kinds are known and not built"),
-        (["--kind", "hidden_transfer"], "not built"),
+        (["--kind", "hidden_transfer", "--mlp-width", "9"], "whose layers are the target's"),
         (["--kind", "features"], "'feature'"),
         (["--tokens", "0"], "tokens"),
         (["--prompts", "/no/such/file"], "--prompts"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.training.run import Plan, Watcher
 
 DATA, TRAINING = "Data", "Training"
-KINDS_NOT_BUILT = ("model", "hidden_transfer")
+KINDS_NOT_BUILT = ("model",)
 WITHOUT = {
     "draft_model", "drafter", "num_speculative_tokens", "profile", "acceptance", "rounds", "draft_dtype",
     "draft_quantization", "deterministic", "reference_document", "max_batch_size", "max_model_len",
@@ -42,7 +42,9 @@ def train_draft(
     kind: Annotated[
         str,
         typer.Option(
-            "--kind", help="feature: a head that guesses token by token (EAGLE-3); parallel: all in one pass (P-EAGLE)."
+            "--kind",
+            help="feature: a head that guesses token by token (EAGLE-3); parallel: all in one pass (P-EAGLE); "
+            "hidden_transfer: with the target's last layers, all in one pass.",
         ),
     ] = DraftTraining.kind,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --output ended.")] = False,
@@ -144,7 +146,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, quiet: bool) -> None:
     from paceline.training.target import Target
 
     with working(f"loading {model}"):
-        target = Target.load(model)
+        target = Target.load(model, plan.training.kind)
         check_room(plan, target, resolve_device(options["device"]))
         llm = LLM(model, **options)
     engine, computer = llm.engine.describe(), machine(llm.engine.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from paceline.batch import Batch, Wish
@@ -18,7 +19,8 @@ class FeatureDrafter(ModelDrafter):
     """A trained head in a draft model's place: it draws, scores and reports laws as one does.
 
     An EAGLE-3 head (arXiv 2503.01840) reads each of its guesses before the next. A parallel one (P-EAGLE, 2602.01469)
-    reads masks instead, so what all guesses are drawn from is there before the first is drawn.
+    reads masks instead, one that transfers hidden states (2404.12022) pseudo states: what all guesses are drawn from is
+    there before the first is drawn.
 
     What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
     A row whose text is one token has no streams yet and gets no guess.
@@ -33,7 +35,7 @@ class FeatureDrafter(ModelDrafter):
         super().__init__(decoder, acceptance)
         self.head = decoder
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
-        self._parallel = cast(HeadModel, decoder.model).parallel
+        self._model = cast(HeadModel, decoder.model)
         self.uses_torch = self._natively is None or self._independent
 
     @classmethod
@@ -49,7 +51,8 @@ class FeatureDrafter(ModelDrafter):
         return self.head.streams
 
     def describe(self, draft: str | None) -> str:
-        return f"parallel head {draft}" if self._parallel else f"head {draft}"
+        kind = {"feature": "head", "parallel": "parallel head", "hidden_transfer": "hidden-transfer head"}
+        return f"{kind[self._model.kind]} {draft}"
 
     def _propose(self, batch: Batch, wish: Wish) -> Draft:
         """On the CPU kernels one call, but for what many rows lack; elsewhere a pass for each guess, or for all."""
@@ -57,13 +60,15 @@ class FeatureDrafter(ModelDrafter):
             self._lag(batch)
             laws = self._independent and not batch.sampling.all_greedy
             return self._natively.draft(batch, wish.counts(batch), wish.enough, laws=laws)
+        if self._model.most_guesses is not None:
+            wish = replace(wish, k=min(wish.k, self._model.most_guesses))
         draft = super()._propose(batch, wish)
         if min(batch.lengths[: batch.rows]) < 2:
             draft.counts[batch.live_length < 2] = 0
         return draft
 
     def _reading(self, batch: Batch, k: int) -> Read:
-        if not self._parallel:
+        if not self._model.one_pass:
             return super()._reading(batch, k)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
         return lambda guesses: self.head.logits(hidden[:, guesses.shape[1]])[:, None]

@@ -13,7 +13,8 @@ from torch import Tensor
 from paceline.errors import ModelFormatError
 from paceline.files import write_text, written_whole
 from paceline.heads.config import HeadConfig, layout_of
-from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
+from paceline.heads.kinds import make_head
 from paceline.models.boundary import Found, brief, reading, reads_model
 from paceline.models.json_files import read_configuration, read_object
 from paceline.models.loading import PICKLES, stored_tensors
@@ -43,7 +44,7 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     embedding: Tensor | Callable[[], Tensor] | None = None,
-) -> FeatureHead:
+) -> Head:
     """The head at ``source``, a directory or a hub name, in ``dtype`` (float32 or bfloat16).
 
     embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own.
@@ -57,7 +58,7 @@ def load_head(
     if _EMBEDDING not in tensors and embedding is not None:
         tensors[_EMBEDDING] = embedding if isinstance(embedding, Tensor) else embedding()
     with torch.device("meta"):
-        head = FeatureHead(config)
+        head = make_head(config)
     wanted = head.state_dict()
     _complete(tensors, config, str(path))
     _compare(tensors, wanted, str(path))
@@ -67,7 +68,7 @@ def load_head(
     return head.requires_grad_(False).eval()
 
 
-def save_head(head: FeatureHead, directory: Path, *, embedding: bool = False) -> None:
+def save_head(head: Head, directory: Path, *, embedding: bool = False) -> None:
     """Write the speculators layout, as vLLM reads it: config.json and model.safetensors, each whole.
 
     embedding: with the token embedding, which readers otherwise take from the target.
@@ -79,7 +80,7 @@ def save_head(head: FeatureHead, directory: Path, *, embedding: bool = False) ->
     shared = {name: tensor.clone() for name, tensor in state.items()}  # safetensors takes no two names of one memory
     with written_whole(directory / "model.safetensors") as part:
         save_file(shared, part, metadata={"format": "pt"})
-    kind = str(head.fc.weight.dtype).removeprefix("torch.")
+    kind = str(head.dtype).removeprefix("torch.")
     fields = head.config.written() | {"torch_dtype": kind}
     write_text(directory / "config.json", json.dumps(fields, indent=2) + "\n")
 
@@ -143,7 +144,7 @@ def _kind(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype if tensor.dtype == torch.bool else torch.int64
 
 
-def _check_vocabulary(head: FeatureHead, where: str) -> None:
+def _check_vocabulary(head: Head, where: str) -> None:
     """The two tables name the same tokens, each of them once."""
     head.t2d = head.t2d.bool()
     _check_targets(head.targets, head.t2d.shape[0], where)

@@ -15,13 +15,19 @@ from typing import Any, Literal, TypeVar
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
 from paceline.models.config import ModelConfig
+from paceline.params import MAX_SPECULATION_LENGTH
 
 Layout = Literal["speculators", "flat"]
 T = TypeVar("T")
 
 _FAMILIES = ("llama", "qwen3")  # of the head's own layers, whatever the target's
+_COPIED = (*_FAMILIES, "qwen2")  # of layers that are the target's
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
-_KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # and what speculators calls their class
+_KINDS = {  # by speculators' names, and what it calls their class; the last is a layout of ours
+    "eagle3": "Eagle3Speculator",
+    "peagle": "PEagleSpeculator",
+    "hidden_transfer": "HiddenTransferSpeculator",
+}
 _OTHER_KINDS = ("eagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
 _USUAL_STREAMS = 3
 
@@ -31,7 +37,8 @@ class HeadConfig:
     """An EAGLE-3 or 3.1 head (arXiv 2503.01840): decoder layers on a token's embedding and streams of the target.
 
     Or a parallel one (P-EAGLE, arXiv 2602.01469; ParallelSpec, 2410.05589): the same, but that it reads a mask where
-    the target has read nothing yet, so that all guesses come of one pass.
+    the target has read nothing yet, so that all guesses come of one pass. Or one that transfers hidden states (arXiv
+    2404.12022): its layers are the target's last ones, and it reads the stream that enters the first of them.
 
     transformer: its layers as Hugging Face says it: model_type (llama or qwen3), hidden_size, intermediate_size,
         num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope and so on.
@@ -40,7 +47,8 @@ class HeadConfig:
     norm_before_residual: the layer's residual is the normed hidden state, not the raw one.
     norm_before_fc: one norm over all streams side by side; fc_norm: one norm for each (EAGLE-3.1). At most one of them.
     norm_output: the next step gets what the last norm gave, not what it was given (EAGLE-3.1).
-    mask_token: the target's token whose embedding is part of the mask; None: a head that reads its own guesses.
+    mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
+    transfers: guesses for which hidden states are transferred; 0: a head of another kind.
     verifier, architectures: the target's name and classes, as the checkpoint has them.
 
     Raises ModelFormatError for what cannot be run.
@@ -55,6 +63,7 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     mask_token: int | None = None
+    transfers: int = 0
     verifier: str = ""
     architectures: tuple[str, ...] = ()
     speculative_tokens: int = field(default=3, compare=False)  # what the checkpoint proposes; ours are the policy's
@@ -72,6 +81,8 @@ class HeadConfig:
             f"mask_token_id {self.mask_token} outside of vocab_size": not 0
             <= (self.mask_token or 0)
             < decoder.vocab_size,
+            "transfers of hidden states and what belongs to other kinds of heads": self.transfers > 0
+            and not self._only_transfers(),
         }
         if found := [what for what, there in wrong.items() if there]:
             raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
@@ -80,9 +91,10 @@ class HeadConfig:
     def decoder(self) -> ModelConfig:
         """The layers' shape; its vocabulary is the target's."""
         kind = self.transformer.get("model_type")
-        if kind not in _FAMILIES:
+        families = _COPIED if self.transfers else _FAMILIES
+        if kind not in families:
             raise ModelFormatError(
-                f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(_FAMILIES)} can be run"
+                f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(families)} can be run"
             )
         decoder = ModelConfig.from_huggingface(self.transformer)
         if decoder is None:
@@ -92,6 +104,16 @@ class HeadConfig:
     @property
     def width(self) -> int:
         return self.decoder.width
+
+    def _only_transfers(self) -> bool:
+        """Whether nothing is said that only other kinds know: one stream as wide as the layers, which see all text."""
+        plain = not any(getattr(self, name) for name in _SWITCHES) and self.mask_token is None
+        return plain and self.target_width == self.width and self.streams == 1 and set(self.decoder.windows) == {None}
+
+    @property
+    def kind(self) -> str:
+        """By the name that ``paceline train-draft`` has for it."""
+        return "hidden_transfer" if self.transfers else "parallel" if self.parallel else "feature"
 
     @property
     def parallel(self) -> bool:
@@ -132,8 +154,9 @@ class HeadConfig:
             "accept_tolerance": 0.0,
         }
         target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
-        kind = "peagle" if self.parallel else "eagle3"
-        mask = {"mask_token_id": self.mask_token} if self.parallel else {}
+        kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
+        more = {"mask_token_id": self.mask_token} if self.parallel else {}
+        more |= {"transfers": self.transfers} if self.transfers else {}
         return {
             "architectures": [_KINDS[kind]],
             "speculators_model_type": kind,
@@ -152,7 +175,7 @@ class HeadConfig:
             "norm_before_fc": self.norm_before_fc,
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
-            **mask,
+            **more,
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
         }
@@ -174,10 +197,13 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
     kind = fields["speculators_model_type"]
     if kind not in _KINDS:
         known = f"{kind} heads are not run yet" if kind in _OTHER_KINDS else f"{brief(repr(kind))} is of no known kind"
-        raise ModelFormatError(f"speculators_model_type: {known}; {' and '.join(_KINDS)} heads are")
-    if kind == "peagle" and fields.get("mask_token_id") is None:
+        raise ModelFormatError(f"speculators_model_type: {known}; {', '.join(_KINDS)} heads are")
+    if kind in _NEEDS and fields.get(_NEEDS[kind]) is None:
+        raise ModelFormatError(f"the head's configuration lacks {_NEEDS[kind]}, which a {kind} head has")
+    transfers = _number(fields, "transfers", 0) if kind == "hidden_transfer" else None
+    if transfers is not None and not 0 < transfers <= MAX_SPECULATION_LENGTH:
         raise ModelFormatError(
-            "the head's configuration lacks mask_token_id, which a peagle head reads ahead of the text"
+            f"transfers of the head's configuration is 1 to {MAX_SPECULATION_LENGTH}, not {transfers}"
         )
     transformer = _object(fields, "transformer_layer_config")
     transformer = {"model_type": "qwen3"} | transformer  # what the format means where it is left out
@@ -189,6 +215,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         taps=_taps(fields, 0),
         **{name: _flag(fields, name) for name in _SWITCHES},
         mask_token=_number(fields, "mask_token_id", 0) if kind == "peagle" else None,
+        transfers=transfers or 0,
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, _list(verifier, "architectures"))),
         speculative_tokens=_proposed(config),
@@ -217,6 +244,7 @@ def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
 
 
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_NEEDS = {"peagle": "mask_token_id", "hidden_transfer": "transfers"}
 _FLAT_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 _NO_LAYERS = (*_SWITCHES, "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "auto_map")
 

@@ -15,7 +15,8 @@ from paceline.attention import AttentionBackend
 from paceline.attention.cached import CachedAttend
 from paceline.batch import Batch
 from paceline.decoder import Decoder
-from paceline.heads.feature import FeatureHead, Step
+from paceline.heads.head import Head
+from paceline.heads.layers import Step
 from paceline.nodes import Tree
 from paceline.row_tables import RowTables, grows_on
 
@@ -25,18 +26,20 @@ NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a f
 class HeadModel:
     """A head as the engine sees a draft model: V the target's vocabulary.
 
-    taps: the target's layers whose entering streams it reads. parallel: whether all guesses come of one pass.
+    taps: the target's layers whose entering streams it reads. kind: of ``HeadConfig``. one_pass: whether all guesses
+    come of one pass. most_guesses: of a draft, if it cannot make more.
     max_positions: what its target allows; with rotary positions nothing but its guesses' quality depends on them.
     dtype: of its keys, values and fused streams.
     """
 
-    def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
+    def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         shape = head.config.decoder
         self.name, self.taps, self.max_positions = name, tuple(taps), max_positions
         self.vocab_size, self.layers = shape.vocab_size, shape.layers
         self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
-        self.dtype, self.device = head.fc.weight.dtype, head.fc.weight.device
-        self.parallel = head.config.parallel
+        self.dtype, self.device = head.dtype, head.device
+        self.kind, self.most_guesses = head.config.kind, head.config.transfers or None
+        self.one_pass = self.kind != "feature"
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
@@ -56,7 +59,7 @@ class HeadModel:
 class TorchHead(HeadModel):
     """One that runs in torch: where the kernels do not run, and what they are compared with."""
 
-    def __init__(self, head: FeatureHead, name: str, taps: Sequence[int], max_positions: int) -> None:
+    def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         super().__init__(head, name, taps, max_positions)
         self.head, self._targets = head, head.targets
 
@@ -188,27 +191,40 @@ class TorchHeadDecoder(HeadDecoder):
         return self.read_ahead(batch, lag, 1)[:, 0]
 
     def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
-        """As ``next_hidden``, and k - 1 masks behind the text in the same pass -> normed [B, k, width].
+        """As ``next_hidden``, and places behind the text in the same pass -> normed [B, k, width].
 
-        Each is what the next of k guesses is drawn from. k > 1: of a parallel head; the masks do not count as seen.
+        Each is what the next of k guesses is drawn from. k > 1: of a head that guesses so; what it reads behind the
+        text does not count as seen.
         """
-        seen = self.seen_by(batch)
-        place = seen[:, None] + torch.arange(max(1, lag) + k - 1, device=batch.device)
-        tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
+        seen, late = self.seen_by(batch), self.head.late
+        place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
         before = (place - 1).clamp(min=0)
-        hidden = self.streams.at(batch.first, before)
-        if k > 1:
-            known = place < batch.live_length[:, None]
-            masks, mask = self.head.following(tokens, hidden)
-            tokens, hidden = torch.where(known, tokens, masks), torch.where(known[..., None], hidden, mask)
-        self._run(tokens, hidden, before, batch.longest + k - 1, batch.first)
-        ahead = torch.arange(k, device=batch.device)
+        read = self._text_at(batch, place), self.streams.at(batch.first, before)
+        tokens, hidden = read if late + k == 1 else self._with_ahead(batch, place, *read, late + k - 1)
+        self._run(tokens, hidden, before, batch.longest + late + k - 1, batch.first)
+        ahead = torch.arange(late, late + k, device=batch.device)
         last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
         seen.copy_(batch.live_length)
         last = last[..., None].expand(-1, -1, self.head.config.width)
         state, normed = (part.gather(1, last) for part in self._last)
         self._state = state[:, -1]
         return normed
+
+    def _with_ahead(
+        self, batch: Batch, place: Tensor, tokens: Tensor, hidden: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens and hidden states of the text at these places [B, L], and so many that the head has behind it."""
+        end = batch.live_length[:, None]
+        last, before = self._text_at(batch, end - 1), self.streams.at(batch.first, (end - 2).clamp(min=0))
+        further, behind = self.head.ahead(last[:, 0], before[:, 0], count)
+        known, step = place < end, (place - end).clamp(0, count - 1)
+        tokens = torch.where(known, tokens, further.gather(1, step))
+        step = step[..., None].expand_as(hidden)
+        return tokens, torch.where(known[..., None], hidden, behind.gather(1, step))
+
+    def _text_at(self, batch: Batch, place: Tensor) -> Tensor:
+        """[B, L] tokens; beyond the end of a row's memory its last."""
+        return batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
 
     def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
         """A guess has no streams yet: the state at the token before it stands in. None of them counts as seen."""

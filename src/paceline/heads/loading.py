@@ -14,7 +14,7 @@ from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatch
 from paceline.heads.checkpoint import is_head, load_head, read_head_config
 from paceline.heads.config import HeadConfig
 from paceline.heads.decoder import HeadModel, TorchHead
-from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
 from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, name_of
@@ -62,7 +62,7 @@ def load_head_for(
 
 
 def prepare_head(
-    head: FeatureHead,
+    head: Head,
     name: str,
     taps: Sequence[int],
     target: AnyModel,
@@ -76,7 +76,7 @@ def prepare_head(
     obstacle = "its target does not run on the CPU kernels"
     if isinstance(target, NativeModel) and target.plays_rounds:
         wanted = target.quantization if quantization == "same" else quantization
-        if wanted is None and head.fc.weight.dtype != torch.bfloat16:
+        if wanted is None and head.dtype != torch.bfloat16:
             return TorchHead(head, *given)
         try:
             if wanted == "fp8":

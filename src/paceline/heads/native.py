@@ -20,6 +20,7 @@ from paceline.draft import Draft, ReadDraft
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
 from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
 from paceline.kernels import abi, native
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
@@ -38,7 +39,7 @@ class NativeHead(HeadModel):
 
     def __init__(
         self,
-        head: FeatureHead,
+        head: Head,
         name: str,
         taps: Sequence[int],
         max_positions: int,
@@ -73,9 +74,11 @@ class NativeHead(HeadModel):
         return self._bytes
 
 
-def spec_of_head(head: FeatureHead, max_positions: int) -> NativeSpec:
+def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     """A head's parts. Raises ModelFormatError if the kernels cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
+    if not isinstance(head, FeatureHead):
+        raise ModelFormatError("a head that transfers hidden states runs in torch")
     check_config(shape)
     assert shape.rotary is not None
     order = head.targets.argsort()  # tokens that are equally likely are told apart by their numbers at the target

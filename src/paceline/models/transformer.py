@@ -182,6 +182,17 @@ class _Layer:
         return self.mlp_norm(x + self.mlp(x))
 
 
+_KV = "self_attn.k_proj", "self_attn.v_proj"
+
+
+def _cut(linear: Linear, outputs: Mapping[str, int]) -> dict[str, Tensor]:
+    """Weight and bias of each of the matrices that lie below one another in one, by its name and number of outputs."""
+    assert isinstance(linear, Dense), "nothing has packed it"
+    kinds = {"weight": linear.weight, "bias": linear.bias}
+    parts = {kind: torch.split(whole, list(outputs.values())) for kind, whole in kinds.items() if whole is not None}
+    return {f"{name}.{kind}": part for kind, cut in parts.items() for name, part in zip(outputs, cut, strict=True)}
+
+
 class Transformer:
     """A decoder of a native family; implements ``Model``.
 
@@ -264,6 +275,26 @@ class Transformer:
     def ends(self) -> tuple[Tensor, Linear, Norm | None]:
         """The embedding of tokens [vocab_size, width], the head, and the norm before it: what a trained head shares."""
         return self._embedding, self._head, self._norm
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a gated layer with RMS norms, named and cut as Llama's; of a model as it was loaded."""
+        block, config = self._blocks[index], self.config
+        attention, mlp, norms = block.attention, block.mlp, (block.attention_norm, block.mlp_norm)
+        assert isinstance(mlp, _GatedMLP), "the caller looks"
+        found = {
+            **_cut(attention.qkv, {"self_attn.q_proj": config.query_width, **dict.fromkeys(_KV, config.kv_width)}),
+            **_cut(attention.output, {"self_attn.o_proj": config.width}),
+            **_cut(mlp.gate_up, dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.mlp_width)),
+            **_cut(mlp.down, {"mlp.down_proj": config.width}),
+        }
+        for name, norm in zip(("input_layernorm", "post_attention_layernorm"), norms, strict=True):
+            assert isinstance(norm, RMSNorm)
+            assert norm.weight is not None
+            found[f"{name}.weight"] = norm.weight
+        if attention.qk_norm is not None:
+            lines = {"q": attention.qk_norm[0], "k": attention.qk_norm[config.heads]}
+            found |= {f"self_attn.{part}_norm.weight": line for part, line in lines.items()}
+        return found
 
     def weight_bytes(self) -> int:
         """Memory of the weights, each counted once (tied ones too), in bytes."""

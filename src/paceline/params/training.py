@@ -8,7 +8,7 @@ from typing import Annotated
 from paceline.params.limits import MAX_COUNT, MAX_PREFILL_CHUNK, MAX_ROWS, MAX_SECONDS, Count, Share
 from paceline.ranges import Number, OneOf, Whole, check_fields
 
-DRAFT_KINDS = ("feature", "parallel")
+DRAFT_KINDS = ("feature", "parallel", "hidden_transfer")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class DraftTraining:
     """How a head learns.
 
     kind: feature reads its own guesses one by one (EAGLE-3), parallel a mask for each, all in one pass (P-EAGLE).
+        hidden_transfer maps a late hidden state of the target to pseudo states of the next tokens (2404.12022).
     epochs: how often it sees every text. minutes: train for so long instead, however often that is; the head then
         depends on the machine's speed, too.
     vocab: tokens that it can say, the most frequent ones. mlp_width: None is the target's.

@@ -19,7 +19,8 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.files import written_whole
 from paceline.hardware import native_bfloat16
-from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
+from paceline.heads.kinds import make_head
 from paceline.params import DraftTraining
 from paceline.training.acceptance import Acceptance, measure
 from paceline.training.batches import Batch, Lessons
@@ -48,11 +49,11 @@ class Progress:
 class Trainer:
     """Trains a head on ``lessons`` and looks at ``held``. seed: of the order of the texts.
 
-    scale [S]: what the streams are multiplied by, see ``unit_scale``.
+    scale [S]: what the streams are multiplied by, see ``scale_for``.
     """
 
     def __init__(
-        self, head: FeatureHead, lessons: Lessons, held: Lessons, scale: Tensor, plan: DraftTraining, seed: int
+        self, head: Head, lessons: Lessons, held: Lessons, scale: Tensor, plan: DraftTraining, seed: int
     ) -> None:
         self.head, self.lessons, self.held, self.plan, self.seed = head, lessons, held, plan, seed
         self.scale = scale
@@ -153,15 +154,11 @@ class Trainer:
             raise PacelineError(f"{path} is no checkpoint of this head: remove it to begin again ({error})") from error
 
     @torch.no_grad()
-    def finished(self) -> FeatureHead:
+    def finished(self) -> Head:
         """A copy of the head that takes the streams as they are."""
-        head = FeatureHead(self.head.config)
+        head = make_head(self.head.config)
         head.load_state_dict(self.head.state_dict())
-        width = head.config.target_width
-        scale = self.scale.cpu().repeat_interleave(width)
-        head.fc.weight.mul_(scale)
-        if head.mask_hidden is not None:
-            head.mask_hidden.div_(scale)
+        head.absorb(self.scale.cpu())
         return head.bfloat16()
 
 
@@ -195,6 +192,12 @@ def schedule(share: float, warm_up: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (share - warm_up) / max(1e-9, 1 - warm_up)))
 
 
+def scale_for(head: Head, lessons: Lessons) -> Tensor:
+    """[S]: what the streams are multiplied by before this head reads them."""
+    usual = unit_scale(lessons)
+    return usual if head.at_any_size else torch.ones_like(usual)
+
+
 def unit_scale(lessons: Lessons, some: int = 64) -> Tensor:
     """[S]: one over the usual size (the median token's RMS) of each stream, by the first conversations.
 
@@ -204,12 +207,12 @@ def unit_scale(lessons: Lessons, some: int = 64) -> Tensor:
     return 1 / torch.cat(sizes).median(0).values.clamp(min=1e-6)
 
 
-def trained_weights(head: FeatureHead) -> int:
+def trained_weights(head: Head) -> int:
     """How many weights are learnt; those of the target are not."""
     return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
-def training_bytes(head: FeatureHead, plan: DraftTraining) -> int:
+def training_bytes(head: Head, plan: DraftTraining) -> int:
     """Memory that training takes beside data and target: the head, its gradients and moments, logits of a step."""
     learnt = trained_weights(head)
     held: int = sum(tensor.numel() for tensor in head.state_dict().values())
@@ -217,6 +220,6 @@ def training_bytes(head: FeatureHead, plan: DraftTraining) -> int:
     return 4 * (held + 3 * learnt + (1 + _LOGITS_COPIES * plan.unroll) * logits)
 
 
-def checkpoint_bytes(head: FeatureHead) -> int:
+def checkpoint_bytes(head: Head) -> int:
     """Of ``Trainer.save``."""
     return _BYTES_CHECKPOINT * trained_weights(head)

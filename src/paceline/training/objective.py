@@ -1,6 +1,6 @@
 """What a head is asked to learn: to say what its target would say, several guesses deep.
 
-Places and steps are those of ``FeatureHead.unroll``: step s at place i guesses token i + 2 + s, whose law the target's
+Places and steps are those of ``Head.unroll``: step s at place i guesses token i + 2 + s, whose law the target's
 state of token i + 1 + s gives. A place counts where all of this lies in the answer, behind whose first
 token drafts begin.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
 from paceline.training.batches import Batch
 
 Divergence = Literal["kl", "total_variation"]
@@ -27,9 +27,9 @@ class Guess(NamedTuple):
     logits: Tensor
 
 
-def guesses(head: FeatureHead, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
+def guesses(head: Head, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
     """The steps of a draft from every place that counts. scale [S]: the streams are multiplied by it."""
-    features = batch.features[:, :-1].to(head.fc.weight.dtype) * scale[:, None]
+    features = batch.features[:, :-1].to(head.dtype) * scale[:, None]
     for step, normed in enumerate(head.states(batch.tokens[:, 1:], features, steps)):
         place = counted(batch, step)
         yield Guess(place, head.logits(normed.flatten(0, 1)[place]))
@@ -51,7 +51,7 @@ def ahead(batch: Batch, place: Tensor, by: int) -> Tensor:
 class Teacher:
     """The target's law of a batch over the tokens that the head can say; what it gives to others is missing in it."""
 
-    def __init__(self, head: FeatureHead, batch: Batch) -> None:
+    def __init__(self, head: Head, batch: Batch) -> None:
         self._batch = batch
         place = ahead(batch, counted(batch, 0), 1)
         with torch.no_grad():
@@ -66,9 +66,7 @@ class Teacher:
         return self._law[self._line[ahead(self._batch, place, 1 + step)]]
 
 
-def loss(
-    head: FeatureHead, batch: Batch, scale: Tensor, weights: list[float], divergence: Divergence
-) -> tuple[Tensor, float]:
+def loss(head: Head, batch: Batch, scale: Tensor, weights: list[float], divergence: Divergence) -> tuple[Tensor, float]:
     """The weighted mean over the steps, and the first step's own mean.
 
     kl: cross-entropy with the target's law (forward KL up to a constant). total_variation: the chance that the guess

@@ -14,14 +14,15 @@ import torch
 from paceline.errors import CapacityError, MissingPackageError
 from paceline.hardware import available_memory, torch_threads
 from paceline.heads.checkpoint import save_head
-from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
+from paceline.heads.kinds import make_head
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostTable
 from paceline.params import DraftData, DraftTraining
 from paceline.training.acceptance import STEPS, Acceptance, speed_up
 from paceline.training.batches import Lessons
 from paceline.training.collect import Collector, check_disk, settings_of
-from paceline.training.learn import Trainer, checkpoint_bytes, trained_weights, training_bytes, unit_scale
+from paceline.training.learn import Trainer, checkpoint_bytes, scale_for, trained_weights, training_bytes
 from paceline.training.prompts import Question
 from paceline.training.shards import Shard, Shards, check_settings
 from paceline.training.streams import taps_of
@@ -64,7 +65,7 @@ def check_room(plan: Plan, target: Target, device: torch.device) -> None:
     taps, training = taps_of(target.config.layers), plan.training
     shape = target.shape(taps, training)
     with torch.device("meta"):
-        head = FeatureHead(shape)
+        head = make_head(shape)
     needed, free = training_bytes(head, training), available_memory(device)
     if needed > free:
         raise CapacityError(
@@ -119,7 +120,7 @@ def _trainer(plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], d
     says = most_frequent(shards, target.config.vocab_size, config.draft_vocab_size)
     head = target.head(config, says, plan.data.seed).to(device)
     lessons = Lessons(shards)
-    return Trainer(head, lessons, Lessons([held]), unit_scale(lessons).to(device), plan.training, plan.data.seed)
+    return Trainer(head, lessons, Lessons([held]), scale_for(head, lessons).to(device), plan.training, plan.data.seed)
 
 
 def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) ->
     }
 
 
-def _speed_ups(trainer: Trainer, costs: CostTable, head: FeatureHead, weights: int) -> list[dict[str, float]]:
+def _speed_ups(trainer: Trainer, costs: CostTable, head: Head, weights: int) -> list[dict[str, float]]:
     """Expected of greedy answers, by the costs measured: a draft's pass takes what its bytes take of the target's.
 
     That is a head of the kernels' speed in the target's precision; what drafts cost here is for a benchmark to say.
@@ -155,7 +156,7 @@ def _speed_ups(trainer: Trainer, costs: CostTable, head: FeatureHead, weights: i
         name: tuple(value) for name, value in trainer.progress.looks[-1].items() if isinstance(value, (list, tuple))
     }
     acceptance = Acceptance(last["conditional"], last["length"], trainer.progress.looks[-1]["places"])
-    passes = 1 if head.config.parallel else STEPS
+    passes = STEPS if head.config.kind == "feature" else 1
     found = {rows: speed_up(acceptance, costs, rows, read / weights, passes) for rows in costs.batch_sizes}
     return [{"rows": rows, "speed_up": factor, "guesses": k} for rows, (factor, k) in found.items()]
 

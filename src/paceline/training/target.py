@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,25 @@ from torch import Tensor
 
 from paceline.errors import ParameterError
 from paceline.heads.config import HeadConfig
-from paceline.heads.feature import FeatureHead
+from paceline.heads.head import Head
+from paceline.heads.kinds import make_head
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
 from paceline.models.transformer import Transformer
 from paceline.params import DraftTraining
 from paceline.training.shards import Shard
+from paceline.training.streams import taps_of
 
 _NATIVE = "a target of a family that paceline runs itself, whose embedding is as wide as its layers"
 
 
 @dataclass(frozen=True)
 class Target:
-    """embedding, rows [V, width]: of tokens read and of tokens said, bfloat16. norm [width]: the last norm's weight."""
+    """embedding, rows [V, width]: of tokens read and of tokens said, bfloat16. norm [width]: the last norm's weight.
+
+    layers: the last ones' tensors as Llama's checkpoints name them, as many as were asked for.
+    """
 
     name: str
     architectures: tuple[str, ...]
@@ -34,27 +39,63 @@ class Target:
     embedding: Tensor
     rows: Tensor
     norm: Tensor | None
+    layers: tuple[dict[str, Tensor], ...] = ()
 
     @staticmethod
-    def load(source: str) -> Target:
-        """From the model's files. Raises ParameterError for a model that no head can read; else as ``load_model``."""
+    def load(source: str, kind: str = DraftTraining.kind) -> Target:
+        """From the model's files, what a head of that kind takes.
+
+        Raises ParameterError for a model that no head can read; else as ``load_model``.
+        """
         model, said = load_model(source, dtype=torch.bfloat16), load_config(source)
         if not isinstance(model, Transformer) or model.config.embed_width not in (0, model.config.width):
             raise ParameterError("MODEL", source, _NATIVE)
         embedding, head, norm = model.ends()
         assert isinstance(head, Dense), "nothing has packed it"
+        count = model.layers
+        plain = model.config.gated and model.config.norm == "rms" and model.config.norm_affine
+        taken = range(taps_of(count)[-1], count) if kind == "hidden_transfer" and plain else range(0)
         rope = getattr(said, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         return Target(
-            source, tuple(said.architectures or ()), model.config, dict(rope), embedding, head.weight, _weight(norm)
-        )
+            source, tuple(said.architectures or ()), model.config, dict(rope), embedding, head.weight, _weight(norm),
+            tuple(model.layer(index) for index in taken),
+        )  # fmt: skip
 
     def shape(self, taps: Sequence[int], plan: DraftTraining) -> HeadConfig:
-        """Of a head with one layer as wide as the target's. plan.vocab: tokens it can say, at most the target's."""
+        """Of a head with one layer as wide as the target's, or with the target's last ones.
+
+        plan.vocab: tokens it can say, at most the target's.
+        """
+        if plan.kind == "hidden_transfer":
+            return self._transfer(taps[-1], plan)
+        layer = self._layer(plan.mlp_width)
+        mask = self.config.vocab_size - 1 if plan.kind == "parallel" else None  # any will do: its meaning is learnt
+        return self._config(layer, taps, plan, mask_token=mask)
+
+    def _transfer(self, tap: int, plan: DraftTraining) -> HeadConfig:
+        """Raises ParameterError where its layers could not be the target's."""
+        if plan.mlp_width is not None:
+            allowed = "left out with --kind hidden_transfer, whose layers are the target's"
+            raise ParameterError("--mlp-width", plan.mlp_width, allowed)
+        config, count = self.config, self.config.layers - tap
+        biased = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+        family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
+        layer = self._layer(None) | {"model_type": family, "num_hidden_layers": count, **biased}
+        head = self._config(layer, (tap,), plan, transfers=plan.unroll)
+        ours = replace(
+            config, family=family, tied=head.decoder.tied, windows=config.windows[tap:], scales=config.scales[tap:],
+            embed_width=head.decoder.embed_width,
+        )  # fmt: skip
+        if ours != head.decoder:
+            raise ParameterError("MODEL", self.name, "a target with layers as Llama, Qwen2 or Qwen3 have them")
+        return head
+
+    def _layer(self, mlp_width: int | None) -> dict[str, Any]:
         config = self.config
-        layer = {
+        return {
             "model_type": "llama",
             "hidden_size": config.width,
-            "intermediate_size": config.mlp_width if plan.mlp_width is None else plan.mlp_width,
+            "intermediate_size": config.mlp_width if mlp_width is None else mlp_width,
             "num_attention_heads": config.heads,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
@@ -67,24 +108,28 @@ class Target:
             "attention_bias": False,
             "mlp_bias": False,
         }
+
+    def _config(self, layer: dict[str, Any], taps: Sequence[int], plan: DraftTraining, **kind: Any) -> HeadConfig:
+        config = self.config
         name = Path(self.name).name if Path(self.name).exists() else self.name
         size = min(plan.vocab, config.vocab_size)
-        mask = config.vocab_size - 1 if plan.kind == "parallel" else None  # any will do: what it stands for is learnt
         return HeadConfig(
-            layer, config.width, size, taps=tuple(taps), mask_token=mask, verifier=name,
-            architectures=self.architectures,
-        )  # fmt: skip
+            layer, config.width, size, taps=tuple(taps), verifier=name, architectures=self.architectures, **kind
+        )
 
-    def head(self, config: HeadConfig, says: Tensor, seed: int) -> FeatureHead:
+    def head(self, config: HeadConfig, says: Tensor, seed: int) -> Head:
         """A head to be trained, float32. says [Vd]: the tokens that it can say, whose rows of the target's it keeps."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            head = FeatureHead(config)
+            head = make_head(config)
         with torch.no_grad():
             head.embed_tokens.weight.copy_(self.embedding)
             head.lm_head.weight.copy_(self.rows[says])
             if self.norm is not None:
                 head.norm.weight.copy_(self.norm)
+            if config.transfers:
+                for layer, tensors in zip(head.layers, self.layers, strict=True):
+                    layer.load_state_dict(tensors)
         head.lm_head.requires_grad_(False)
         head.say(says)
         return head
