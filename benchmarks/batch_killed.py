@@ -50,9 +50,9 @@ def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def answers(path: Path) -> dict[str, str]:
-    """custom_id -> the answer. Raises ValueError if one is there twice."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
+def answers(output: str) -> dict[str, str]:
+    """The lines of output: custom_id -> the answer. Raises ValueError if one is there twice."""
+    entries = [json.loads(line) for line in output.splitlines()]
     twice = [name for name, times in Counter(entry["custom_id"] for entry in entries).items() if times > 1]
     if twice:
         raise ValueError(f"answered more than once: {twice[:5]}")
@@ -111,7 +111,7 @@ def measure(model: str, options: list[str], lines: int, kills: int, folder: Path
         killed_at.append(lines_in(broken))
     last = Run([*paceline, str(broken), *tail, "--resume"], broken)
     last.finish(lines)
-    one, other = answers(whole), answers(broken)
+    one, other = answers(whole.read_text()), answers(broken.read_text())
     return {
         "lines": lines,
         "seconds_unbroken": seconds,

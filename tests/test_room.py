@@ -33,8 +33,9 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
 def limit_for(lengths: Sequence[int], target: ToyModel, draft: ToyModel | None = None, **options: Any) -> int:
     """memory_limit under which rows of so many tokens fit at once, and not a byte more."""
     config = make_engine(target, draft, **{"max_batch_size": ROWS} | options).config
-    plan = plan_memory(target, draft, config, ROWS, 1)
-    return plan.weights + plan.workspace + sum(row_bytes(target, draft, config, length) for length in lengths)
+    plan = plan_memory(target, draft, config, config.max_batch_size, config.max_model_len or LONGEST)
+    caches = sum(row_bytes(target, draft, config, length) for length in lengths)
+    return plan.weights + plan.workspace + plan.scoring + caches
 
 
 def short_engine(lengths: Sequence[int], kind: type[ToyModel] = ToyModel, **options: Any) -> Engine:

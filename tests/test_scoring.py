@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from model_support import NATIVE, VOCABULARY, tiny
+from paceline.chunks import Part, Speed
 from paceline.decoder import Decoder
-from paceline.engine import Engine
+from paceline.engine import Engine, Request
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
 from paceline.outputs import TokenLogprob
 from paceline.params import SamplingParams
+from paceline.room import Room
+from paceline.scoring import Text
 
 PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
 
@@ -59,14 +65,8 @@ def test_scores_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    llm, read = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": rows}), []  # type: ignore[arg-type]
-    read_rows = Decoder.read_rows
-
-    def counted(self: Decoder, parts: list[tuple[int, int, list[int]]]) -> list[Tensor]:
-        read.append(sum(len(tokens) for *_, tokens in parts))
-        return read_rows(self, parts)
-
-    monkeypatch.setattr(Decoder, "read_rows", counted)
+    llm = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": rows})  # type: ignore[arg-type]
+    read = count_reads(monkeypatch)
     prompts, continuations = texts(30)
     llm.score(prompts, continuations, use_tqdm=False)
     different = len(set(map(tuple, prompts)))
@@ -117,60 +117,163 @@ def test_who_may_not_copy_a_prompt_reads_it_anew_where_it_is_scored(
 ) -> None:
     """By the time it takes nobody learns what another client has sent."""
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN, prefix_cache=second is not None).engine  # type: ignore[arg-type]
-    read, forward = [0], Decoder.forward
-
-    def counted(self: Decoder, tokens: Tensor, *rest: object) -> Tensor:
-        read[0] += tokens.numel()
-        return forward(self, tokens, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Decoder, "forward", counted)
+    read = count_reads(monkeypatch)
     for params in (first, second or first):
-        read[0] = 0
-        scorer = engine.scorer(list(range(3, 43)), 1, engine.scope_of(params), begins)
-        while not scorer.finished:
-            engine.score_some(scorer)
-    assert read[0] == 39
+        for again in (False, True):
+            read.clear()
+            score_all(engine, [Text(list(range(3, 43)), scope=engine.scope_of(params), first=begins)])
+            may_copy = engine.scope_of(params).may_copy(engine.scope_of(params))
+            assert sum(read) <= 11 if again and may_copy else sum(read) == 39
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_texts_that_take_turns_in_the_row_get_their_own(top: int) -> None:
+def test_texts_that_share_passes_get_their_own(top: int) -> None:
     engine = make(tiny(*NATIVE["llama"])).engine
     prompts, continuations = texts(6)
-    whole = [prompt + continuation + prompt for prompt, continuation in zip(prompts, continuations, strict=True)]
+    whole = [(prompt + continuation + prompt)[:60] for prompt, continuation in zip(prompts, continuations, strict=True)]
     alone = [_scored(make(tiny(*NATIVE["llama"])).engine, tokens, top) for tokens in whole]
-    scorers = [engine.scorer(tokens[:60], top, engine.scope_of(SamplingParams())) for tokens in whole]
-    while not all(scorer.finished for scorer in scorers):
-        for scorer in scorers:
-            if not scorer.finished:
-                engine.score_some(scorer)
+    shared = [text_of(engine, tokens, top) for tokens in whole]
+    others = [text_of(engine, tokens, top + 2) for tokens in whole]
+    score_all(engine, [text for pair in zip(shared, others, strict=True) for text in pair])
     again = [_scored(engine, tokens, top) for tokens in whole]  # told from what was scored before
-    for one, other, third in zip(alone, (scorer.logprobs for scorer in scorers), again, strict=True):
+    for one, other, third in zip(alone, (text.logprobs for text in shared), again, strict=True):
         assert [token.token_id for token in one] == [token.token_id for token in other]
         for these in (other, third):
             assert [token.logprob for token in one] == pytest.approx([token.logprob for token in these], abs=1e-4)
             assert [len(token.top) for token in these] == [top] * len(one)
+    assert all(len(token.top) == top + 2 for text in others for token in text.logprobs)
+
+
+def text_of(engine: Engine, tokens: list[int], top: int = 1, **more: Any) -> Text:
+    return Text(tokens, top, engine.scope_of(SamplingParams()), **more)
+
+
+def score_all(engine: Engine, scored: Sequence[Text]) -> None:
+    engine.scorer.add(scored)
+    while engine.scorer.busy:
+        engine.score_some(awaited=False)
+    assert all(text.finished for text in scored)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every pass that reads texts, from now on."""
+    read: list[int] = []
+    read_rows = Decoder.read_rows
+
+    def counted(self: Decoder, parts: list[tuple[int, int, list[int]]]) -> list[Tensor]:
+        read.append(sum(len(tokens) for *_, tokens in parts))
+        return read_rows(self, parts)
+
+    monkeypatch.setattr(Decoder, "read_rows", counted)
+    return read
 
 
 def _scored(engine: Engine, tokens: list[int], top: int) -> list[TokenLogprob]:
-    scorer = engine.scorer(tokens[:60], top, engine.scope_of(SamplingParams()))
-    while not scorer.finished:
-        engine.score_some(scorer)
-    return scorer.logprobs
+    text = text_of(engine, tokens[:60], top)
+    score_all(engine, [text])
+    return text.logprobs
+
+
+@pytest.mark.parametrize("top", [0, 1])
+def test_what_is_known_of_a_text_is_not_worked_out_again(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+    """As choices behind one context come: side by side, or one request after the other."""
+    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 4}).engine  # type: ignore[arg-type]
+    (context, *_), choices = texts(1)[0], [[5], [6, 7], [8], [9]]
+    read = count_reads(monkeypatch)
+    score_all(engine, [text_of(engine, context + choice, top) for choice in choices])
+    assert len(read) <= 3
+    assert sum(read) <= len(context) + sum(map(len, choices)) + len(choices)
+    read.clear()
+    score_all(engine, [text_of(engine, [*context, 10, 11], top)])
+    assert sum(read) <= 3
+
+
+def test_a_long_text_does_not_keep_rows_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes what the last round has left of the pause: 80 ms but 30 at 10 ms a token are 5 tokens."""
+    llm = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"longest_pause": 0.1})  # type: ignore[arg-type]
+    engine, (prompts, _) = llm.engine, texts(2)
+    read = count_reads(monkeypatch)
+    for decoding, seconds, most in ((True, 0.03, 5), (True, 5.0, 2), (False, 0.0, 50)):
+        engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
+        engine.scorer.chunks.speed = Speed()
+        engine.scorer.chunks.speed.learn([Part(0, 0, 100)], 1.0)
+        read.clear()
+        with torch.inference_mode():
+            engine.scorer.step(decoding, seconds)
+        assert read == [most]
+        engine.scorer.drop(engine.scorer.begun)
+        engine.scorer._held, engine.scorer._used = [None] * 2, [-1] * 2
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    output = engine.add(Request(prompts[1], params))
+    engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
+    while not output.finished:
+        engine.step()
+        assert engine._step_seconds > 0
+        engine.score_some()
+    assert engine.scorer.chunks.round_seconds == engine._step_seconds, "of the step before"
+
+
+def test_what_nobody_wants_any_more_is_not_read_and_keeps_nobody_waiting() -> None:
+    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"longest_pause": None}).engine  # type: ignore[arg-type]
+    (tokens, other, *_), _ = texts(3)
+    expected = _scored(make(tiny(*NATIVE["llama"])).engine, tokens, 0)
+    first, second, third = (text_of(engine, given, 0) for given in (tokens, tokens, other))
+    engine.scorer.add([first, second, third])
+    engine.scorer.chunks.speed.learn([Part(0, 0, 100)], 10.0)
+    engine.scorer._copy()
+    engine.scorer._begin()
+    assert second.waits
+    engine.scorer.drop([first, third])
+    while engine.scorer.busy:
+        engine.score_some()
+    assert second.finished
+    assert not first.logprobs
+    assert not third.logprobs
+    assert [token.logprob for token in second.logprobs] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+
+
+def test_caches_are_made_for_the_texts_that_come_and_never_take_more_than_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.scoring._LEAST_POSITIONS", 8)
+    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 16}).engine  # type: ignore[arg-type]
+    scorer, made = engine.scorer, list[tuple[int, int]]()
+    assert scorer._room.limit >= scorer._room.bytes_for(engine.max_model_len)
+    room = scorer._room = Room(150, rows=16, positions=64, bytes_for=lambda positions: positions)
+    make_rows = scorer._make
+
+    def counted(rows: int, positions: int) -> Decoder:
+        made.append((rows, positions))
+        assert rows * room.bytes_for(positions) <= room.limit
+        return make_rows(rows, positions)
+
+    scorer._make = counted
+    assert scorer.bytes_held == 0
+    for size in (10, 60, 50, 30, 40, 65, 5):
+        wanted = [text_of(engine, [3 + n, *[4] * (size - 1)]) for n in range(9)]
+        scorer.add(wanted)
+        while scorer.busy:
+            engine.score_some(awaited=False)
+            assert 0 < scorer.bytes_held <= room.limit
+        assert all(len(text.logprobs) == size - 1 for text in wanted)
+    assert [rows for rows, _ in made] == [9, 2, 4, 2, 16]
 
 
 def test_a_fault_in_the_middle_leaves_nothing_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(tiny(*NATIVE["llama"])).engine
     prompts, continuations = texts(2)
     _scored(engine, prompts[0] + continuations[0], 0)
-    broken = Decoder.forward
+    forward = Decoder.forward
 
-    def fails(*_: object) -> Tensor:
+    def fails(*given: object) -> Tensor:
+        forward(*given)  # type: ignore[arg-type]
         raise RuntimeError("mine")
 
     monkeypatch.setattr(Decoder, "forward", fails)
     with pytest.raises(RuntimeError, match="mine"):
         _scored(engine, prompts[1] + continuations[1], 0)
-    monkeypatch.setattr(Decoder, "forward", broken)
+    monkeypatch.setattr(Decoder, "forward", forward)
+    engine.scorer.drop(engine.scorer.begun)
     fresh = make(tiny(*NATIVE["llama"])).engine
     for index in range(2):
         tokens = prompts[index] + continuations[index]

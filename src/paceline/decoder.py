@@ -397,6 +397,11 @@ class Decoder:
         """From now on the row has room for so many tokens; memory beyond it is given back. See ``RowTables``."""
         self.cache.resize(self._places[row], positions)
 
+    @property
+    def grows(self) -> bool:
+        """Whether rows take the memory that they use."""
+        return self.cache.grows
+
     def room_of(self, row: int) -> int:
         """Tokens that the row has room for."""
         return self.cache.sizes[self._places[row]]

@@ -29,7 +29,7 @@ from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
-from paceline.memory import check_memory
+from paceline.memory import check_memory, scoring_room
 from paceline.models.base import FlatModel
 from paceline.models.fingerprint import is_from_files
 from paceline.native_round import NativeRound
@@ -40,7 +40,7 @@ from paceline.prefixes import Scope
 from paceline.request import Intake, Request, check_tokens
 from paceline.round import Speculation, speculative_round
 from paceline.scheduler import Scheduler
-from paceline.scoring import BatchScorer, PromptScorer, ScoringRow
+from paceline.scoring import WIDEST_PASS, Scorer, Text
 from paceline.sequences import Sequence as Row
 
 __all__ = ["Engine", "Models", "Request"]
@@ -66,6 +66,7 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
+        self._step_seconds = 0.0  # that the last step took
         self._assembly = Assembly(models, config, self.max_model_len)
         self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
         target = self._assembly.decoder(models.target)
@@ -221,7 +222,7 @@ class Engine:
             yield
 
     def _step(self) -> list[RequestOutput]:
-        self.last_verdict = None
+        self.last_verdict, began = None, time.perf_counter()
         changed = self.scheduler.overdue(time.monotonic())
         changed += self.scheduler.admit()
         if self.scheduler.running:
@@ -233,6 +234,7 @@ class Engine:
             if self._pipeline is not None:
                 self._pipeline.forget()
             self.scheduler.check_integrity()
+        self._step_seconds = time.perf_counter() - began
         return self._collect(changed)
 
     def _play(self) -> list[Row]:
@@ -290,25 +292,16 @@ class Engine:
                 del self._requests[output.request_id]
         return outputs
 
-    def scorer(self, token_ids: Sequence[int], top: int, scope: Scope, first: int = 1) -> PromptScorer:
-        """For ``score_some``: a text, how many of the most likely tokens to tell, and the first token that is scored.
+    @cached_property
+    def scorer(self) -> Scorer:
+        """Of texts whose log-probabilities are asked for: ``add`` them to it, then call ``score_some``."""
+        config, target = self.config, self.models.target
 
-        All texts are read into one row, beside those that decode: what the one before began with is not read again, if
-        ``scope`` (``scope_of``) allows it.
-        """
-        return PromptScorer(self._scoring_row, token_ids, top, scope, first)
+        def rows_for(rows: int, positions: int) -> Decoder:
+            return Decoder(target, self._assembly.backend(), rows, positions, target.vocab_size)
 
-    def batch_scorer(self, texts: Sequence[tuple[list[int], int]]) -> BatchScorer:
-        """For ``score_some``: texts and the first token of each that is scored, several at a time, in their own caches.
-
-        As many as the engine has rows, and as would fit into the memory of these. Neighbours that begin alike are read
-        once as far as they do.
-        """
-        positions = max((len(tokens) for tokens, _ in texts), default=1)
-        most = min(self.config.max_batch_size, self.room.fits(positions))
-        model, rows = self.models.target, max(1, min(most, len(texts)))
-        decoder = Decoder(model, self._assembly.backend(), rows, positions, model.vocab_size)
-        return BatchScorer(decoder, rows, texts)
+        room = scoring_room(target, config.max_batch_size, self.max_model_len)
+        return Scorer(rows_for, room, Chunks(WIDEST_PASS, config.longest_pause))
 
     def check_scored(self, token_ids: Sequence[int]) -> None:
         """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
@@ -318,16 +311,16 @@ class Engine:
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
-    @cached_property
-    def _scoring_row(self) -> ScoringRow:
-        model = self.models.target
-        return ScoringRow(Decoder(model, self._assembly.backend(), 1, self.max_model_len, model.vocab_size))
-
     @torch.inference_mode()
-    def score_some(self, scorer: PromptScorer | BatchScorer) -> None:
-        """Score a chunk; rounds may be played between two chunks."""
+    def score_some(self, *, awaited: bool = True) -> list[Text]:
+        """One pass over the texts to score; those that ended. Rounds may be played between two passes.
+
+        awaited: whether anybody waits for what is done between passes. Beside rows that decode a pass takes what the
+        last step has left of ``longest_pause``, but a quarter of it at least.
+        """
+        self.scorer.chunks.awaited = awaited
         with self._own_threads():
-            scorer.step()
+            return self.scorer.step(decoding=bool(self.scheduler.running), seconds=self._step_seconds)
 
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:

@@ -48,6 +48,7 @@ from paceline.params import (
 )
 from paceline.ranges import FileName
 from paceline.rows import Constraint
+from paceline.scoring import Text
 from paceline.sharing import SharedEngine
 from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
@@ -207,16 +208,22 @@ class LLM:
 
     def _scores(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """texts: tokens, and which is the first that is scored."""
-        order = sorted(range(len(texts)), key=lambda index: texts[index][0])  # those that begin alike are neighbours
-        with self._share().turn() as engine:
-            scorer = engine.batch_scorer([texts[index] for index in order])
-        with tqdm(total=len(texts), desc="continuations", disable=not use_tqdm) as bar:
-            while not scorer.finished:
-                with self._share().turn() as engine:
-                    engine.score_some(scorer)
-                bar.update(len(scorer.scores) - bar.n)
-        found = {index: _score(tokens) for index, tokens in zip(order, scorer.scores, strict=True)}
-        return [found[index] for index in range(len(texts))]
+        scope = self.engine.scope_of(SamplingParams())
+        scored = [Text(tokens, scope=scope, first=first) for tokens, first in texts]
+        neighbours = sorted(scored, key=lambda text: list(text.token_ids))  # those that begin alike
+        try:
+            with self._share().turn() as engine:
+                engine.scorer.add(neighbours)
+            with tqdm(total=len(texts), desc="continuations", disable=not use_tqdm) as bar:
+                for text in neighbours:
+                    while not text.finished:
+                        with self._share().turn() as engine:
+                            engine.score_some(awaited=engine.busy)
+                    bar.update()
+        finally:
+            with self._share().turn() as engine:
+                engine.scorer.drop(scored)
+        return [_score(text.logprobs) for text in scored]
 
     def _pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
         """Both as one text, and the number of tokens before the continuation."""

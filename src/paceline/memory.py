@@ -20,23 +20,28 @@ GIB = 2**30
 LEAST_ROW = 128  # tokens that all rows can have at once, or there are too many of them
 _LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive at once in the worst round
 _ACTIVATIONS = 12  # widths of the hidden state alive at once while a chunk is prefilled
+_SCORED_AT_ONCE = 4096  # tokens of texts whose log-probabilities are asked for, at least those of the longest one
 _LEFT_ALONE = 0.1  # of a machine's free memory, where rows wait for memory: other programs grow, too
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. ``caches`` (target's and draft model's) is what they may take together; ``workspace`` is for all rows."""
+    """Bytes. ``caches`` (target's and draft model's) is what they may take together; ``workspace`` is for all rows.
+
+    scoring: the caches of texts whose log-probabilities are asked for; they are made when the first one comes.
+    """
 
     weights: int
     caches: int
     workspace: int
+    scoring: int
 
     @property
     def to_allocate(self) -> int:
-        return self.caches + self.workspace
+        return self.caches + self.workspace + self.scoring
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "caches": self.caches, "workspace": self.workspace}
+        parts = {"weights": self.weights, "caches": self.caches, "workspace": self.workspace, "scoring": self.scoring}
         return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
 
 
@@ -54,7 +59,14 @@ def plan_memory(
     else:
         workspace = logits + activations + kept_bytes(target, tokens)
     caches = rows * row_bytes(target, draft, config, positions)
-    return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace)
+    scoring = scoring_room(target, rows, positions).limit
+    return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace, scoring)
+
+
+def scoring_room(target: AnyModel, rows: int, positions: int) -> Room:
+    """For the caches of texts whose log-probabilities are asked for: the longest fits, of shorter ones several do."""
+    at_once = max(1, min(rows, _SCORED_AT_ONCE // positions))
+    return Room(at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target)))
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
@@ -76,7 +88,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
     """The room for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
 
     Where rows grow, one that is as long as it may be has to fit, and all of them while they are short. Elsewhere all
-    have to fit at their longest. Raises CapacityError. The weights are loaded already; caches and workspace are not.
+    have to fit at their longest. Raises CapacityError. The weights are loaded already; the rest is not.
     """
     rows = config.max_batch_size
     plan = plan_memory(target, draft, config, rows, positions)
@@ -90,7 +102,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
     grow = _rows_grow(target, draft, config)
     if grow:
         kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
-        short = replace(room, limit=free - plan.workspace - kept_free)
+        short = replace(room, limit=free - plan.workspace - plan.scoring - kept_free)
         least = min(LEAST_ROW, positions)
         if short.fits(positions) >= 1 and short.fits(least) >= rows:
             return short

@@ -27,7 +27,8 @@ from paceline.models.shares import Share
 from paceline.outputs import RequestOutput
 from paceline.parallel.launch import interface_of
 from paceline.parallel.plan import Op
-from paceline.params import EngineConfig, EngineOptions, SamplingParams
+from paceline.params import EngineConfig, EngineOptions
+from paceline.scoring import Text
 from parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, toy, write
 from toy import SHAPES, ScriptedTrees, always, answers, make_engine, run, truth_of
 
@@ -163,10 +164,11 @@ def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
         torch.testing.assert_close(engine.next_logits(range(9)), expected.next_logits(range(9)), rtol=2e-4, atol=2e-4)
         told = []
         for each in (engine, expected):
-            scorer = each.scorer(list(range(40)), 1, each.scope_of(SamplingParams()))
-            while not scorer.finished:
-                each.score_some(scorer)
-            told.append([token.logprob for token in scorer.logprobs])
+            text = Text(list(range(40)))
+            each.scorer.add([text])
+            while not text.finished:
+                each.score_some()
+            told.append([token.logprob for token in text.logprobs])
     assert told[0] == pytest.approx(told[1], abs=1e-4)
 
 

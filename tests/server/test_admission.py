@@ -118,14 +118,14 @@ def test_prompts_to_score_wait_like_others_and_take_no_cache_before_their_turn(l
             wait_until(lambda: admission.inside == 16)
             assert live.post("/v1/completions", body).status_code == 429
         assert [each.result().status_code for each in first] == [200, 200]
-    assert service._scoring is None
+    assert not service._scorings
     with live.held():
         with live.asking("/v1/completions", body):
             wait_until(lambda: admission.inside == 8 and live.waiting)
         wait_until(lambda: admission.inside == 0)
         assert live.waiting, "what was asked of the engine is still there"
     live.wait_until_idle()
-    wait_until(lambda: not service._has_scorings)
+    wait_until(lambda: not service._scorings)
 
 
 def test_too_many_log_probabilities_and_texts_that_no_prompt_can_be_are_refused(
@@ -299,9 +299,9 @@ def begun(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     scheduler, order = keyed.context.llm.engine.scheduler, list[str]()
     original = scheduler._start
 
-    def noted(sequence: Any) -> None:
+    def noted(sequence: Any, *rest: Any) -> None:
         order.append(f"{sequence.client} {sequence.params.seed}")
-        original(sequence)
+        original(sequence, *rest)
 
     monkeypatch.setattr(scheduler, "_start", noted)
     return order

@@ -14,6 +14,7 @@ from paceline.batch import RowStart
 from paceline.errors import ParameterError
 from paceline.params import ServerConfig
 from paceline.request import Intake
+from paceline.scoring import Scorer
 from paceline.server.security import KeyRing, read_keys
 from polling import wait_until
 from server_support import Live, start
@@ -105,14 +106,27 @@ def test_a_request_that_the_engine_cannot_take_fails_alone(live: Live, monkeypat
     def broken(*_: Any) -> Any:
         raise MemoryError("as planned")
 
-    monkeypatch.setattr(live.context.llm.engine, "scorer", broken)
-    scored = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
-    assert live.post("/v1/completions", scored).status_code == 500
-    monkeypatch.undo()
     monkeypatch.setattr(Intake, "begin", broken)
     assert live.post("/v1/completions", LONG).status_code == 500
     monkeypatch.undo()
     assert live.post("/v1/completions", LONG).status_code == 200
+    live.wait_until_idle()
+
+
+@pytest.mark.parametrize("where", ["add", "step", "_make_rows", "_take", "_note"])
+def test_prompts_whose_scores_fail_are_told_so_and_the_next_ones_are_scored(
+    live: Live, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise MemoryError("as planned")
+
+    scored = {"prompt": ["abc", "abcd"], "max_tokens": 0, "echo": True, "logprobs": 1}
+    monkeypatch.setattr(live.context.llm.engine.scorer, "_suits", lambda: False)
+    monkeypatch.setattr(Scorer, where, broken)
+    assert live.post("/v1/completions", scored).status_code == 500
+    monkeypatch.undo()
+    live.wait_until_idle()
+    assert live.post("/v1/completions", scored).status_code == 200
     live.wait_until_idle()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Sequence
@@ -224,11 +225,19 @@ class CompletionJob:
     async def _make_echoes(self) -> None:
         if not self.body.echo:
             return
-        for request, prompt in zip(self.requests, self.body.prompts, strict=True):
-            given = prompt if isinstance(prompt, str) else None
-            pieces = await self.context.in_thread(_pieces, self.context, request.prompt_token_ids)
-            text = "".join(pieces) if given is None else given
-            self.echoes.append(Echo(text, await self._prompt_logprobs(request, pieces)))
+        pairs = zip(self.requests, self.body.prompts, strict=True)
+        try:
+            async with asyncio.TaskGroup() as group:  # all prompts at once: they share passes
+                echoes = [group.create_task(self._make_echo(request, prompt)) for request, prompt in pairs]
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        self.echoes = [echo.result() for echo in echoes]
+
+    async def _make_echo(self, request: Request, prompt: str | list[int]) -> Echo:
+        given = prompt if isinstance(prompt, str) else None
+        pieces = await self.context.in_thread(_pieces, self.context, request.prompt_token_ids)
+        text = "".join(pieces) if given is None else given
+        return Echo(text, await self._prompt_logprobs(request, pieces))
 
     async def _prompt_logprobs(self, request: Request, pieces: Sequence[str]) -> CompletionLogprobs | None:
         top = self.body.logprobs

@@ -16,15 +16,13 @@ from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
 from paceline.outputs import RequestOutput, TokenLogprob
 from paceline.params import SamplingParams, ServerConfig
-from paceline.prefixes import Scope
-from paceline.scoring import PromptScorer
+from paceline.scoring import Text
 from paceline.server import errors
 from paceline.server.admission import Place
 from paceline.server.delta import Growth, Update
 from paceline.server.mailbox import Mailbox, News
 from paceline.server.metrics import Meter, Pace
 from paceline.utilisation import arithmetic_of
-from paceline.waiting import Waiting
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -54,20 +52,6 @@ class Ticket:
     def made(self) -> int:
         """Tokens of its answers so far."""
         return 0 if self.output is None else sum(len(answer.token_ids) for answer in self.output.candidates)
-
-
-@dataclass
-class _Scoring:
-    """A prompt whose log-probabilities are wanted. scorer: None until it begins, for it takes a cache of its own."""
-
-    request_id: str
-    client: str
-    priority: int
-    token_ids: Sequence[int]
-    top: int
-    scope: Scope
-    result: asyncio.Future[list[TokenLogprob]]
-    scorer: PromptScorer | None = None
 
 
 @dataclass
@@ -126,8 +110,7 @@ class EngineService:
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
-        self._scorings: Waiting[_Scoring] = Waiting()
-        self._scoring: _Scoring | None = None  # the one that has begun
+        self._scorings: dict[Text, asyncio.Future[list[TokenLogprob]]] = {}
         self._llm: LLM | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -175,14 +158,22 @@ class EngineService:
         self._inbox.put(lambda: self._fail_all(error))
 
     async def score(self, request: Request, top: int) -> list[TokenLogprob]:
-        """Log-probabilities of a prompt's tokens but the first, worked out between rounds; clients take turns."""
+        """Log-probabilities of a prompt's tokens but the first, worked out between rounds, several prompts in a pass.
+
+        Clients take turns for the places in it.
+        """
         if len(request.prompt_token_ids) < 2:
             return []
         result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        name, tokens = str(request.request_id), request.prompt_token_ids
-        scope = self.engine.scope_of(request.params)
-        scoring = _Scoring(name, request.client, request.priority, tokens, top, scope, result)
-        self._inbox.put(lambda: self._scorings.extend([scoring]))
+        text = Text(
+            request.prompt_token_ids,
+            top,
+            self.engine.scope_of(request.params),
+            request_id=str(request.request_id),
+            client=request.client,
+            priority=request.priority,
+        )
+        self._inbox.put(lambda: self._add_scoring(text, result))
         return await result
 
     async def stop(self) -> None:
@@ -234,8 +225,8 @@ class EngineService:
             self.engine.step()
 
     def _turn(self) -> None:
-        """Commands first; then one round, and one piece of one scoring."""
-        idle = not self.engine.busy and not self._has_scorings
+        """Commands first; then one round, and one pass over prompts to score."""
+        idle = not self.engine.busy and not self._scorings
         if idle:
             self._step_began = None
         commands = self._inbox.take(wait=idle)
@@ -244,7 +235,7 @@ class EngineService:
             command()
         if self.engine.busy:
             self._round()
-        if self._has_scorings:
+        if self._scorings:
             self._score_some()
         self.meter.queues(self.engine)
 
@@ -319,40 +310,52 @@ class EngineService:
         for name in names:
             self.engine.abort(name)
         self._fail(names, error)
-        for scoring in [*([self._scoring] if self._scoring else []), *self._scorings]:
-            self._settle(scoring, error)
-        self._scorings.clear()
+        self._fail_scorings(list(self._scorings), error)
 
     def _stop(self) -> None:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
 
-    @property
-    def _has_scorings(self) -> bool:
-        return self._scoring is not None or bool(self._scorings)
+    def _add_scoring(self, text: Text, result: asyncio.Future[list[TokenLogprob]]) -> None:
+        self._scorings[text] = result
+        try:
+            self.engine.scorer.add([text])
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            self._scoring_failed(error)
 
     def _score_some(self) -> None:
-        """A piece of one, from its beginning to its end; nobody waits any more for those that were cancelled."""
-        scoring = self._scoring = self._scoring or self._scorings.turn(1)[0]
-        if scoring.result.cancelled():
-            self._scoring = None
-            return
+        """One pass; nobody waits any more for those that were cancelled."""
+        self._forget_scorings([text for text, result in self._scorings.items() if result.cancelled()])
         try:
-            if scoring.scorer is None:
-                scoring.scorer = self.engine.scorer(scoring.token_ids, scoring.top, scoring.scope)
-            self.engine.score_some(scoring.scorer)
+            ended = self.engine.score_some()
         except RankError:
             raise
-        except Exception as error:
-            log.exception("log-probabilities of a prompt failed")
-            self._settle(scoring, errors.failed(error))
+        except Exception as error:  # noqa: BLE001 (it is logged)
+            self._scoring_failed(error)
             return
-        if scoring.scorer.finished:
-            self._settle(scoring, scoring.scorer.logprobs)
+        for text in ended:
+            self._settle(text, text.logprobs)
 
-    def _settle(self, scoring: _Scoring, outcome: list[TokenLogprob] | errors.ApiError) -> None:
-        self._scoring = None
-        result = scoring.result
+    def _scoring_failed(self, error: Exception) -> None:
+        """Those that it was about end; where they had not begun, all, for what failed would fail again."""
+        log.error("log-probabilities of prompts failed", exc_info=error)
+        waiting = set(self.engine.scorer.waiting)
+        begun = [text for text in self._scorings if text not in waiting]
+        self._fail_scorings(begun or list(self._scorings), errors.failed(error))
+
+    def _fail_scorings(self, texts: Sequence[Text], error: errors.ApiError) -> None:
+        for text in texts:
+            self._settle(text, error)
+        self._forget_scorings(texts)
+
+    def _forget_scorings(self, texts: Sequence[Text]) -> None:
+        if texts:
+            self.engine.scorer.drop(texts)
+        for text in texts:
+            self._scorings.pop(text, None)
+
+    def _settle(self, text: Text, outcome: list[TokenLogprob] | errors.ApiError) -> None:
+        result = self._scorings.pop(text)
 
         def settle() -> None:
             if result.done():

@@ -1,0 +1,181 @@
+"""A batch over HTTP whose server is killed at random and started again, beside an unbroken one; and its memory.
+
+    python -m benchmarks.served_batch_killed smollm2-135m --quantization int8 --lines 1000 --kills 3
+
+The file goes through /v1/files and /v1/batches of ``paceline serve``. SIGKILL ends the server in the middle of it, and
+the next one on the same directory goes on; nobody tells it of the batch. Every line has to be answered once, and as in
+the unbroken batch, which has a server and a directory of its own. Memory is as ``benchmarks.batch_killed`` tells it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from benchmarks.batch_killed import answers, by_tenths, write_lines
+
+from paceline.bench.offline import machine, versions
+from paceline.cli.document import end
+
+READY_SECONDS = 900
+LOOK_SECONDS = 0.1
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+class Server:
+    """``paceline serve`` on a port of its own, ready. Raises RuntimeError if it ends before it is."""
+
+    def __init__(self, model: str, options: list[str], kept: Path) -> None:
+        command = [sys.executable, "-m", "paceline.cli.main", "serve", model, "--port", "0", "--batch-dir", str(kept)]
+        self._log = kept.with_suffix(".log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen([*command, *options], stderr=log, stdout=log)
+        self._http = httpx.Client(trust_env=False, timeout=READY_SECONDS)
+        self._wait(lambda: self._listens() and self._http.get("/health").status_code == httpx.codes.OK)
+
+    def _listens(self) -> bool:
+        found = re.search(r"http://127\.0\.0\.1:\d+", self._log.read_text())
+        self._http.base_url = found[0] if found else ""
+        return found is not None
+
+    def _wait(self, fact: Callable[[], bool]) -> None:
+        until = time.monotonic() + READY_SECONDS
+        while not fact():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.kill()
+                raise RuntimeError(f"the server is not ready: {self._log.read_text()[-2000:]}")
+            time.sleep(LOOK_SECONDS)
+
+    def begin(self, source: Path) -> str:
+        """The name of the batch that answers a file's lines."""
+        with source.open("rb") as lines:
+            form = {"file": (source.name, lines)}
+            file = _good(self._http.post("/v1/files", files=form, data={"purpose": "batch"}))
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h", "seed": 1}
+        return str(_good(self._http.post("/v1/batches", json=asked))["id"])
+
+    def batch(self, name: str) -> dict[str, Any]:
+        return _good(self._http.get(f"/v1/batches/{name}"))
+
+    def done(self, name: str) -> int:
+        """Lines that are answered."""
+        return int(self.batch(name)["request_counts"]["completed"])
+
+    def watch(self, name: str, lines: int) -> list[tuple[int, int]]:
+        """Until so many lines are answered, or the batch has ended: (lines, resident bytes), about once a second."""
+        memory, looked, resident = list[tuple[int, int]](), 0.0, psutil.Process(self._process.pid)
+        while (batch := self.batch(name))["status"] not in ENDED:
+            done = int(batch["request_counts"]["completed"])
+            if done >= lines:
+                break
+            if time.monotonic() - looked >= 1:
+                looked = time.monotonic()
+                memory.append((done, resident.memory_info().rss))
+            time.sleep(LOOK_SECONDS)
+        return memory
+
+    def output(self, name: str) -> str:
+        """All lines of a batch that is completed. Raises RuntimeError if it is not, or if a line failed."""
+        batch = self.batch(name)
+        if batch["status"] != "completed" or batch["error_file_id"] is not None:
+            raise RuntimeError(f"the batch ended badly: {batch}")
+        return self._http.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().text
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def _good(reply: httpx.Response) -> dict[str, Any]:
+    document: dict[str, Any] = reply.raise_for_status().json()
+    return document
+
+
+def unbroken(start: Callable[[Path], Server], source: Path, kept: Path, lines: int) -> dict[str, Any]:
+    """One server from the first line to the last."""
+    server = start(kept)
+    try:
+        begun = time.monotonic()
+        name = server.begin(source)
+        memory = server.watch(name, lines + 1)
+        seconds = time.monotonic() - begun
+        return {"output": server.output(name), "seconds": seconds, "memory": by_tenths(memory, lines)}
+    finally:
+        server.kill()
+
+
+def broken(start: Callable[[Path], Server], source: Path, kept: Path, lines: int, kills: int) -> dict[str, Any]:
+    """A server after the other; all but the last are killed after some lines more."""
+    chance, killed_at, memory, name = random.Random(), list[int](), list[tuple[int, int]](), ""
+    for life in range(kills + 1):
+        server = start(kept)
+        try:
+            name = name or server.begin(source)
+            if life == kills:
+                memory += server.watch(name, lines + 1)
+                return {"output": server.output(name), "killed_at": killed_at, "memory": by_tenths(memory, lines)}
+            memory += server.watch(name, sum(killed_at[-1:]) + chance.randrange(1, lines // (kills + 1)))
+            killed_at.append(server.done(name))
+        finally:
+            server.kill()
+    raise AssertionError("the last life returns")
+
+
+def measure(model: str, options: list[str], lines: int, kills: int, folder: Path) -> dict[str, Any]:
+    """Both, and what differs."""
+    source = folder / "lines.jsonl"
+    write_lines(source, lines)
+
+    def start(kept: Path) -> Server:
+        return Server(model, options, kept)
+
+    whole = unbroken(start, source, folder / "whole", lines)
+    parts = broken(start, source, folder / "broken", lines, kills)
+    one, other = answers(whole["output"]), answers(parts["output"])
+    return {
+        "lines": lines,
+        "seconds_unbroken": whole["seconds"],
+        "killed_at": parts["killed_at"],
+        "answered_unbroken": len(one),
+        "answered": len(other),
+        "different_answers": sum(other.get(name) != text for name, text in one.items()),
+        "resident_bytes_by_tenths": whole["memory"],
+        "resident_bytes_by_tenths_killed": parts["memory"],
+    }
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--quantization")
+    parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    options = ["--max-model-len", "512", "--max-batch-size", "16"]
+    options += ["--quantization", asked.quantization] if asked.quantization else []
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(asked.model, options, asked.lines, asked.kills, Path(folder))
+    about = {
+        "command": f"python -m benchmarks.served_batch_killed {shlex.join(sys.argv[1:])}",
+        "model": asked.model,
+        "options": options,
+    }
+    end(about | found | {"machine": machine(), "versions": versions()}, asked.output)
+
+
+if __name__ == "__main__":
+    main()
