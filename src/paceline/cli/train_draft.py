@@ -15,6 +15,7 @@ from paceline.files import check_output, write_text
 from paceline.params import DRAFT_KINDS, DraftData, DraftTraining, EngineOptions
 
 if TYPE_CHECKING:
+    from paceline.training.fellows import Fellows
     from paceline.training.learn import Trainer
     from paceline.training.run import Plan, Watcher
 
@@ -90,7 +91,8 @@ def train_draft(
     """Train a head that drafts for a target: it writes its own data, with the precision that it is run with here.
 
     A run that was killed goes on with --resume, and ends as if nothing had been. The head is a checkpoint of the
-    speculators layout; the last line of stdout is the report as one JSON document.
+    speculators layout; the last line of stdout is the report as one JSON document. Processes that torchrun starts
+    learn together, on CPUs.
     """
     _check_kind(kind)
     data = DraftData(
@@ -104,13 +106,28 @@ def train_draft(
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
     with working("reading the prompts"):
+        from paceline.training.fellows import fellows
         from paceline.training.prompts import read_questions
         from paceline.training.run import Plan
         from paceline.training.shards import held
 
         questions = None if prompts is None else read_questions(prompts)
-    with held(output):
-        _run(Plan(output, data, training, questions, resume), model, options, quiet)
+    plan = Plan(output, data, training, questions, resume)
+    with fellows() as together:
+        if together.size > 1:
+            _check_device(options["device"])
+        if together.first:
+            with held(output):
+                _run(plan, model, options, together, quiet)
+        else:
+            _follow(plan, model, options, together)
+
+
+def _check_device(device: str) -> None:
+    from paceline.hardware import resolve_device
+
+    if resolve_device(device).type != "cpu":
+        raise ParameterError("--device", device, "cpu where several processes learn together; on a GPU start one")
 
 
 def _check_kind(kind: str) -> None:
@@ -138,7 +155,16 @@ def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:
     return {**engine.options(), **plain, **sizes}
 
 
-def _run(plan: Plan, model: str, options: EngineOptions, quiet: bool) -> None:
+def _follow(plan: Plan, model: str, options: EngineOptions, together: Fellows) -> None:
+    """What a process does that is not the first."""
+    from paceline.hardware import default_threads
+    from paceline.training.run import follow
+    from paceline.training.target import Target
+
+    follow(plan, Target.load(model, plan.training.kind), together, options["threads"] or default_threads())
+
+
+def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quiet: bool) -> None:
     from paceline.bench.offline import machine, versions
     from paceline.hardware import resolve_device
     from paceline.llm import LLM
@@ -153,7 +179,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, quiet: bool) -> None:
     if not quiet:
         note(engine)
     with Bars(plan, quiet) as bars:
-        found = train(plan, llm, target, bars.watcher)
+        found = train(plan, llm, target, bars.watcher, together)
     about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
     told = about | found
     if not draw(told, plan.output / FILES[2], f"A head for {model}. {engine}"):

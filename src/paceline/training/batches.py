@@ -41,6 +41,7 @@ class Lessons(Dataset[Lesson]):
         self._shards = shards
         self._places = [(shard, index) for shard in shards for index in range(len(shard))]
         self.lengths = [shard.lengths[index] for shard, index in self._places]
+        self.prompts = [shard.prompts[index] for shard, index in self._places]
         self.tokens = sum(self.lengths)
 
     def __len__(self) -> int:
@@ -70,6 +71,11 @@ class Lessons(Dataset[Lesson]):
                 step = []
             step.append(index)
         yield step
+
+    def counts(self, step: Sequence[int], guesses: int) -> list[int]:
+        """Of these conversations the places that count (``objective.counted``), for each of so many guesses."""
+        answers = [self.lengths[index] - self.prompts[index] for index in step]
+        return [sum(max(0, answer - 1 - guess) for answer in answers) for guess in range(guesses)]
 
     def batches(self, steps: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """One for each step."""

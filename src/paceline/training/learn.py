@@ -24,6 +24,7 @@ from paceline.heads.kinds import make_head
 from paceline.params import DraftTraining
 from paceline.training.acceptance import Acceptance, measure
 from paceline.training.batches import Batch, Lessons
+from paceline.training.fellows import Fellows
 from paceline.training.objective import Divergence, loss
 
 _BETAS = 0.9, 0.95
@@ -49,12 +50,21 @@ class Progress:
 class Trainer:
     """Trains a head on ``lessons`` and looks at ``held``. seed: of the order of the texts.
 
+    fellows: processes that learn together, of which the first looks and saves; None: this one alone.
     scale [S]: what the streams are multiplied by, see ``scale_for``.
     """
 
     def __init__(
-        self, head: Head, lessons: Lessons, held: Lessons, scale: Tensor, plan: DraftTraining, seed: int
+        self,
+        head: Head,
+        lessons: Lessons,
+        held: Lessons,
+        scale: Tensor,
+        plan: DraftTraining,
+        seed: int,
+        fellows: Fellows | None = None,
     ) -> None:
+        self.fellows = fellows or Fellows()
         self.head, self.lessons, self.held, self.plan, self.seed = head, lessons, held, plan, seed
         self.scale = scale
         self.progress = Progress()
@@ -80,43 +90,57 @@ class Trainer:
         batches = self._batches()
         mark = time.monotonic()
         while self.share < 1:
-            self._learn(next(batches))
+            self._learn(*next(batches))
             now = time.monotonic()
-            self.progress.seconds, mark = self.progress.seconds + now - mark, now
+            lasted = self.fellows.total(now - mark) / self.fellows.size  # so that all end together
+            self.progress.seconds, mark = self.progress.seconds + lasted, now
+            if not self.fellows.first:
+                continue
             told()
             if look.due():
                 self.look()
             if save.due():
                 self.save(checkpoint)
+        if self.fellows.first:
+            self._end(checkpoint)
+
+    def _end(self, checkpoint: Path) -> None:
         if not self.progress.looks or self.progress.looks[-1]["passes"] < self.progress.passes:
             self.look()
         self.save(checkpoint)
 
-    def _batches(self) -> Iterator[Batch]:
-        """From where ``progress`` stands, epoch after epoch."""
+    def _batches(self) -> Iterator[tuple[list[int], Batch]]:
+        """Steps from where ``progress`` stands, epoch after epoch, and what this process learns of each."""
         progress = self.progress
         while True:
             steps = self.lessons.epoch(progress.epoch, self.seed, self.plan.batch_tokens)
-            yield from self.lessons.batches(steps[progress.step :])
+            left = steps[progress.step :]
+            parts = [self.fellows.part(step) or step[:1] for step in left]
+            yield from zip(left, self.lessons.batches(parts), strict=True)
             progress.epoch, progress.step = progress.epoch + 1, 0
 
-    def _learn(self, batch: Batch) -> None:
-        """One step."""
+    def _learn(self, step: list[int], batch: Batch) -> None:
+        """One step, of which the batch is this process's part."""
         plan, progress, here = self.plan, self.progress, batch.to(self.scale.device)
         for group in self._optimizer.param_groups:
             group["lr"] = plan.learning_rate * schedule(self.share, plan.warm_up)
         with self._autocast, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # norms stay in float32
-            total, first = loss(self.head, here, self.scale, *self._asked())
+            weights, divergence = self._asked()
+            counts = self.lessons.counts(step, len(weights))
+            total, first = loss(self.head, here, self.scale, weights, divergence, counts)
+        mine = float(len(self.fellows.part(step)) > 0)
+        first = self.fellows.total(first * mine)
         if not math.isfinite(first):
             raise PacelineError(f"training came apart at step {len(progress.losses)}: take a lower --learning-rate")
         self._optimizer.zero_grad()
-        total.backward()  # type: ignore[no-untyped-call]
+        (total * mine).backward()  # type: ignore[no-untyped-call]
+        self.fellows.add_up([weight.grad for weight in self._learnt.values() if weight.grad is not None])
         torch.nn.utils.clip_grad_norm_(self._learnt.values(), plan.clip)
         self._optimizer.step()
         progress.losses.append(round(first, 5))
         progress.step += 1
-        progress.passes += int(batch.lengths.sum())
+        progress.passes += sum(self.lessons.lengths[index] for index in step)
 
     def _asked(self) -> tuple[list[float], Divergence]:
         """The weights of the steps of a draft, and what they are measured by."""

@@ -7,7 +7,7 @@ token drafts begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -66,9 +66,17 @@ class Teacher:
         return self._law[self._line[ahead(self._batch, place, 1 + step)]]
 
 
-def loss(head: Head, batch: Batch, scale: Tensor, weights: list[float], divergence: Divergence) -> tuple[Tensor, float]:
+def loss(
+    head: Head,
+    batch: Batch,
+    scale: Tensor,
+    weights: list[float],
+    divergence: Divergence,
+    counts: Sequence[int] | None = None,
+) -> tuple[Tensor, float]:
     """The weighted mean over the steps, and the first step's own mean.
 
+    counts: of each step, the places that the mean is taken over, where the batch is a part of what is learnt at once.
     kl: cross-entropy with the target's law (forward KL up to a constant). total_variation: the chance that the guess
     would be rejected, 1 - sum(min(p, q)).
     """
@@ -80,7 +88,7 @@ def loss(head: Head, batch: Batch, scale: Tensor, weights: list[float], divergen
             part = -(law * functional.log_softmax(logits, -1)).sum(-1)
         else:
             part = 1 - torch.minimum(law, logits.softmax(-1)).sum(-1)
-        parts.append(part.sum() / max(1, len(guess.place)))
+        parts.append(part.sum() / max(1, len(guess.place) if counts is None else counts[step]))
     total = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
     assert isinstance(total, Tensor)
     return total, float(parts[0].detach())

@@ -22,9 +22,10 @@ from paceline.params import DraftData, DraftTraining
 from paceline.training.acceptance import STEPS, Acceptance, speed_up
 from paceline.training.batches import Lessons
 from paceline.training.collect import Collector, check_disk, settings_of
+from paceline.training.fellows import Fellows
 from paceline.training.learn import Trainer, checkpoint_bytes, scale_for, trained_weights, training_bytes
 from paceline.training.prompts import Question
-from paceline.training.shards import Shard, Shards, check_settings
+from paceline.training.shards import HELD_OUT, Shard, Shards, check_settings, path_of
 from paceline.training.streams import taps_of
 from paceline.training.target import Target, coverage, most_frequent
 
@@ -88,8 +89,8 @@ def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]
     return held, shards
 
 
-def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher) -> dict[str, Any]:
-    """All of it. Writes the head; gives what the report says. Closes ``llm``."""
+def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fellows) -> dict[str, Any]:
+    """All of it. Writes the head; gives what the report says. Closes ``llm``. Others of the fellows ``follow``."""
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
     if plan.training.kind == DraftTraining.kind:
         del settings["kind"]  # as in directories of runs that began when there was one kind
@@ -102,12 +103,21 @@ def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher) -> dict[str, A
     llm.close()
     del llm
     gc.collect()  # caches and weights: training needs the room
-    with torch_threads(threads):
-        trainer = _trainer(plan, target, held, shards, device)
+    fellows.total(len(shards))  # which the others wait for
+    with torch_threads(max(1, threads // fellows.size)):
+        trainer = _trainer(plan, target, held, shards, device, fellows)
         trainer.run(plan.checkpoint, lambda: watcher.learnt(trainer))
     head = trainer.finished()
     save_head(head, plan.output)
     return _told(plan, trainer, held, shards) | {"speed_up": _speed_ups(trainer, costs, head, weights)}
+
+
+def follow(plan: Plan, target: Target, fellows: Fellows, threads: int) -> None:
+    """Learn with the first of the fellows, who makes, keeps and tells everything."""
+    count = int(fellows.total(0))
+    held, *shards = (Shard(path_of(plan.output / "data", number)) for number in range(HELD_OUT, count))
+    with torch_threads(max(1, threads // fellows.size)):
+        _trainer(plan, target, held, shards, torch.device("cpu"), fellows).run(plan.checkpoint)
 
 
 def _weights(llm: LLM) -> int:
@@ -115,12 +125,15 @@ def _weights(llm: LLM) -> int:
     return llm.engine.models.target.weight_bytes()
 
 
-def _trainer(plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device) -> Trainer:
+def _trainer(
+    plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device, fellows: Fellows
+) -> Trainer:
     config = target.shape(taps_of(target.config.layers), plan.training)
     says = most_frequent(shards, target.config.vocab_size, config.draft_vocab_size)
     head = target.head(config, says, plan.data.seed).to(device)
     lessons = Lessons(shards)
-    return Trainer(head, lessons, Lessons([held]), scale_for(head, lessons).to(device), plan.training, plan.data.seed)
+    scale = scale_for(head, lessons).to(device)
+    return Trainer(head, lessons, Lessons([held]), scale, plan.training, plan.data.seed, fellows)
 
 
 def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) -> dict[str, Any]:

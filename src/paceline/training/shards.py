@@ -42,6 +42,11 @@ def bytes_of_token(width: int, taps: int) -> int:
     return 2 * width * (taps + 1) + _NUMBERS_OF_A_TOKEN
 
 
+def path_of(directory: Path, number: int) -> Path:
+    """Of a shard."""
+    return directory / ("held-out.safetensors" if number == HELD_OUT else f"train-{number:05}.safetensors")
+
+
 class Shards:
     """A directory of shards. settings: whatever they depend on.
 
@@ -57,7 +62,7 @@ class Shards:
 
     def path(self, number: int) -> Path:
         """Of a shard."""
-        return self.directory / ("held-out.safetensors" if number == HELD_OUT else f"train-{number:05}.safetensors")
+        return path_of(self.directory, number)
 
     def write(self, number: int, texts: Sequence[Text], readings: Sequence[Reading]) -> None:
         """The texts and what was read of them, in the same order; the file whole, or none."""
@@ -86,13 +91,14 @@ class Shard:
         try:
             opened: Any = safe_open(str(path), framework="pt")
             self._file = opened
-            self.tokens, lengths, self._prompts, self.best, self.norm = (
+            self.tokens, lengths, prompts, self.best, self.norm = (
                 self._file.get_tensor(name) for name in ("tokens", "lengths", "prompts", "best", "norm")
             )
             self.asked: list[str] = json.loads(self._file.metadata()["asked"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise PacelineError(f"{path} is broken: remove it, and --resume makes it again ({error})") from error
         self.lengths: list[int] = lengths.tolist()
+        self.prompts: list[int] = prompts.tolist()
         self._starts = (lengths.cumsum(0) - lengths).tolist()
 
     def __len__(self) -> int:
@@ -101,7 +107,7 @@ class Shard:
     def answer(self, index: int) -> Tensor:
         """The tokens of a conversation's answer."""
         start = self._starts[index]
-        answer: Tensor = self.tokens[start + int(self._prompts[index]) : start + self.lengths[index]]
+        answer: Tensor = self.tokens[start + self.prompts[index] : start + self.lengths[index]]
         return answer
 
     def read(self, index: int) -> Lesson:
@@ -109,7 +115,7 @@ class Shard:
         start = self._starts[index]
         place = slice(start, start + self.lengths[index])
         features, hidden = (self._file.get_slice(name)[place] for name in ("features", "hidden"))
-        prompt = int(self._prompts[index])
+        prompt = self.prompts[index]
         return Lesson(self.tokens[place].long(), prompt, features, hidden, self.best[place].long(), self.norm[place])
 
 
