@@ -81,17 +81,23 @@ RIGHT, WRONG = 1, 2  # tokens: every row's true text is all RIGHT
 
 
 class Reader:
-    """A drafter's cache as a length policy sees it: how much of each row it has read."""
+    """A drafter's cache as a length policy sees it: how much of each row it has read.
 
-    def __init__(self, rows: int) -> None:
-        self.seen = [0] * rows
+    prompt: tokens of the one that all rows answer; 0: each has its own.
+    """
+
+    prompt = 0
+
+    def __init__(self, rows: int, prompt: int = 0) -> None:
+        self.seen, self.prompt = [0] * rows, prompt
 
     def lags(self, batch: Batch) -> list[int]:
         return [batch.lengths[row] - self.seen[row] for row in range(batch.rows)]
 
     def spared(self, batch: Batch) -> int:
-        """Nobody answers the same prompt."""
-        return 0
+        if not self.prompt:
+            return 0
+        return sum(sorted(max(0, self.prompt - 1 - seen) for seen in self.seen[: batch.rows])[1:])
 
 
 @dataclass
@@ -100,8 +106,9 @@ class GuessSimulation:
 
     guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
     copies(row): likewise, guesses for nothing, which ``Wish.instead`` may take in place of the others; None: there are
-    none. look: ms that it takes to find guesses. noise: of the times, lognormal, and one round in 30 takes three times
-    as long. seconds[row]: when it ended.
+    none. look: ms that it takes to find guesses. prompt: tokens that each row begins with; asks: the policy is asked
+    whether the drafter reads them at once, else that took nothing; one_prompt: all rows answer the same. noise: of the
+    times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
     """
 
     costs: CostTable
@@ -115,13 +122,17 @@ class GuessSimulation:
     gained: int = 0
     copies: Callable[[int], list[tuple[float, bool]]] | None = None
     look: float = 0.0
+    prompt: int = 8
+    asks: bool = False
+    one_prompt: bool = False
+    read: int = 0  # tokens, by the drafter, but for those that it kept since
     asked: list[int] = field(default_factory=list)  # guesses of a row that are no copies, round by round
     verified: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.batch = Batch(self.rows, 8 + self.tokens, 4)
-        self.reader = Reader(self.rows)
+        self.batch = Batch(self.rows, self.prompt + self.tokens, 4)
+        self.reader = Reader(self.rows, self.prompt if self.one_prompt else 0)
 
     def clock(self) -> float:
         return self.now
@@ -130,10 +141,11 @@ class GuessSimulation:
         """Seconds until the last row ends; the batch shrinks as rows end."""
         batch, began = self.batch, self.now
         for row in range(self.rows):
-            batch.set_row(row, RowStart([RIGHT] * 8, SamplingParams(temperature=0, max_tokens=self.tokens), row))
-            self.reader.seen[row] = 7
+            params = SamplingParams(temperature=0, max_tokens=self.tokens)
+            batch.set_row(row, RowStart([RIGHT] * self.prompt, params, row))
             policy.join(row)
         batch.set_rows(self.rows)
+        self._begin(policy)
         who = list(range(self.rows))
         self.ends: dict[int, float] = {}
         while batch.rows:
@@ -150,6 +162,17 @@ class GuessSimulation:
                     who[row] = who[batch.rows - 1]
                     batch.set_rows(batch.rows - 1)
         return self.now - began
+
+    def _begin(self, policy: LengthPolicy) -> None:
+        """Prompts are read, by the drafter where that is wanted."""
+        reads = not self.asks or policy.hopeful(self.rows)
+        self.reader.seen[: self.rows] = [self.prompt - 1 if reads else 0] * self.rows
+        if self.asks and reads:
+            self._reads((self.prompt - 1) * (1 if self.one_prompt else self.rows))
+
+    def _reads(self, tokens: int) -> None:
+        self.read += tokens
+        self.now += self.costs.feed_ms(tokens) / 1000
 
     def _round(self, policy: LengthPolicy, who: list[int]) -> None:
         batch = self.batch
@@ -182,12 +205,13 @@ class GuessSimulation:
         if k == 0:
             return self._draft(who, replace(wish, k=0)) if copied is None else copied
         first, stop = self._read = wish.stretch(self.batch.rows)
-        self.now += self.costs.feed_ms(sum(self.reader.lags(self.batch)[first:stop]) - (stop - first)) / 1000
+        spared = self.reader.spared(self.batch) if stop - first == self.batch.rows else 0
+        self._reads(sum(self.reader.lags(self.batch)[first:stop]) - (stop - first) - spared)
         return self._draft(who, replace(wish, k=k))
 
     def place(self, row: int) -> int:
         """Tokens that a row has gained so far."""
-        return self.batch.lengths[self._who.index(row)] - 8
+        return self.batch.lengths[self._who.index(row)] - self.prompt
 
     def _end(self, guesses: list[list[tuple[float, bool]]], wish: Wish) -> int:
         """How many steps are drafted, which takes its time: until the policy has enough."""

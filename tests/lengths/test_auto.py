@@ -824,11 +824,11 @@ def test_a_backlog_that_cannot_be_earned_back_before_the_rows_end_is_not_read(le
 @pytest.mark.parametrize("copies", [copied(0.9), copied(0.9, k=0)], ids=["some", "none"])
 def test_a_round_of_copies_says_nothing_about_the_draft_model(copies: Draft) -> None:
     policy, batch = started(1_000_000)  # so it is not asked, whatever the copies are worth
-    before = policy.drafted.chance()
+    before = policy.drafted.chance
     assert played(policy, batch, copies, [RIGHT] * 3 + [WRONG] + [RIGHT] * 20) == 0
     assert not any(policy.drafted.belief.tried)
     assert policy.drafted.rates[1].value == 0, "the rate is that of the draft model's rounds"
-    assert policy.drafted.chance() == before
+    assert policy.drafted.chance == before
     assert any(policy.copied.belief.tried) == (copies.k > 0)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +15,7 @@ from paceline.lengths.base import FixedLength
 from paceline.lengths.belief import Mean
 from paceline.lengths.cost import CostModel
 from paceline.params import SamplingParams
-from simulation import LENGTHS, SIZES, linear_costs
+from simulation import LENGTHS, SIZES, GuessSimulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,21 +51,31 @@ def policy_with(chance: float | None) -> AutoLength:
 
 
 def test_hope_is_what_was_learned() -> None:
-    """At eight rows it takes better guesses than at one; before any was judged a draft model may be that good."""
+    """At eight rows it takes better guesses than at one, and than those of a draft model that nobody knows."""
     hopes = {chance: [policy_with(chance).hopeful(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)}
-    assert hopes == {None: [True, True], 0.9: [True, True], 0.5: [True, False], 0.0: [False, False]}
+    assert hopes == {None: [True, False], 0.9: [True, True], 0.5: [True, False], 0.0: [False, False]}
 
 
-def test_what_guesses_brought_is_hope_whatever_their_chance() -> None:
+@pytest.mark.parametrize("chance", [0.5, 0.9])
+def test_what_guesses_brought_is_hope_whatever_their_chance(chance: float) -> None:
     """Scores tell which of them are right, of which their mean chance says nothing."""
-    policy = policy_with(0.5)
+    policy = policy_with(chance)
     policy.drafted.brings[8] = Mean(0.1)
     assert policy.hopeful(8)
     policy.drafted.brings[8] = Mean(-0.1)
     assert not policy.hopeful(8)
 
 
-@pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 40), (8, 0.9, 40), (8, 0.5, 0)])
+def test_what_is_unsure_has_the_benefit_of_the_doubt() -> None:
+    policy = policy_with(0.5)
+    policy.drafted.brings[8] = brought = Mean(-0.1)
+    for value in (-1.0, 0.7):
+        brought.learn(value)
+    assert brought.value < 0
+    assert policy.hopeful(8)
+
+
+@pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 0), (8, 0.9, 40), (8, 0.5, 0)])
 def test_no_draft_model_reads_a_prompt_before_the_first_token_that_it_is_not_wanted_for(
     n: int, chance: float | None, tokens: int
 ) -> None:
@@ -119,3 +131,20 @@ def test_a_prompt_that_was_not_read_is_read_once_for_all_answers_when_it_is_want
     assert set(surprises) == {0}  # a policy knows beforehand how much that is
     measured = [answer.metrics for answer in output.outputs]
     assert sum(m.accepted for m in measured) == sum(m.drafted for m in measured) > 8 * 15  # it has read all there is
+
+
+def read_by(rows: int, chance: float) -> list[int]:
+    """Tokens that a draft model reads, with and without being asked, for five times so many prompts of 200."""
+    rng, counts = random.Random(1), [0]
+    guess = [(0.9, True)] * 4, [(0.9, False)] * 4
+    simulation = GuessSimulation(COSTS, lambda _: guess[rng.random() >= chance], rows, prompt=200, asks=True)
+    policy = AutoLength(CostModel(COSTS), [simulation.reader], copies=False, clock=simulation.clock)  # type: ignore[list-item]
+    for _ in range(5):
+        simulation.play(policy)
+        counts.append(simulation.read)
+    return [after - before for before, after in pairwise(counts)]
+
+
+def test_prompts_are_read_for_guesses_that_are_right_and_else_for_a_row_that_tries() -> None:
+    assert read_by(1, 0.9) == [199] * 5, "at once, and once"
+    assert max(read_by(8, 0.0)) < 2 * 199, "each of the eight rows would have to read as much"

@@ -83,11 +83,10 @@ class Source:
         self.brings: dict[int, Mean] = {}
         self.savings = Savings()
 
-    def chance(self, doubt: float = 0.0) -> float:
-        """Of a guess of which nothing else is known; by so many standard errors of doubt higher (Wilson 1927)."""
-        trials = self.judged + CLUELESS_TRIALS
-        chance, unsure = (self.right + CLUELESS_TRIALS * CLUELESS) / trials, doubt * doubt / trials
-        return (chance + unsure / 2 + math.sqrt(unsure * (chance * (1 - chance) + unsure / 4))) / (1 + unsure)
+    @property
+    def chance(self) -> float:
+        """Of a guess of which nothing else is known."""
+        return (self.right + CLUELESS_TRIALS * CLUELESS) / (self.judged + CLUELESS_TRIALS)
 
     def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
         """As ``Belief.learn``."""
@@ -263,7 +262,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             return source.brings.setdefault(0, Mean(SEARCH_HOPE))
         rows = self._round.rows
         if rows not in source.brings:
-            source.brings[rows] = Mean(self._promise(rows, source.chance()) / rows)
+            source.brings[rows] = Mean(self._promise(rows, source.chance) / rows)
         return source.brings[rows]
 
     def _promise(self, rows: int, chance: float) -> float:
@@ -273,9 +272,11 @@ class AutoLength(RowKeepers, LengthPolicy):
         return self._best_depth(gains, rows, times, rows / times.plain)[0]
 
     def hopeful(self, rows: int) -> bool:
-        """By what guesses brought to so many rows, or would if they were as good as those lately, with some doubt."""
-        known = self.drafted.brings.get(rows, Mean(0.0))
-        return known.value + DOUBT * known.error > 0 or self._promise(rows, self.drafted.chance(DOUBT)) > 0
+        """By what guesses brought so many rows, as when they are asked for; before any by what those lately would."""
+        brings = self.drafted.brings.get(rows)
+        if brings is None:
+            return self._promise(rows, self.drafted.chance) > 0
+        return brings.value + DOUBT * brings.error > 0
 
     def _best_length(self) -> tuple[float, int]:
         """By the places of guesses alone: the value of the best number of them a row, at least 1, and that number.
@@ -368,7 +369,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         now.ready = clock
         trees = follows or [range(-1, len(line) - 1) for line in scores]
         bins = [bins_of(len(line), line, tree) for line, tree in zip(scores, trees, strict=True)]
-        lines, chance = self._lines(self.drafted, bins, trees, batch.first), self.drafted.chance()
+        lines, chance = self._lines(self.drafted, bins, trees, batch.first), self.drafted.chance
         new = [
             [chance * end for place, end in enumerate(line) if place not in tree]
             for line, tree in zip(lines, trees, strict=True)
