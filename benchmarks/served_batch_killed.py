@@ -43,20 +43,29 @@ class Server:
         with self._log.open("w") as log:
             self._process = subprocess.Popen([*command, *options], stderr=log, stdout=log)
         self._http = httpx.Client(trust_env=False, timeout=READY_SECONDS)
-        self._wait(lambda: self._listens() and self._http.get("/health").status_code == httpx.codes.OK)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
 
-    def _listens(self) -> bool:
-        found = re.search(r"http://127\.0\.0\.1:\d+", self._log.read_text())
-        self._http.base_url = found[0] if found else ""
-        return found is not None
-
-    def _wait(self, fact: Callable[[], bool]) -> None:
+    def _wait(self) -> None:
         until = time.monotonic() + READY_SECONDS
-        while not fact():
+        while not self._ready():
             if self._process.poll() is not None or time.monotonic() > until:
-                self.kill()
                 raise RuntimeError(f"the server is not ready: {self._log.read_text()[-2000:]}")
             time.sleep(LOOK_SECONDS)
+
+    def _ready(self) -> bool:
+        """It says where it is before it listens there."""
+        found = re.search(r"http://127\.0\.0\.1:\d+", self._log.read_text())
+        if found is None:
+            return False
+        self._http.base_url = found[0]
+        try:
+            return self._http.get("/health").status_code == httpx.codes.OK
+        except httpx.ConnectError:
+            return False
 
     def begin(self, source: Path) -> str:
         """The name of the batch that answers a file's lines."""

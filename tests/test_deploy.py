@@ -33,8 +33,8 @@ def labels_of(name: str) -> set[str]:
     """The labels of a series besides those that Prometheus adds."""
     meter = Meter(log_interval=1)
     kinds = {"position": meter._accepted_at, "finished_reason": meter._answers, "status": meter._errors}
-    kinds["sequence"] = meter._tpot
-    return {label for label, metric in kinds.items() if re.fullmatch(f"{metric._name}_(total|sum|count)", name)}
+    kinds |= {"sequence": meter._tpot, "held_for": meter._bytes_gauge}
+    return {label for label, metric in kinds.items() if re.fullmatch(f"{metric._name}(_(total|sum|count))?", name)}
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: f"{panel['id']}-{panel['title']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from paceline.errors import CapacityError
 from paceline.memory import plan_memory, row_bytes
 from paceline.outputs import RequestOutput
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.room import Filled
 from paceline.row_tables import GROWS
+from paceline.scoring import Text
 from test_row_tables import taken
 from test_scheduler import step
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
@@ -223,7 +226,40 @@ def test_one_longest_row_has_to_fit_and_all_rows_while_they_are_short() -> None:
 def test_the_start_line_says_that_rows_may_wait_for_memory() -> None:
     assert "6 rows of 1500 tokens (they grow: 1 of that length at once, 0.00 GiB)" in short_engine([LONGEST]).describe()
     roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
-    assert "rows of 1500 tokens," in roomy.describe()
+    assert "rows of 1500 tokens (0.00 GiB)," in roomy.describe()
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
+    model = FlatToy(max_positions=LONGEST)
+    options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST}
+    limit = limit_for([LONGEST, 300], model, **options) if limited else None
+    engine = make_engine(model, **options, memory_limit=limit)
+    assert engine.filled == Filled(0, 0, 0, engine.room.limit)
+    of = engine.room.bytes_for
+    outputs = [
+        add(
+            engine,
+            size,
+            seed=size,
+        )
+        for size in (300, 20)
+    ]
+    engine.step()
+    lengths = engine.batch.lengths[:2]
+    assert engine.filled == Filled(sum(map(of, lengths)), 0, 0, engine.room.limit)
+    assert engine.filled.share == engine.filled.rows / engine.room.limit > 0
+    while not all(output.finished for output in outputs):
+        engine.step()
+    ended = engine.filled
+    assert ended.rows == ended.share == 0
+    assert of(300) + of(20) <= ended.prefixes <= of(reach(300)) + of(reach(20))
+    text = Text(prompt_of(600))
+    engine.scorer.add([text])
+    while not text.finished:
+        engine.score_some()
+    assert engine.filled == replace(ended, scored=engine.scorer.bytes_held)
+    assert engine.filled.scored >= of(599)
 
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])

@@ -9,6 +9,7 @@ from paceline.device_round import DeviceRound
 from paceline.hardware import machine_name
 from paceline.heads.native import NativeHead
 from paceline.lengths.profile import Identity
+from paceline.memory import GIB
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.fingerprint import model_hash
 from paceline.models.prepare import why_not_native
@@ -73,10 +74,10 @@ class Running:
         return "" if width == 1 else f", width {width}"
 
     def _describe_room(self) -> str:
-        """Where rows may have to wait for memory."""
+        """What they may take; where they may have to wait for memory, too."""
         room = self.room
-        full = f"{room.fits(room.positions)} of that length at once, {room.limit / 2**30:.2f} GiB"
-        return f" (they grow: {full})" if room.is_short else ""
+        full = f"they grow: {room.fits(room.positions)} of that length at once, " if room.is_short else ""
+        return f" ({full}{room.limit / GIB:.2f} GiB)"
 
     def _describe_attention(self) -> str:
         if isinstance(self.models.target, FlatModel):

@@ -38,6 +38,7 @@ from paceline.params import EngineConfig, SamplingParams
 from paceline.pipeline import Pipeline, why_not_device
 from paceline.prefixes import Scope
 from paceline.request import Intake, Request, check_tokens
+from paceline.room import Filled
 from paceline.round import Speculation, speculative_round
 from paceline.scheduler import Scheduler
 from paceline.scoring import WIDEST_PASS, Scorer, Text
@@ -302,6 +303,11 @@ class Engine:
 
         room = scoring_room(target, config.max_batch_size, self.max_model_len)
         return Scorer(rows_for, room, Chunks(WIDEST_PASS, config.longest_pause))
+
+    @property
+    def filled(self) -> Filled:
+        """Memory that caches hold now."""
+        return self.scheduler.filled(self.scorer.bytes_held)
 
     def check_scored(self, token_ids: Sequence[int]) -> None:
         """Raise PromptTooLongError or ParameterError if a text cannot be scored."""

@@ -36,4 +36,23 @@ class Room:
         return few
 
 
+@dataclass(frozen=True)
+class Filled:
+    """Bytes of caches, as far as they are filled.
+
+    rows: of rows in use. prefixes: of free rows, kept for prompts that begin alike. scored: of texts whose
+    log-probabilities were asked for. limit: what rows in use and prefixes may take together.
+    """
+
+    rows: int
+    prefixes: int
+    scored: int
+    limit: int
+
+    @property
+    def share(self) -> float:
+        """Of the limit what rows in use fill: 0 to 1."""
+        return self.rows / max(1, self.limit)
+
+
 UNLIMITED = Room(1 << 62, 0, 0, lambda _positions: 0)

@@ -15,7 +15,7 @@ from paceline.draft import Verdict
 from paceline.hardware import Stopwatch
 from paceline.outputs import FinishReason
 from paceline.prefixes import WORTH_WAITING, Held, Scope, Shelf, may_share, most_shared, shared
-from paceline.room import UNLIMITED, Room
+from paceline.room import UNLIMITED, Filled, Room
 from paceline.round import Speculation
 from paceline.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.waiting import Waiting
@@ -160,10 +160,15 @@ class Scheduler:
             self._empty(source)
         return place
 
-    def _kept(self, beside: int) -> int:
-        """Bytes that free rows take, one of them not counted."""
+    def _kept(self, beside: int = -1) -> int:
+        """Bytes that free rows take, the one at a place not counted."""
         held = [len(each.tokens) for place, each in enumerate(self.free.rows) if place != beside]
         return sum(map(self.room.bytes_for, held))
+
+    def filled(self, scored: int) -> Filled:
+        """What caches hold now. scored: bytes beside those of rows."""
+        lengths = [*self.batch.lengths[: len(self.running)], *(sequence.prefilled for sequence in self.prefilling)]
+        return Filled(sum(map(self.room.bytes_for, lengths)), self._kept(), scored, self.room.limit)
 
     def _empty(self, place: int) -> int:
         """A free row holds nothing any more: so many bytes are free."""

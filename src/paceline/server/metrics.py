@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from paceline.draft import HostVerdict
 from paceline.engine import Engine
 from paceline.outputs import CompletionOutput, Latency, RequestOutput
+from paceline.room import Filled
 from paceline.server.errors import ApiError
 from paceline.server.logs import REFUSALS
 from paceline.utilisation import Arithmetic
@@ -53,6 +54,8 @@ class Stats(BaseModel):
     waiting: int
     capacity: int
     cache_usage: float
+    cache_bytes: int
+    cache_limit_bytes: int
     num_speculative_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
@@ -85,7 +88,7 @@ class Meter:
         self._since_line: list[PlayedRound] = []
         self._line_at = 0.0
         self._rounds = self._running = self._waiting = self._capacity = 0
-        self._usage = 0.0
+        self._filled = Filled(0, 0, 0, 0)
         self._arithmetic: Arithmetic | None = None
         self._make_counters()
         self._make_gauges()
@@ -117,7 +120,14 @@ class Meter:
 
         self._running_gauge = gauge("num_requests_running", "Answers that have a row.")
         self._waiting_gauge = gauge("num_requests_waiting", "Answers that wait for a row.")
-        self._usage_gauge = gauge("kv_cache_usage_perc", "Share of the cache that is filled; 1 is all of it.")
+        self._usage_gauge = gauge("kv_cache_usage_perc", "Share of the caches' memory that rows in use fill; 1: all.")
+        self._bytes_gauge = Gauge(
+            "paceline:kv_cache_bytes",
+            "Memory that caches hold: of rows in use, of prefixes kept for other prompts, of texts that were scored.",
+            ("held_for",),
+            registry=self.registry,
+        )
+        self._limit_gauge = gauge("kv_cache_limit_bytes", "What rows in use and prefixes may hold together.")
         self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
         self._length = gauge("num_speculative_tokens", "The longest draft of the last round.")
         self._operations = gauge("token_operations", "Of the target's matrices for a token; NaN: not known.")
@@ -161,14 +171,17 @@ class Meter:
         """After every turn: how many run and wait."""
         scheduler = engine.scheduler
         rows = len(scheduler.running) + len(scheduler.prefilling)
-        filled = sum(engine.batch.lengths[:rows])
+        filled = engine.filled
         with self._lock:
             self._running, self._waiting = rows, len(scheduler.waiting)
             self._capacity = scheduler.capacity
-            self._usage = filled / (scheduler.capacity * engine.max_model_len)
+            self._filled = filled
         self._running_gauge.set(rows)
         self._waiting_gauge.set(len(scheduler.waiting))
-        self._usage_gauge.set(self._usage)
+        self._usage_gauge.set(filled.share)
+        self._limit_gauge.set(filled.limit)
+        for held_for in ("rows", "prefixes", "scored"):
+            self._bytes_gauge.labels(held_for).set(getattr(filled, held_for))
 
     def round(self, engine: Engine) -> None:
         """After every step; it may have played no round."""
@@ -278,7 +291,9 @@ class Meter:
                 running=self._running,
                 waiting=self._waiting,
                 capacity=self._capacity,
-                cache_usage=self._usage,
+                cache_usage=self._filled.share,
+                cache_bytes=self._filled.rows + self._filled.prefixes + self._filled.scored,
+                cache_limit_bytes=self._filled.limit,
                 num_speculative_tokens=recent[-1].k if recent else 0,
                 acceptance_rate=acceptance,
                 mean_acceptance_length=length,
