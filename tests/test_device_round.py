@@ -21,7 +21,7 @@ from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.gpu.graphs import Ring, Ticket, Upload
+from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, TritonOps, TwinOps
 from paceline.gpu.state import read_record
 from paceline.lengths.auto import AutoLength
@@ -261,6 +261,23 @@ def test_an_engine_that_was_cleared_in_flight_starts_afresh() -> None:
     engine.clear()
     plain = make_engine(ToyModel(), eos=EOS)
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_a_round_is_one_launch(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first with new rows, of whose prompts the draft model may lack something."""
+    launched: list[object] = []
+    run_graph = Graphs.run
+    monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
+    engine = engine_on("device", num_speculative_tokens=k)
+    for prompt in PROMPTS[:4]:
+        engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
+    engine.step()
+    launched.clear()
+    for _ in range(6):
+        engine.step()
+    assert len(launched) == 6
+    assert len(set(launched)) == 1
 
 
 # --- no reads ---------------------------------------------------------------------------------------------------------

@@ -82,19 +82,24 @@ class DeviceRound:
         """From now on no more guesses than these, row by row. An upload, if anything changed."""
         self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
-    def play(self, rows: int, k: int, longest: int, scored: bool = False) -> Ticket:
+    def play(self, rows: int, k: int, longest: int, scored: bool = False, lag: int = USUAL_LAG) -> Ticket:
         """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
 
         The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``). scored: behind them
-        the tokens' log-probabilities (``gpu.state.read_logprobs``).
+        the tokens' log-probabilities (``gpu.state.read_logprobs``). lag: most tokens that the draft model lacks of a
+        row; after a round with guesses a round is one program, one launch.
         """
+        if k > 0:
+            self.catch_up(rows, lag, longest)
         bucket, span = self.bucket(rows), self._span(longest + k)
         record = self.graphs.run((bucket, k, span, scored), lambda: self.program(bucket, k, span, scored))
         return self._ring.push(record)
 
     def catch_up(self, rows: int, lag: int, longest: int) -> None:
-        """Feed the draft model all but the last of the tokens it lacks, at most ``lag`` a row."""
-        width = 1 << max(0, lag - 2).bit_length()
+        """Feed the draft model what it lacks, at most ``lag`` tokens a row, but for those that a round itself feeds."""
+        if lag <= USUAL_LAG:
+            return
+        width = 1 << (lag - USUAL_LAG - 1).bit_length()
         bucket, span = self.bucket(rows), self._span(longest)
         self.graphs.run(("catch up", bucket, width, span), lambda: self._catch_up(bucket, width, span))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound
 from paceline.draft import HostVerdict, Logprobs, ReadVerdict, Verdict
 from paceline.drafters.model import USUAL_LAG
@@ -117,27 +116,25 @@ class Pipeline:
         k = wish.k if self.parts.drafter.decoders else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
-        self._mind_the_lag(k, longest)
         scored = batch.sampling.logprobs is not None
-        ticket = player.play(batch.rows, k, longest, scored)
+        ticket = player.play(batch.rows, k, longest, scored, self._lag(k))
         self._flights.append(_Flight(ticket, list(self.scheduler.running), k, scored))
         self._count_in_flight()
 
-    def _mind_the_lag(self, k: int, longest: int) -> None:
-        """The draft model's cache falls behind while rounds have no guesses."""
+    def _lag(self, k: int) -> int:
+        """Most tokens that the draft model lacks of a row: it falls behind while rounds have no guesses.
+
+        Of rows that had guesses lately the host knows; of others it asks.
+        """
         if k == 0:
             self._plain += 1
-            return
-        for decoder in self.parts.drafter.decoders:
-            self.player.catch_up(self.batch.rows, self._lag(decoder), longest)
-        self._guessed, self._plain = list(self.scheduler.running), 0
-
-    def _lag(self, decoder: Decoder) -> int:
-        """Most tokens that a row's cache lacks. Of rows that had guesses lately the host knows; of others it asks."""
-        known = {id(sequence) for sequence in self._guessed}
-        if all(id(sequence) in known for sequence in self.scheduler.running):
-            return USUAL_LAG + self._plain
-        return max(decoder.lags(self.batch))
+            return USUAL_LAG
+        running, known = self.scheduler.running, {id(sequence) for sequence in self._guessed}
+        lag = USUAL_LAG + self._plain
+        if any(id(sequence) not in known for sequence in running):
+            lag = max(max(decoder.lags(self.batch)) for decoder in self.parts.drafter.decoders)
+        self._guessed, self._plain = list(running), 0
+        return lag
 
     def _count_in_flight(self) -> None:
         self.scheduler.in_flight = sum(flight.k + 1 for flight in self._flights)

@@ -15,6 +15,7 @@ from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, ReadDraft, Verdict
 from paceline.drafters.base import Drafter
+from paceline.drafters.model import USUAL_LAG
 from paceline.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.params import SamplingParams
@@ -255,7 +256,7 @@ class Calibration:
 
         def run() -> None:
             if self.player is not None:
-                self.player.catch_up(1, tokens + 1, self.context)
+                self.player.catch_up(1, tokens + USUAL_LAG, self.context)  # whose last are a round's to read
                 self.batch.length[:1].tolist()  # when it has been done
                 return
             for decoder in self.drafter.decoders:
