@@ -27,7 +27,9 @@ from paceline.gpu.state import read_record
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
+from paceline.outputs import CompletionOutput
 from paceline.params import SamplingParams
+from paceline.rows import Asks
 from paceline.sampling import sequence_seed
 from simulation import linear_costs
 from toy import (
@@ -203,20 +205,55 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool,
     engine.parts.policy = RandomLength()
     engine.parts.policy.choose = lambda batch: Wish(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
     engine.parts.policy.hopeful = lambda _: reads_prompts  # type: ignore[method-assign]
-    params = [SamplingParams(seed=i, max_tokens=60, top_k=5 * (needs_host and i == 4)) for i in range(9)]
+    params = [
+        SamplingParams(seed=i, max_tokens=60, logit_bias={2: 1.0} if needs_host and i == 4 else {}) for i in range(9)
+    ]
     outputs = run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params)
     drafted = sum(output.outputs[0].metrics.drafted for output in outputs)
     assert drafted == sum(output.outputs[0].metrics.accepted for output in outputs) > 0
 
 
+SPECIAL = [
+    SamplingParams(max_tokens=20, seed=50, top_k=5, temperature=0.9),
+    SamplingParams(max_tokens=20, seed=51, presence_penalty=1.0, frequency_penalty=0.3),
+    SamplingParams(max_tokens=20, seed=52, logprobs=2),
+    SamplingParams(max_tokens=20, seed=53, min_tokens=9, top_p=0.7),
+    SamplingParams(max_tokens=20, seed=54, min_p=0.1, repetition_penalty=1.4, logprobs=6),
+    SamplingParams(max_tokens=20, seed=55, temperature=0, frequency_penalty=1.5),
+]
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_cuts_penalties_and_logprobs_are_the_devices_too(k: int, acceptance: str) -> None:
+    """Under the rejection rule only greedy rows are the same, whatever the lengths of their last rounds."""
+    prompts, params = [*PROMPTS[:4], *PROMPTS[: len(SPECIAL)], *PROMPTS[4:6]], [*PARAMS[:4], *SPECIAL, *PARAMS[4:6]]
+    outputs = []
+    for rounds in ("device", "host"):
+        engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
+        with mock.patch.object(Engine, "_play_on_host", autospec=True, side_effect=Engine._play_on_host) as by_host:
+            outputs.append(run(engine, prompts, params))
+        assert by_host.called == (rounds == "host")
+    for found, expected, each in zip(*outputs, params, strict=True):
+        if acceptance == "coupled" or each.temperature == 0:
+            for one, other in zip(found.outputs, expected.outputs, strict=True):
+                assert one.token_ids == other.token_ids
+                assert _logprobs(one) == _logprobs(other)
+
+
+def _logprobs(answer: CompletionOutput) -> list[tuple[float, list[tuple[int, float]]]] | None:
+    if answer.logprobs is None:
+        return None
+    close = [(t.logprob, list(t.top)) for t in answer.logprobs]
+    return [(pytest.approx(own, abs=1e-5), [(i, pytest.approx(v, abs=1e-5)) for i, v in top]) for own, top in close]
+
+
 def test_requests_that_need_the_host_are_played_by_it_and_the_others_go_on_afterwards() -> None:
     special = [
-        SamplingParams(max_tokens=6, seed=50, top_k=5),
-        SamplingParams(max_tokens=6, seed=51, presence_penalty=1.0),
-        SamplingParams(max_tokens=6, seed=52, logprobs=2),
-        SamplingParams(max_tokens=6, seed=53, min_tokens=4),
+        SamplingParams(max_tokens=6, seed=50, top_k=5, logit_bias={3: 2.0}),
+        SamplingParams(max_tokens=6, seed=51, logprobs=2, stop_token_ids=tuple(range(2, 14)), min_tokens=4),
     ]
-    prompts, params = [*PROMPTS, *PROMPTS[:4], *PROMPTS], [*PARAMS, *special, *PARAMS]
+    prompts, params = [*PROMPTS, *PROMPTS[:2], *PROMPTS], [*PARAMS, *special, *PARAMS]
     found, expected = [answers(run(engine_on(rounds), prompts, params)) for rounds in ("device", "host")]
     assert found == expected
 
@@ -310,6 +347,7 @@ def test_a_round_reads_nothing(rule: str, k: int) -> None:
     rounds = player(TwinOps(), RULES[rule])
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, k, 64)
+        rounds.program(3, k, 64, Asks(adjusts=True, cuts=True, logprobs=5))
         rounds._catch_up(3, 4, 64)
 
 

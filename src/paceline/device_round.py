@@ -1,7 +1,8 @@
 """A round as one tensor program that the host never interrupts: draft, verify, accept, commit, stop tests.
 
-The same round as ``round.py``, for rows that need nothing but a temperature: lengths, ends and guesses are device
-tensors alone. On CUDA a program is captured as one graph for each (bucket of rows, k); on a CPU it runs as it is.
+The same round as ``round.py``, for rows without a grammar or a bias: lengths, ends and guesses are device tensors
+alone. On CUDA a program is captured as one graph for each (bucket of rows, k, what the rows ask for); on a CPU it runs
+as it is.
 
 B rows (a bucket: live rows and others, which are masked), k guesses, L = k + 1.
 """
@@ -20,11 +21,11 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.drafters.model import USUAL_LAG, draw_chain
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
-from paceline.gpu.ops import RoundOps, ops_for
+from paceline.gpu.ops import RoundOps, likeliest, ops_for
 from paceline.gpu.state import RECORD_TAIL, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.params import MAX_SPECULATION_LENGTH
-from paceline.rows import RowState
+from paceline.rows import LOGPROB_SIZES, NOTHING, Asks, RowState
 from paceline.sampling import Purpose
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -62,7 +63,8 @@ class DeviceRound:
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
         fellows = target.model if isinstance(target.model, SharedModel) else None
         self.graphs = Graphs(batch.device, self._nobody_lives, capture=capture, fellows=fellows)
-        self._ring = Ring(batch.device, self.capacity * (2 * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
+        told = 2 + 2 * LOGPROB_SIZES[-1]  # of a place: its token and the likely ones, each with its log-probability
+        self._ring = Ring(batch.device, self.capacity * (told * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
 
     @contextmanager
     def _nobody_lives(self) -> Iterator[None]:
@@ -82,17 +84,17 @@ class DeviceRound:
         """From now on no more guesses than these, row by row. An upload, if anything changed."""
         self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
-    def play(self, rows: int, k: int, longest: int, scored: bool = False, lag: int = USUAL_LAG) -> Ticket:
+    def play(self, rows: int, k: int, longest: int, asks: Asks = NOTHING, lag: int = USUAL_LAG) -> Ticket:
         """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
 
-        The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``). scored: behind them
-        the tokens' log-probabilities (``gpu.state.read_logprobs``). lag: most tokens that the draft model lacks of a
-        row; after a round with guesses a round is one program, one launch.
+        The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``); behind them the
+        log-probabilities that rows ask for (``gpu.state.read_logprobs``). lag: most tokens that the draft model lacks
+        of a row; after a round with guesses a round is one program, one launch.
         """
         if k > 0:
             self.catch_up(rows, lag, longest)
         bucket, span = self.bucket(rows), self._span(longest + k)
-        record = self.graphs.run((bucket, k, span, scored), lambda: self.program(bucket, k, span, scored))
+        record = self.graphs.run((bucket, k, span, asks), lambda: self.program(bucket, k, span, asks))
         return self._ring.push(record)
 
     def catch_up(self, rows: int, lag: int, longest: int) -> None:
@@ -108,23 +110,33 @@ class DeviceRound:
         most = self.target.cache.positions + 1
         return most if self.target.backend.name == "ragged" else min(most, -(-longest // SPAN) * SPAN)
 
-    def program(self, rows: int, k: int, span: int, scored: bool = False) -> Tensor:
+    def program(self, rows: int, k: int, span: int, asks: Asks = NOTHING) -> Tensor:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""
         state = self.batch.state(rows, reads=False)
         before = state.length.clone()
-        draft = self._guess(state, before, k, span)
+        draft = self._guess(state, before, k, span, asks)
         logits = self._verify(state, before, draft, span)
-        record = self._judge(draft, logits, state)
+        record = self._judge(draft, self._shaped(logits, state, asks, draft.tokens), state)
         if k > 0:
             self._rewind(state, before, k)
-        return with_logprobs(record, self.ops.own_logprobs(logits, record)) if scored else record
+        return record if asks.logprobs is None else self._with_logprobs(record, logits, asks.logprobs)
 
-    def _guess(self, state: RowState, before: Tensor, k: int, span: int) -> Draft:
+    def _shaped(self, logits: Tensor, state: RowState, asks: Asks, guesses: Tensor, first: int = 0) -> Tensor:
+        """What the rows' own penalties and cuts make of the logits [B, L, V] that follow their first guesses."""
+        return self.ops.shaped(logits, state, asks, guesses, first) if asks.adjusts or asks.cuts else logits
+
+    def _with_logprobs(self, record: Tensor, logits: Tensor, most: int) -> Tensor:
+        """The record, and the log-probabilities of its tokens and of the ``most`` likely ones."""
+        own = self.ops.own_logprobs(logits, record)
+        return with_logprobs(record, own, *likeliest(logits, most)) if most else with_logprobs(record, own)
+
+    def _guess(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Draft:
         """k guesses a row, drawn one after the other by the draft model."""
         laws: list[Tensor] = []
         purpose = Purpose.GUESS if self.rule.independent else Purpose.DRAW
 
         def draw(logits: Tensor, guesses: Tensor) -> tuple[Tensor, bool]:
+            logits = self._shaped(logits, state, asks, guesses, guesses.shape[1])
             laws.append(logits)
             return self.ops.draw(logits, state, guesses.shape[1], purpose), True
 

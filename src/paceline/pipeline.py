@@ -15,6 +15,7 @@ from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record
 from paceline.models.base import AnyModel, FlatModel
 from paceline.round import Speculation
+from paceline.rows import Asks
 from paceline.scheduler import Scheduler
 from paceline.sequences import Sequence, gain_tokens
 
@@ -40,20 +41,17 @@ def why_not_device(parts: Speculation) -> str | None:
 
 @dataclass
 class _Flight:
-    """A round that the host has launched but not settled: whose rows it played, and how many guesses.
-
-    scored: whether it tells the tokens' log-probabilities.
-    """
+    """A round that the host has launched but not settled: whose rows it played, how many guesses, what it tells."""
 
     ticket: Ticket
     sequences: list[Sequence]
     k: int
-    scored: bool
+    asks: Asks
 
-    def read(self) -> tuple[HostVerdict, list[list[float]] | None]:
-        """The verdict, and its tokens' log-probabilities; waits for the round."""
+    def read(self) -> tuple[HostVerdict, Logprobs | None]:
+        """The verdict, and log-probabilities if rows asked for them; waits for the round."""
         record = self.ticket.read()
-        if not self.scored:
+        if self.asks.logprobs is None:
             return read_record(record), None
         record, logprobs = read_logprobs(record, self.k)
         return read_record(record), logprobs
@@ -75,9 +73,8 @@ class Pipeline:
 
     def suits(self) -> bool:
         """Whether the device can play the next round for the rows there are."""
-        rows, parts = self.batch.sampling, self.parts
-        plain = not (rows.adjusts or rows.any_cut) and rows.logprobs in (None, 0)
-        return plain and parts.drafter.on_device and not parts.policy.selects
+        parts = self.parts
+        return not self.batch.sampling.needs_host and parts.drafter.on_device and not parts.policy.selects
 
     @property
     def late(self) -> int:
@@ -116,9 +113,9 @@ class Pipeline:
         k = wish.k if self.parts.drafter.decoders else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
-        scored = batch.sampling.logprobs is not None
-        ticket = player.play(batch.rows, k, longest, scored, self._lag(k))
-        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, scored))
+        asks = batch.sampling.asks
+        ticket = player.play(batch.rows, k, longest, asks, self._lag(k))
+        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks))
         self._count_in_flight()
 
     def _lag(self, k: int) -> int:
@@ -166,15 +163,15 @@ class Pipeline:
         return gained + self.scheduler.leave(gained)
 
 
-def _verdict(read: HostVerdict, lines: list[int | None], logprobs: list[list[float]] | None) -> Verdict:
+def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:
     """The lines of a round in the rows' present order; rows that did not play have guessed and kept nothing."""
     tokens = [[] if line is None else read.tokens[line] for line in lines]
     accepted = [0 if line is None else read.accepted[line] for line in lines]
     drafted = [0 if line is None else read.drafted[line] for line in lines]
     gained = [0 if line is None else read.gained[line] for line in lines]
     verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted, gained))
-    if logprobs is not None:
-        own = [[] if line is None else logprobs[line] for line in lines]
-        nothing = [0.0] * max(map(len, own))
-        verdict.logprobs = Logprobs.alone(torch.tensor([line or nothing for line in own]))
+    if logprobs is not None:  # of rows that did not play they mean nothing
+        order = torch.tensor([line or 0 for line in lines])
+        told = logprobs.own, logprobs.top_ids, logprobs.top_values
+        verdict.logprobs = Logprobs(*(table[order] for table in told))
     return verdict

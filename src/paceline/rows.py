@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.drawing import Cuts, Entries, Minimum, Penalties, Rows
-from paceline.params import SamplingParams
+from paceline.params import MAX_LOGPROBS, SamplingParams
 
 _SCALARS: dict[str, torch.dtype] = {
     "temperature": torch.float32,
@@ -23,6 +23,7 @@ _SCALARS: dict[str, torch.dtype] = {
     "repetition_penalty": torch.float32,
 }
 MOST_STOPS = 8  # stop tokens of a row that a commit knows; the scheduler cuts at the others
+LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # likely tokens that a program of the device tells: one of these
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
@@ -55,18 +56,43 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
+class Asks:
+    """What some rows want besides a temperature, as far as a program of the device can do it: its shape hangs on that.
+
+    adjusts: penalties, or stop tokens that come later. cuts: min-p, top-k or top-p. logprobs: how many likely tokens'
+    log-probabilities beside their own tokens'; None: none at all.
+    """
+
+    adjusts: bool = False
+    cuts: bool = False
+    logprobs: int | None = None
+
+
+NOTHING = Asks()
+
+
+@dataclass(frozen=True)
 class RowState:
     """What rules, commit and stop tests know of B rows, as views: host and device play with the same tensors.
 
-    text [B, P]; length, prompt_length, seed [B] int64; temperature [B]. limit [B] int64: the length at which a row must
-    end; stops [B, S] int64: tokens that end it, -1 none. live [1] int64: rows from here on do not play, whatever their
-    state. reads: whether the host may wait for the device to tell something; never while a graph is captured.
+    text [B, P]; length, prompt_length, seed [B] int64; temperature [B]. top_k, min_length [B] int64; top_p, floor,
+    presence_penalty, frequency_penalty, repetition_penalty [B]: as in ``SamplingRows``. limit [B] int64: the length at
+    which a row must end; stops [B, S] int64: tokens that end it, -1 none. live [1] int64: rows from here on do not
+    play, whatever their state. reads: whether the host may wait for the device to tell something; never while a graph
+    is captured.
     """
 
     text: Tensor
     length: Tensor
     prompt_length: Tensor
     temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    floor: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    repetition_penalty: Tensor
+    min_length: Tensor
     seed: Tensor
     limit: Tensor
     stops: Tensor
@@ -140,6 +166,7 @@ class SamplingRows:
         self._held_back: list[tuple[int, ...]] = [()] * capacity  # of each row: the tokens that min_tokens holds back
         for name, dtype in _SCALARS.items():
             setattr(self, name, torch.zeros(capacity, dtype=dtype, device=device))
+        self.repetition_penalty.fill_(1)  # rows that nobody has yet are divided by it, too, where the device plays them
         self.floor = torch.zeros(capacity, dtype=torch.float32, device=device)
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.prompt_length = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -203,6 +230,7 @@ class SamplingRows:
         self.any_bias = any(p.logit_bias for p in live)
         self.any_minimum = any(p.min_tokens > 0 for p in live)
         self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
+        self.any_long = self.any_minimum and max(map(len, self._held_back[:rows])) > MOST_STOPS
         self.logprobs = max((p.scored for p in live if p.scored is not None), default=None)
         self.scored = torch.tensor([int(p.scored is not None) for p in live]) if self.logprobs == 0 else None
         self._list_tokens(rows)
@@ -230,6 +258,18 @@ class SamplingRows:
             None if self.stop_tokens is None else Minimum(self.min_length, self.stop_tokens),
             self.bias,
         )
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether any live row asks for what no program of the device does."""
+        return self.any_bias or self.any_constraint or self.any_long
+
+    @property
+    def asks(self) -> Asks:
+        """What a program of the device has to do for the live rows."""
+        wanted = self.logprobs
+        told = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
+        return Asks(self.any_penalty or self.any_minimum, self.any_cut, told)
 
     @property
     def adjusts(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.batch import Batch
 from paceline.draft import Draft
 from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
-from paceline.rows import Asked, Constraint, RowState
+from paceline.rows import Asked, Asks, Constraint, RowState
 
 
 class Purpose(IntEnum):
@@ -46,9 +46,9 @@ GUMBEL_LOW = -math.log(-math.log(2.0 ** -(_UNIFORM_BITS + 1)))
 NOISE_SPAN = GUMBEL_HIGH - GUMBEL_LOW + 1e-3
 _FIRST_NUCLEUS = 64  # tokens sorted at first when top_p cuts
 _MASS_BITS = 30
-_LOG2_E = float.fromhex("0x1.715476p0")
+LOG2_E = float.fromhex("0x1.715476p0")
 # 2^x for x from -1/2 to 1/2, relative error 2e-7; every number is one of float32.
-_TWO_TO = (
+TWO_TO = (
     *map(float.fromhex, ("0x1.5bba06p-10", "0x1.3cea8ap-7", "0x1.c6b754p-5", "0x1.ebf9bcp-3", "0x1.62e42ap-1")),
     1.0,
 )
@@ -99,7 +99,7 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
-        _penalise(logits, batch, guesses, first)
+        _penalise(logits, batch.state(batch.rows), guesses, first)
     if rows.stop_tokens is not None:
         early = _positions(batch, logits.shape[1], first) < rows.min_length[: batch.rows, None]
         row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
@@ -128,18 +128,22 @@ def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
     return batch.live_length[:, None] + torch.arange(first, first + count, device=batch.device)
 
 
-def _penalise(logits: Tensor, batch: Batch, guesses: Tensor, first: int) -> None:
+def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """[B, V] float32: how often each token stands in a row's answer, and in its whole text."""
+    column = torch.arange(rows.text.shape[1], device=rows.length.device)
+    text = column < rows.length[:, None]
+    answer = text & (column >= rows.prompt_length[:, None])
+    counts = torch.zeros(rows.rows, vocab_size, device=rows.length.device)
+    seen = torch.zeros_like(counts).scatter_add_(1, rows.text, text.float())
+    return counts.scatter_add_(1, rows.text, answer.float()), seen
+
+
+def _penalise(logits: Tensor, rows: RowState, guesses: Tensor, first: int) -> None:
     """Presence, frequency and repetition penalties, in place; position j counts the text and the guesses before it."""
-    rows, live = batch.sampling, batch.rows
-    column = torch.arange(batch.tokens.shape[1], device=batch.device)
-    text = column < batch.live_length[:, None]
-    answer = text & (column >= rows.prompt_length[:live, None])
-    counts = logits.new_zeros(live, batch.vocab_size)  # of tokens in the answer
-    counts.scatter_add_(1, batch.tokens[:live], answer.to(counts.dtype))
-    seen = torch.zeros_like(counts).scatter_add_(1, batch.tokens[:live], text.to(counts.dtype))
-    presence, frequency = rows.presence_penalty[:live, None], rows.frequency_penalty[:live, None]
-    repetition = rows.repetition_penalty[:live, None]
-    one = logits.new_ones(live, 1)
+    counts, seen = count_tokens(rows, logits.shape[-1])
+    presence, frequency = rows.presence_penalty[:, None], rows.frequency_penalty[:, None]
+    repetition = rows.repetition_penalty[:, None]
+    one = counts.new_ones(rows.rows, 1)
     for guess in range(first + logits.shape[1]):
         if guess >= first:
             here = logits[:, guess - first]
@@ -150,6 +154,30 @@ def _penalise(logits: Tensor, batch: Batch, guesses: Tensor, first: int) -> None
             seen.scatter_add_(1, guesses[:, guess, None], one)
 
 
+def _hold_back(logits: Tensor, rows: RowState, first: int) -> None:
+    """Minimum length, in place: no stop token before it, of those that a commit knows."""
+    position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
+    early = (position < rows.min_length[:, None])[..., None] & (rows.stops >= 0)[:, None]
+    lowered = torch.where(early, -math.inf, math.inf)
+    logits.scatter_reduce_(2, rows.stops.clamp(min=0)[:, None].expand_as(early), lowered, "amin")
+
+
+def shaped(logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int = 0) -> Tensor:
+    """Penalties, minimum length, min-p, top-k and top-p where nothing may be read: logits [B, L, V] (not changed).
+
+    -> [B, L, V] whose softmax at the rows' temperatures is the law; the twin of ``gpu.shape.shaped``.
+    """
+    logits = logits.float()
+    if asks.adjusts:
+        logits = logits.clone()
+        _penalise(logits, rows, guesses, first)
+        _hold_back(logits, rows, first)
+    if asks.cuts:
+        cut = _cut(_scale(logits, rows.temperature), rows, logits.shape[-1], any_top_p=True)
+        logits = logits.masked_fill(cut == -math.inf, -math.inf)
+    return logits
+
+
 def warp(logits: Tensor, batch: Batch) -> Tensor:
     """Temperature, min-p, top-k, top-p: [B, L, V] -> logits whose softmax is the law; tokens cut have -inf.
 
@@ -157,14 +185,17 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
     """
     rows, live = batch.sampling, batch.rows
     scaled = _scale(logits, rows.temperature[:live])
-    if not rows.any_cut:
-        return scaled
-    floor = rows.floor[:live, None, None]  # under the leader's 0; -inf cuts nothing
-    if rows.largest_top_k:
-        floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k[:live], rows.largest_top_k))
+    return _cut(scaled, batch.state(live), rows.largest_top_k, any_top_p=rows.any_top_p) if rows.any_cut else scaled
+
+
+def _cut(scaled: Tensor, rows: RowState, largest_top_k: int, *, any_top_p: bool) -> Tensor:
+    """Min-p, top-k, top-p: logits [B, L, V] over their temperature, the leader's 0; what is cut has -inf."""
+    floor = rows.floor[:, None, None]  # under the leader's 0; -inf cuts nothing
+    if largest_top_k:
+        floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k, largest_top_k))
     scaled = scaled.masked_fill(scaled < floor, -math.inf)
-    if rows.any_top_p:
-        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p[:live]), -math.inf)
+    if any_top_p:
+        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, reads=rows.reads), -math.inf)
     return scaled
 
 
@@ -191,24 +222,25 @@ def masses(scaled: Tensor) -> Tensor:
     Whole numbers, so that sums have no order and rounding decides no tie; and made of float32 multiplications and
     additions alone, each rounded for itself, which the kernels repeat to the bit.
     """
-    exponent = (scaled.float() * _LOG2_E).clamp(min=-64.0)
+    exponent = (scaled.float() * LOG2_E).clamp(min=-64.0)
     whole = exponent.round()
     part = exponent - whole
-    power = torch.full_like(part, _TWO_TO[0])
-    for coefficient in _TWO_TO[1:]:
+    power = torch.full_like(part, TWO_TO[0])
+    for coefficient in TWO_TO[1:]:
         power = power * part + coefficient
     scale = ((whole.int() + (127 + _MASS_BITS)) << 23).view(torch.float32)
     return (power * scale).round().long()
 
 
-def _top_p_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
+def _top_p_floor(scaled: Tensor, top_p: Tensor, *, reads: bool = True) -> Tensor:
     """[B, L, 1]: the smallest logit of the nucleus: tokens above which less than top_p of the mass lies.
 
     Only as many tokens are sorted as the widest nucleus has, found by doubling: nuclei are short, vocabularies are not.
+    Where nothing may be read all are.
     """
     share = torch.where(top_p < 1, top_p, 0.0).double()[:, None, None]  # rows without a nucleus need no sorting
     limit = (share * masses(scaled).sum(-1, keepdim=True).double()).clamp(min=1.0)  # the leader stays
-    size = min(_FIRST_NUCLEUS, scaled.shape[-1])
+    size = min(_FIRST_NUCLEUS, scaled.shape[-1]) if reads else scaled.shape[-1]
     while True:
         ordered = scaled.topk(size, dim=-1).values
         mass = masses(ordered)

@@ -15,7 +15,7 @@ from paceline import acceptance
 from paceline.batch import Batch
 from paceline.draft import Draft
 from paceline.gpu import accept
-from paceline.gpu.ops import TwinOps
+from paceline.gpu.ops import TwinOps, likeliest
 from paceline.gpu.state import read_logprobs, read_record, with_logprobs
 from paceline.rows import RowState
 from paceline.sampling import Purpose, draw, probabilities
@@ -89,7 +89,14 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
         assert torch.allclose(own, law, atol=1e-5)
         lines, read = read_logprobs(with_logprobs(record, own).tolist(), 3)
         assert lines == record.tolist()
-        assert read == own.tolist()
+        assert read.own.tolist() == own.tolist()
+        assert read.top_ids.shape == (3, 4, 0)
+        ids, top = likeliest(logits, 5)
+        lines, read = read_logprobs(with_logprobs(record, own, ids, top).tolist(), 3)
+        assert lines == record.tolist()
+        assert (read.own.tolist(), read.top_ids.tolist()) == (own.tolist(), ids.tolist())
+        assert read.top_values.tolist() == top.tolist()
+        assert torch.allclose(top, logits.float().log_softmax(-1).topk(5).values, atol=1e-5)
 
 
 def test_guesses_without_a_law_are_certain_and_follow_the_coupled_rule() -> None:

@@ -83,3 +83,13 @@ def test_ties_go_to_the_smaller_token_also_across_blocks(temperature: float) -> 
     assert found.tolist() == sampling.draw(logits, batch).tolist()
     if temperature == 0:
         assert found.item() == 9
+
+
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary() -> None:
+    """It is looked up in the next pass: beyond the embedding's table a GPU's whole process would end."""
+    logits = torch.full((2, 2, 40), float("nan"), device=DEVICE)
+    noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=t) for t in (torch.float32, torch.int64, torch.int64)))
+    for temperature in (0.0, 1.0):
+        noise.temperature.fill_(temperature)
+        drawn = kernels.draw(logits, noise, 0, Purpose.DRAW, block=16)
+        assert bool(((drawn >= 0) & (drawn < 40)).all())

@@ -115,6 +115,7 @@ def coupled_kernel(
     token = tl.load(drawn + at, mask=there, other=2147483647)
     best = tl.max(value, 1)
     draws = tl.min(tl.where(value == best[:, None], token, 2147483647), 1).to(tl.int64)
+    draws = tl.where(draws == 2147483647, 0, draws)  # of logits that are no numbers
     guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=-1)
     drafted = tl.load(counts + row)
     if SYNTHETIC:
@@ -299,7 +300,8 @@ def recover_kernel(
         score = tl.where(some, tl.log(tl.where(some, weight, 1.0)).to(tl.float64) + noise, float("-inf"))
         best = tl.max(score, 0)
         tl.store(values + choice * rows * BLOCKS + at, best)
-        tl.store(tokens + choice * rows * BLOCKS + at, tl.min(tl.where(score == best, column, 2147483647), 0))
+        found = tl.min(tl.where((score == best) & inside, column, 2147483647), 0)
+        tl.store(tokens + choice * rows * BLOCKS + at, found)
 
 
 @triton.jit

@@ -50,11 +50,12 @@ def line_max(maxima: tl.tensor, line: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP
 def first_best(
     values: tl.tensor, tokens: tl.tensor, line: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr
 ) -> tl.tensor:
-    """The token of a line's largest value; of equal ones the smallest token."""
+    """The token of a line's largest value; of equal ones the smallest token; 0 where no value is a number."""
     block = tl.arange(0, BLOCKS_UP)
     value = tl.load(values + line * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
     token = tl.load(tokens + line * BLOCKS + block, mask=block < BLOCKS, other=2147483647)
-    return tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
+    found = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
+    return tl.where(found == 2147483647, 0, found)  # whatever is drawn is looked up next
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def draw_kernel(
     score = tl.where(inside, score, float("-inf"))
     best = tl.max(score, 0)
     tl.store(values + line * BLOCKS + block, best)
-    tl.store(tokens + line * BLOCKS + block, tl.min(tl.where(score == best, token, 2147483647), 0))
+    tl.store(tokens + line * BLOCKS + block, tl.min(tl.where((score == best) & inside, token, 2147483647), 0))
 
 
 @triton.jit

@@ -9,15 +9,19 @@ from torch import Tensor
 
 from paceline.draft import Draft, Verdict
 from paceline.gpu.launch import why_not
-from paceline.rows import RowState
+from paceline.rows import Asks, RowState
 from paceline.rules import keep_by_chance, keep_equal, keep_likely
-from paceline.sampling import Purpose, draw_at_temperature, law_at_temperature
+from paceline.sampling import Purpose, draw_at_temperature, law_at_temperature, shaped
 
 
 class RoundOps(Protocol):
     """Nothing here reads the device. B rows, k guesses, V vocabulary."""
 
     name: str
+
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+        """logits [B, L, V] as the model gave them -> the same without what the rows forbid (``sampling.shaped``)."""
+        ...
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
@@ -40,6 +44,9 @@ class TwinOps:
     """Plain torch: what the host's rounds call, in the form that can be captured (``RowState.reads`` is false)."""
 
     name = "torch"
+
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+        return shaped(logits, rows, asks, guesses, first)
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         return draw_at_temperature(logits, rows, first, purpose)
@@ -73,6 +80,11 @@ class TritonOps:
 
     name = "triton"
 
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+        from paceline.gpu.shape import shaped
+
+        return shaped(logits, rows, asks, guesses, first)
+
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         from paceline.gpu.draw import Noise, draw  # needs triton
 
@@ -92,6 +104,13 @@ class TritonOps:
         from paceline.gpu.accept import own_logprobs
 
         return own_logprobs(logits, record)
+
+
+def likeliest(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens under the model itself: logits [B, L, V] -> ids [B, L, most], log-probabilities."""
+    logits = logits.float()
+    values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
+    return ids, values - logits.logsumexp(-1, keepdim=True)
 
 
 def ops_for(device: torch.device) -> RoundOps:

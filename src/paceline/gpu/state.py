@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.draft import HostVerdict
+from paceline.draft import HostVerdict, Logprobs
 
 RECORD_TAIL = 3  # accepted, drafted, gained
 
@@ -31,16 +31,29 @@ class PackedHeads:
     eps: float
 
 
-def with_logprobs(record: Tensor, own: Tensor) -> Tensor:
-    """A record [B, k + 1 + 3] and the log-probabilities [B, k + 1] float32 of its tokens, as the bits they are."""
-    return torch.cat([record, own.view(torch.int32).long()], dim=1)
+def with_logprobs(record: Tensor, own: Tensor, top_ids: Tensor | None = None, top: Tensor | None = None) -> Tensor:
+    """A record [B, k + 1 + 3] and the log-probabilities [B, k + 1] float32 of its tokens, as the bits they are.
+
+    top_ids, top [B, k + 1, m]: the likely tokens and theirs; None for none.
+    """
+    parts = [record, own.view(torch.int32).long()]
+    if top_ids is not None and top is not None:
+        parts += [top_ids.flatten(1), top.contiguous().view(torch.int32).long().flatten(1)]
+    return torch.cat(parts, dim=1)
 
 
-def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], list[list[float]]]:
+def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Logprobs]:
     """Take a record and its log-probabilities, read by the host, apart again."""
-    width = k + 1 + RECORD_TAIL
-    bits = torch.tensor([line[width:] for line in record], dtype=torch.int32)
-    return [line[:width] for line in record], bits.view(torch.float32).tolist()
+    width, places = k + 1 + RECORD_TAIL, k + 1
+    numbers = torch.tensor([line[width:] for line in record])
+    own, rest = numbers[:, :places], numbers[:, places:]
+    ids, top = rest.view(len(record), 2, places, rest.shape[1] // (2 * places)).unbind(1)
+    return [line[:width] for line in record], Logprobs(_floats(own), ids, _floats(top))
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """What int64 numbers are as float32."""
+    return bits.int().view(torch.float32)
 
 
 def read_record(record: list[list[int]]) -> HostVerdict:
