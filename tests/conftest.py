@@ -17,6 +17,7 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 
 os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user's own cache
 os.environ["PACELINE_COST_CACHE"] = "off"
+os.environ["PACELINE_TILE_CACHE"] = "off"
 
 from paceline.kernels import drawing
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -167,15 +167,9 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
         return Dense
     require_triton(device, "formats", to)
     from paceline.gpu.linear import Linears
+    from paceline.models.kept_tiles import kernel_seconds
 
     return Linears(to, timer=kernel_seconds if device.type == "cuda" else None)
-
-
-def kernel_seconds(function: Callable[[], object]) -> float:
-    """The median of some calls on CUDA, each with a cold second-level cache, as weights find it in a forward pass."""
-    from triton.testing import do_bench
-
-    return float(do_bench(function, warmup=2, rep=8, return_mode="median")) / 1e3
 
 
 def random_model(

@@ -25,7 +25,7 @@ from paceline.models.config import ModelConfig
 Task = Callable[[], None]
 _MOST_WORKERS = 15
 _MOST_CACHE = 1 << 30  # bytes of a rehearsal's rows: larger ones are left to the real thing
-_ROWS = (1, 8, 16, 24, 32, 40, 64)  # one of each kind that Triton compiles a product for
+_ROWS = (1, 8, 16, 24, 32, 40, 64, 128)  # one of each kind that Triton compiles a product for
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,18 @@ def _cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> i
 @torch.inference_mode()
 def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, place: Place) -> None:
     """Every tile that may turn out to be the fastest, for every kind of row count."""
-    from paceline.gpu.linear import CANDIDATES, Linears
+    from paceline.gpu.linear import Linears
 
     outputs, inputs = shape
     weight = torch.randn(shape, dtype=place.dtype, device=place.device)
     bias = torch.zeros(outputs, dtype=place.dtype, device=place.device) if biased else None
     assert to != "bf16", "torch's own products need no rehearsal"
-    layer = Linears(to)(weight, bias)
+    linears = Linears(to)
+    layer = linears(weight, bias)
     for rows in _ROWS:
         x = torch.zeros(rows, inputs, dtype=place.dtype, device=place.device)
-        for tile in CANDIDATES:
-            layer.run(x, tile.filled(outputs, inputs, place.device))
+        for tile in linears.candidates(layer, x):
+            layer.run(x, tile)
 
 
 def in_parallel(tasks: Sequence[Task], seconds: float) -> list[str]:

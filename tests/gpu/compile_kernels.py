@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 FEW = "--few" in sys.argv
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
-ALIGNED = ("_stride", "_row", "_head", "_token", "_position")  # strides of real models are multiples of 16
+ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
 
 
 def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
@@ -36,7 +36,9 @@ TYPES = {
     "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "guesses": "*i64",
     "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
     "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
-    "own": "*fp32", "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
+    "own": "*fp32", "seen": "*fp32", "presence": "*fp32", "frequency": "*fp32",
+    "repetition": "*fp32", "min_length": "*i64", "floors": "*fp32", "top_k": "*i64", "top_p": "*fp32",
+    "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
 }  # fmt: skip
 BLOCKS = {"BLOCKS": 32, "BLOCKS_UP": 32}
 ROW = {"LENGTH": 8, "LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
@@ -109,6 +111,18 @@ def accepting() -> dict[str, Any]:
     }
 
 
+def shaping() -> dict[str, Any]:
+    from paceline.gpu import shape
+    from paceline.gpu.draw import BLOCK
+
+    adjust = {"LENGTH": 8, "STOPS": 8, "BLOCK": BLOCK}
+    found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, out="*fp32", counts="*fp32")}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = {"logits": element, "out": "*fp32"}
+        found[f"cut {element}"] = build(shape.cut_kernel, {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}, warps=8, **types)
+    return found
+
+
 def linears() -> dict[str, Any]:
     from paceline.gpu.linear import CANDIDATES, linear_kernel
 
@@ -117,7 +131,7 @@ def linears() -> dict[str, Any]:
         for tile in CANDIDATES if weight == "*i8" and not FEW else CANDIDATES[:1]:
             for parts, block_m in ((1, 16), (4, 64))[FEW:]:
                 constants = {
-                    "INPUTS": 4096, "OUTPUTS": 4096, "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
+                    "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
                 }  # fmt: skip
                 types = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "weight": weight}
@@ -139,7 +153,7 @@ def rotary() -> dict[str, Any]:
     return found
 
 
-FAMILIES = [attention, drawing, accepting, linears, rotary]
+FAMILIES = [attention, drawing, accepting, shaping, linears, rotary]
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from paceline.gpu.rotary import turn_and_store
 from paceline.gpu.state import PackedHeads
 
 HEADS, GROUPS, DIM, CACHE = 8, 4, 64, 2048
-WARM_UP = (1, 16, 32, LARGEST_ROWS)  # a decode step, and prompts whose tiles are of the other sizes
+WARM_UP = (1, 16, 32, 64, LARGEST_ROWS)  # a decode step, and prompts whose tiles are of the other sizes
 seen: set[str] = set()
 
 

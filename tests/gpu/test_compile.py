@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("shapes", "kernels"), [("--few", 20), pytest.param("--all", 36, marks=pytest.mark.slow)], ids=["few", "all"]
+    ("shapes", "kernels"), [("--few", 22), pytest.param("--all", 39, marks=pytest.mark.slow)], ids=["few", "all"]
 )
 def test_every_kernel_compiles_for_sm_90(shapes: str, kernels: int, tmp_path: Path) -> None:
     source = str(HERE.parent.parent / "src")
@@ -27,7 +27,7 @@ def test_every_kernel_compiles_for_sm_90(shapes: str, kernels: int, tmp_path: Pa
 
 
 def test_prompts_of_new_lengths_compile_nothing() -> None:
-    """Thirty prompts after a warm-up of four, with tiles by shape and with fixed ones."""
+    """Thirty prompts after a warm-up of five, with tiles by shape and with fixed ones."""
     source = str(HERE.parent.parent / "src")
     command = [sys.executable, str(HERE / "count_compilations.py")]
     own = {"TRITON_INTERPRET": "0", "PYTHONPATH": source}

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from paceline.gpu.linear import LARGEST_ROWS, Linears, LinearTile, linear, linear_twin, quantise
+from paceline.gpu import linear as module
+from paceline.gpu.linear import (
+    CANDIDATES,
+    LARGEST_ROWS,
+    Linears,
+    LinearTile,
+    linear,
+    linear_twin,
+    quantise,
+    widened_linear,
+)
 from paceline.models.linear import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +59,7 @@ def test_quantised_weights_are_as_close_as_their_format(to: str, error: float) -
 
 
 @pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("rows", [1, LARGEST_ROWS, LARGEST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 100, LARGEST_ROWS + 1])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: bool) -> None:
     weight, bias = torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE)
@@ -80,4 +93,79 @@ def test_the_fastest_tile_is_measured_once_for_each_shape() -> None:
     for rows in (x, x, x[:1]):
         layer(rows)
     assert len(calls) == 5
-    assert (linears.tile(layer, x).outputs, linears.tile(layer, x).warps) == (128, 8)
+    assert linears.tile(layer, x) == CANDIDATES[2]
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The grids of all products from now on."""
+    grids: list[tuple[int, int, int]] = []
+    kernel = module.linear_kernel
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int, int]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(module, "linear_kernel", Counted())
+    return grids
+
+
+@pytest.mark.parametrize(("deterministic", "tiles"), [(False, 2), (True, 3)])
+def test_tiles_of_rows_run_side_by_side_so_that_weights_are_fetched_once(
+    deterministic: bool, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = launches(monkeypatch)
+    layer = Linears("int8", deterministic=deterministic)(torch.randn(80, 32, device=DEVICE))
+    layer(torch.randn(150, 32, device=DEVICE))
+    assert grids == [(tiles, 2, 1)]
+
+
+def test_many_rows_of_fixed_order_are_one_launch_unless_its_inputs_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = launches(monkeypatch)
+    linears = Linears("same", deterministic=True)
+    for inputs in (32, 1100):
+        linears(torch.randn(16, inputs, device=DEVICE))(torch.randn(300, inputs, device=DEVICE))
+    assert grids == [(5, 1, 1), (4, 1, 2), (1, 1, 2)]  # the second matrix in parts
+
+
+class Widths(TorchDispatchMode):
+    """Notes how many bytes of results each operator writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.written += out.nbytes if isinstance(out, torch.Tensor) and not func.is_view else 0
+        return out
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_beyond_that_the_matrix_is_widened_by_one_operator(to: str, dtype: torch.dtype) -> None:
+    weight, bias = quantise(torch.randn(512, 300), to), torch.randn(512).to(dtype)  # type: ignore[arg-type]
+    x = torch.randn(4, 300).to(dtype)
+    with Widths() as widths:
+        found = widened_linear(x, weight, bias)
+    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=0.3, rtol=3e-2)
+    matrices = 2 if dtype == torch.float16 else 1
+    assert widths.written < (matrices + 0.1) * weight.values.numel() * dtype.itemsize
+
+
+def test_sums_of_float16_do_not_overflow_before_they_are_scaled() -> None:
+    weight = quantise(torch.full((1, 4096), 1e-3), "fp8")
+    assert widened_linear(torch.ones(1, 4096).half(), weight, None).item() == pytest.approx(4.096, rel=1e-2)
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_fit_the_devices_shared_memory(shared: int) -> None:
+    """Ada's, Ampere's and Hopper's. What cannot keep two stages takes fewer inputs at a time."""
+    for tile in CANDIDATES:
+        for block_m in module.ROW_TILES:
+            for weight, x in ((1, 2), (2, 2), (4, 4)):
+                fitted = tile.fitted(block_m, weight, x, shared)
+                assert fitted.shared_bytes(block_m, weight, x) <= shared
+                assert fitted.stages >= 2
+                if tile.shared_bytes(block_m, weight, x) <= shared:
+                    assert fitted == tile

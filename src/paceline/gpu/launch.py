@@ -11,7 +11,7 @@ import torch
 from paceline.errors import MissingPackageError, ParameterError
 
 INTERPRET = "TRITON_INTERPRET"
-_SPARE_PROGRAMS = 132  # multiprocessors taken where there is no GPU to ask: an H100's
+_SPARE_PROGRAMS, _SPARE_SHARED = 132, 227 << 10  # taken where there is no GPU to ask: an H100's
 
 
 def interpreted() -> bool:
@@ -41,3 +41,13 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _SPARE_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Most bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return _SPARE_SHARED
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])

@@ -1,14 +1,15 @@
-"""Small-row matrix products over 8-bit weights (W8A16): a few tokens times a matrix that is read once.
+"""Matrix products of a few tokens with weights in 8 bits (W8A16): a matrix that is read once.
 
 Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale an output; they
 are widened to the activations' type in registers, sums are float32. The weights are the product's left side, because
 there are many outputs and few rows. Few outputs fill the chip by cutting the inputs, too: the last program to arrive at
-a tile adds the parts in a fixed order, so the bits do not depend on who was last.
+a tile adds the parts in a fixed order, so the bits do not depend on who was last. Of many rows the tiles that read the
+same weights run side by side: the first of them fetches these from memory, the others from the second-level cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,16 +19,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.gpu.launch import multiprocessors
+from paceline.gpu.launch import multiprocessors, shared_memory
 
 Format = Literal["int8", "fp8", "same"]
-LARGEST_ROWS = 64  # beyond, widening the whole matrix for torch's own product is cheaper
+LARGEST_ROWS = 256  # beyond, torch multiplies with the matrix widened: time is the tensor cores', not memory's
+ROW_TILES = (16, 32, 64, 128)
+FIXED_ROWS = 64  # of a tile, where a row's bits must not depend on how many there are
 _FP8 = torch.float8_e4m3fn
 _FEWEST_INPUTS = 512  # of one part, when the inputs are cut
 _PROGRAMS_EACH = 4  # programs a multiprocessor should have
 
 
-@triton.jit(do_not_specialize=["rows"])  # any number of rows is one compiled kernel a tile
+@triton.jit(do_not_specialize=["rows"])  # any number of rows is one compiled kernel a tile, and so are most matrices
 def linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -38,8 +41,8 @@ def linear_kernel(
     out: tl.tensor,
     rows: tl.tensor,
     x_stride: tl.tensor,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -47,41 +50,41 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Grid (output tiles, row tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
-    share = tl.cdiv(tl.cdiv(INPUTS, BLOCK_K), PARTS) * BLOCK_K
+    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K
     start = part * share
-    stop = tl.minimum(start + share, INPUTS)
-    weight_line = weight + n.to(tl.int64)[:, None] * INPUTS
+    stop = tl.minimum(start + share, inputs)
+    weight_line = weight + n.to(tl.int64)[:, None] * inputs
     x_line = x + m.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first in range(start, stop, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        w = tl.load(weight_line + k[None, :], mask=(n < OUTPUTS)[:, None] & (k < stop)[None, :], other=0.0)
+        w = tl.load(weight_line + k[None, :], mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0.0)
         a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
         sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
 
-    inside = (n < OUTPUTS)[:, None] & (m < rows)[None, :]
-    place = m.to(tl.int64)[None, :] * OUTPUTS + n[:, None]
+    inside = (n < outputs)[:, None] & (m < rows)[None, :]
+    place = m.to(tl.int64)[None, :] * outputs + n[:, None]
     last = True
     if PARTS > 1:
-        tl.store(partial + part.to(tl.int64) * rows * OUTPUTS + place, sums, mask=inside)
+        tl.store(partial + part.to(tl.int64) * rows * outputs + place, sums, mask=inside)
         tl.debug_barrier()  # all of the program's parts are stored before its ticket is drawn
         ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS - 1
         if last:
             sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for other in range(PARTS):
-                line = tl.cast(other, tl.int64) * rows * OUTPUTS
+                line = tl.cast(other, tl.int64) * rows * outputs
                 sums += tl.load(partial + line + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(ticket, 0)
     if last:
         if SCALED:
-            sums = sums * tl.load(scales + n, mask=n < OUTPUTS, other=0.0)[:, None]
+            sums = sums * tl.load(scales + n, mask=n < outputs, other=0.0)[:, None]
         if BIASED:
-            sums = sums + tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+            sums = sums + tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
 
 
@@ -101,6 +104,19 @@ class LinearTile:
         while tiles * parts * 2 <= _PROGRAMS_EACH * multiprocessors(device) and inputs // (parts * 2) >= _FEWEST_INPUTS:
             parts *= 2
         return replace(self, parts=parts)
+
+    def shared_bytes(self, block_m: int, weight: int, x: int) -> int:
+        """Shared memory of a program, where a weight and an input have so many bytes."""
+        return self.stages * self.inputs * (self.outputs * weight + block_m * x)
+
+    def fitted(self, block_m: int, weight: int, x: int, most: int) -> LinearTile:
+        """With as many stages, and then inputs at a time, as so much shared memory holds. Sums stay as they are."""
+        tile = self
+        while tile.shared_bytes(block_m, weight, x) > most and tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        while tile.shared_bytes(block_m, weight, x) > most and tile.inputs > 16:
+            tile = replace(tile, inputs=tile.inputs // 2)
+        return tile
 
 
 CANDIDATES = (
@@ -144,7 +160,7 @@ def linear(
     outputs = weight.values.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), device=x.device)
-    linear_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, block_m), tile.parts)](
+    linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
         x,
         weight.values,
         out if weight.scales is None else weight.scales,
@@ -154,8 +170,8 @@ def linear(
         out,
         rows,
         x.stride(0),
-        INPUTS=inputs,
-        OUTPUTS=outputs,
+        inputs,
+        outputs,
         SCALED=weight.scales is not None,
         BIASED=bias is not None,
         PARTS=tile.parts,
@@ -175,8 +191,23 @@ def linear_twin(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
+Shape = tuple[int, int, int]  # outputs, inputs, rows of a tile
 Timer = Callable[[Callable[[], object]], float]
 """Seconds of a call."""
+
+
+def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """The same by torch's own product, for many rows: five bytes of memory traffic a weight.
+
+    Numbers of 8 bits are exact in 16, so the matrix is widened as it is and the sums get the scales; in float16, where
+    sums of such numbers may overflow, the matrix has them.
+    """
+    if weight.scales is None:
+        return functional.linear(x, weight.values, bias)
+    if x.dtype == torch.float16:
+        return functional.linear(x, weight.values.to(x.dtype).mul_(weight.scales[:, None]), bias)
+    sums = functional.linear(x, weight.values.to(x.dtype)) * weight.scales
+    return (sums if bias is None else sums + bias).to(x.dtype)
 
 
 class Linears:
@@ -185,30 +216,47 @@ class Linears:
     deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
     timer: times the candidates for every new shape when it is first used, never inside a CUDA graph; None takes the
         first one.
+    tiles: what is known so far, by shape; ``models.kept_tiles`` fills it when a model is loaded.
     """
 
     def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
         self.to, self.deterministic, self._timer = to, deterministic, timer
-        self._tiles: dict[tuple[int, int, int], LinearTile] = {}
+        self.tiles: dict[Shape, LinearTile | None] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> SmallRowLinear:
         return SmallRowLinear(quantise(weight, self.to), bias, self)
 
     def block_m(self, rows: int) -> int:
-        return 16 if self.deterministic or rows <= 16 else 32 if rows <= 32 else 64
+        """Rows of a program's tile."""
+        return FIXED_ROWS if self.deterministic else next((m for m in ROW_TILES if rows <= m), ROW_TILES[-1])
 
-    def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile:
-        """The tile for these rows; measured once for each shape where there is a timer."""
+    def shape(self, layer: SmallRowLinear, rows: int) -> Shape:
+        """What a tile is chosen for."""
         outputs, inputs = layer.weight.values.shape
-        key = outputs, inputs, self.block_m(x.shape[0])
-        if key not in self._tiles:
-            tiles = [tile.filled(outputs, inputs, x.device) for tile in CANDIDATES]
-            self._tiles[key] = tiles[0] if self._timer is None else self._fastest(layer, x, tiles)
-        return self._tiles[key]
+        return outputs, inputs, self.block_m(rows)
 
-    def _fastest(self, layer: SmallRowLinear, x: Tensor, tiles: Sequence[LinearTile]) -> LinearTile:
-        assert self._timer is not None
-        timed = [(self._timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
+    def candidates(self, layer: SmallRowLinear, x: Tensor) -> list[LinearTile | None]:
+        """The tiles that may be the fastest for these rows; None: torch's own product."""
+        outputs, inputs, block_m = self.shape(layer, x.shape[0])
+        sizes = layer.weight.values.element_size(), x.element_size(), shared_memory(x.device)
+        tiles = [tile.fitted(block_m, *sizes).filled(outputs, inputs, x.device) for tile in CANDIDATES]
+        widens = x.shape[0] > ROW_TILES[-2] and not self.deterministic
+        return [*dict.fromkeys(tiles), *([None] if widens else [])]
+
+    def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
+        """For these rows; measured once for each shape where there is a timer. None: torch's own product."""
+        if x.shape[0] > LARGEST_ROWS and not self.deterministic:
+            return None
+        shape = self.shape(layer, x.shape[0])
+        if shape not in self.tiles:
+            first = self.candidates(layer, x)[0]
+            self.tiles[shape] = first if self._timer is None else self.fastest(layer, x, self._timer)
+        return self.tiles[shape]
+
+    def fastest(self, layer: SmallRowLinear, x: Tensor, timer: Timer) -> LinearTile | None:
+        """Of the candidates for these rows."""
+        tiles = self.candidates(layer, x)
+        timed = [(timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
         return tiles[min(timed)[1]]
 
 
@@ -222,19 +270,15 @@ class SmallRowLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         lines = x.reshape(-1, x.shape[-1])
-        if lines.shape[0] <= LARGEST_ROWS:
-            out = self.run(lines, self._linears.tile(self, lines))
-        elif self._linears.deterministic:
-            out = torch.cat(
-                [self.run(part, self._linears.tile(self, part)) for part in torch.split(lines, LARGEST_ROWS)]
-            )
-        else:
-            out = functional.linear(lines, self.weight.widened(x.dtype), self.bias)
-        return out.view(*x.shape[:-1], -1)
+        return self.run(lines, self._linears.tile(self, lines)).view(*x.shape[:-1], -1)
 
-    def run(self, x: Tensor, tile: LinearTile) -> Tensor:
-        """x [M, K], M at most LARGEST_ROWS -> [M, N], with a given tile."""
-        return linear(x, self.weight, self.bias, tile, self._tickets, self._linears.block_m(x.shape[0]))
+    def run(self, x: Tensor, tile: LinearTile | None) -> Tensor:
+        """x [M, K] -> [M, N], with a given tile; None: by torch's own product."""
+        if tile is None:
+            return widened_linear(x, self.weight, self.bias)
+        if tile.parts == 1 or x.shape[0] <= LARGEST_ROWS:  # parts of more rows would take much memory
+            return linear(x, self.weight, self.bias, tile, self._tickets, self._linears.block_m(x.shape[0]))
+        return torch.cat([self.run(part, tile) for part in torch.split(x, LARGEST_ROWS)])
 
     def tensors(self) -> tuple[Tensor, ...]:
         kept = (self.weight.values, self.weight.scales, self.bias)

@@ -15,7 +15,7 @@ from paceline.models.transformer import Transformer
 from paceline.params import AttentionName, QuantizationName
 
 if TYPE_CHECKING:
-    from paceline.gpu.linear import Format
+    from paceline.gpu.linear import Format, Linears
 
 
 def prepare(
@@ -60,10 +60,21 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
     from paceline.gpu.linear import Linears
 
     to: Format = "same" if quantization is None else quantization
-    model.replace_linears(Linears(to, deterministic=deterministic))
+    linears = Linears(to, deterministic=deterministic)
+    model.replace_linears(linears)
+    if model.device.type == "cuda" and not deterministic:  # whose tiles are the same on every machine
+        _tune(model, linears)
     if quantization is not None:
         model.precision = f"{quantization} weights, {model.precision}"
     return model
+
+
+def _tune(model: Transformer, linears: Linears) -> None:
+    """Choose the products' tiles."""
+    from paceline.gpu.linear import SmallRowLinear
+    from paceline.models.kept_tiles import tune
+
+    tune([layer for layer in model.linears() if isinstance(layer, SmallRowLinear)], linears, model.dtype)
 
 
 def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | None:

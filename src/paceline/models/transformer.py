@@ -240,6 +240,10 @@ class Transformer:
             dense = getattr(owner, name)
             setattr(owner, name, make(dense.weight, dense.bias))
 
+    def linears(self) -> list[Linear]:
+        """The linear layers of attention, MLP and head."""
+        return [getattr(owner, name) for owner, name in self._linears()]
+
     def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
         """tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width]."""
         rows, length = tokens.shape
@@ -298,12 +302,10 @@ class Transformer:
 
     def weight_bytes(self) -> int:
         """Memory of the weights, each counted once (tied ones too), in bytes."""
-        linears: list[Linear] = [getattr(owner, name) for owner, name in self._linears()]
-        tensors = [*self._kept, *(tensor for linear in linears for tensor in linear.tensors())]
+        tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def multiply_adds(self) -> int:
         """Of its matrices for one token, the head included, attention over the cache not."""
-        linears: list[Linear] = [getattr(owner, name) for owner, name in self._linears()]
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
-        return sum(linear.tensors()[0].numel() for linear in linears) + sum(matrix.numel() for matrix in others)
+        return sum(linear.tensors()[0].numel() for linear in self.linears()) + sum(matrix.numel() for matrix in others)

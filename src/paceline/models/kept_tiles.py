@@ -1,0 +1,114 @@
+"""Which tiles multiply a model's 8-bit matrices fastest on this GPU: timed while it is loaded, and kept on disk.
+
+A choice is one for a matrix' shape, a number of rows, a format and a GPU, whatever model it is of. What was timed by
+another version or on another GPU has another name and is never read. What a load has no time for the next one times.
+``PACELINE_TILE_CACHE=off`` keeps nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from paceline import __version__
+from paceline.errors import ParameterError
+from paceline.files import write_text
+from paceline.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
+from paceline.hardware import machine_name
+from paceline.models.hub import cache_directory
+
+log = logging.getLogger("paceline")
+
+VARIABLE = "PACELINE_TILE_CACHE"
+SECONDS = 60.0  # most that a load takes for this; kernels are compiled for it, a second each
+METHOD = 1  # one more whenever a kernel changes: choices of another one are not read
+
+
+def kernel_seconds(function: Callable[[], object]) -> float:
+    """The median of some calls on CUDA, each with a cold second-level cache, as weights find it in a forward pass."""
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=2, rep=8, return_mode="median")) / 1e3
+
+
+@dataclass(frozen=True)
+class KeptTiles:
+    """The choices for one GPU, format of weights and type of activations, on disk (perhaps not yet)."""
+
+    machine: str
+    to: Format
+    dtype: str
+
+    @property
+    def path(self) -> Path:
+        versions = METHOD, __version__, torch.__version__, triton.__version__, [asdict(tile) for tile in CANDIDATES]
+        digest = hashlib.sha256(json.dumps([asdict(self), versions]).encode()).hexdigest()[:16]
+        return cache_directory() / "tiles" / f"{digest}.json"
+
+    def load(self) -> dict[Shape, LinearTile | None]:
+        """What is known; nothing if it cannot be read."""
+        if _is_off():
+            return {}
+        try:
+            lines = json.loads(self.path.read_text(encoding="utf-8"))
+            return {(n, k, m): None if tile is None else LinearTile(**tile) for n, k, m, tile in lines}
+        except FileNotFoundError:
+            return {}
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            log.warning("the tiles kept in %s cannot be used (%r): timing anew", self.path, error)
+            return {}
+
+    def save(self, tiles: dict[Shape, LinearTile | None]) -> None:
+        """Keep the choices; warns if that is not possible."""
+        if _is_off():
+            return
+        lines = [(*shape, None if tile is None else asdict(tile)) for shape, tile in sorted(tiles.items())]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, json.dumps(lines) + "\n")
+        except OSError as error:
+            log.warning("the fastest tiles are not kept in %s: %s", self.path, error)
+
+
+def tune(
+    layers: Sequence[SmallRowLinear],
+    linears: Linears,
+    dtype: torch.dtype,
+    *,
+    timer: Timer = kernel_seconds,
+    seconds: float = SECONDS,
+) -> None:
+    """Let ``linears`` know the fastest tile of each layer's shape and each number of rows: from disk, or timed now.
+
+    The fewest rows come first: those of decoding. What ``seconds`` do not suffice for takes the first candidate.
+    """
+    device = layers[0].weight.values.device
+    kept = KeptTiles(machine_name(device), linears.to, str(dtype))
+    linears.tiles |= kept.load()
+    known, began = len(linears.tiles), time.perf_counter()
+    wanted = {linears.shape(layer, rows): (layer, rows) for rows in ROW_TILES for layer in layers}
+    for shape, (layer, rows) in wanted.items():
+        if shape not in linears.tiles and time.perf_counter() - began < seconds:
+            x = torch.zeros(rows, shape[1], dtype=dtype, device=device)
+            linears.tiles[shape] = linears.fastest(layer, x, timer)
+    if len(linears.tiles) > known:
+        kept.save(linears.tiles)
+        left = len(wanted.keys() - linears.tiles.keys())
+        took = time.perf_counter() - began
+        log.info("timed the tiles of %d products in %.1f s; %d are left", len(linears.tiles) - known, took, left)
+
+
+def _is_off() -> bool:
+    choice = os.environ.get(VARIABLE, "on")
+    if choice not in ("on", "off"):
+        raise ParameterError(VARIABLE, choice, "'on' or 'off'")
+    return choice == "off"

@@ -1,0 +1,89 @@
+"""Tiles of 8-bit products: timed at load, kept on disk, and found there by the next load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from paceline.errors import ParameterError
+from paceline.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
+from paceline.models.kept_tiles import VARIABLE, KeptTiles, tune
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, "on")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    return tmp_path / "tiles"
+
+
+class Timer:
+    """The fourth candidate is the fastest."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, call: object) -> float:
+        self.calls += 1
+        return abs(self.calls % len(CANDIDATES) - 4)
+
+
+def load(timer: Timer, seconds: float = 60.0) -> Linears:
+    """A model of three matrices, of which two have one shape."""
+    linears = Linears("int8")
+    layers = [linears(torch.ones(outputs, 32)) for outputs in (48, 48, 80)]
+    assert all(isinstance(layer, SmallRowLinear) for layer in layers)
+    tune(layers, linears, torch.float32, timer=timer, seconds=seconds)
+    return linears
+
+
+def test_tiles_are_timed_once_a_shape_and_found_on_disk_by_the_next_load(kept: Path) -> None:
+    timer = Timer()
+    first = load(timer)
+    assert {(n, m) for n, _, m in first.tiles} == {(n, m) for n in (48, 80) for m in ROW_TILES}
+    assert first.tiles[48, 32, 16] == CANDIDATES[3]
+    calls = timer.calls
+    assert load(timer).tiles == first.tiles
+    assert timer.calls == calls > 0
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_what_a_load_has_no_time_for_the_next_one_times(kept: Path) -> None:
+    timer = Timer()
+    assert load(timer, seconds=0.0).tiles == {}
+    assert not kept.exists()
+    assert len(load(timer).tiles) == 2 * len(ROW_TILES)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '[[48, 32, 16, {"size": 1}]]', "{}" * 3, '"tiles"'])
+def test_a_file_that_cannot_be_read_is_timed_and_written_anew(
+    kept: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = load(Timer()).tiles
+    (path,) = kept.iterdir()
+    path.write_text(text)
+    timer = Timer()
+    assert load(timer).tiles == expected
+    assert timer.calls > 0
+    assert "cannot be used" in caplog.text
+    assert load(timer).tiles == expected
+
+
+def test_other_gpus_and_formats_have_files_of_their_own() -> None:
+    names = {KeptTiles(*key).path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))}  # type: ignore[arg-type]
+    assert len(names) == 3
+
+
+def test_off_keeps_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    load(Timer())
+    assert not kept.exists()
+    monkeypatch.setenv(VARIABLE, "of")
+    with pytest.raises(ParameterError, match=f"{VARIABLE}='of' is not allowed: 'on' or 'off'"):
+        load(Timer())
