@@ -77,9 +77,7 @@ def train_draft(
         float, _of_training("--learning-rate", text="AdamW's highest.")
     ] = DraftTraining.learning_rate,
     batch_tokens: Annotated[int, _of_training("--batch-tokens", text="Of a step.")] = DraftTraining.batch_tokens,
-    unroll: Annotated[
-        int, _of_training("--unroll", text="Guesses that are learnt one after the other.")
-    ] = DraftTraining.unroll,
+    unroll: Annotated[int, _of_training("--unroll", text="Guesses of a draft that are learnt.")] = DraftTraining.unroll,
     evaluate_every: Annotated[
         float, _of_training("--evaluate-every", text="Minutes between two looks at the held-out texts.")
     ] = DraftTraining.evaluate_every,
