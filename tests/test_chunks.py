@@ -16,7 +16,7 @@ from paceline.decoder import Decoder
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.params import EngineConfig, SamplingParams
-from toy import FlatToy, ToyModel, make_engine, slow_answer
+from toy import FlatToy, ToyModel, make_engine, make_request, slow_answer
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -314,3 +314,16 @@ def test_a_call_leaves_no_trace_of_who_looked_at_it() -> None:
 def test_a_pause_that_is_none_is_refused(pause: float) -> None:
     with pytest.raises(ParameterError, match="longest_pause"):
         EngineConfig(longest_pause=pause)
+
+
+def test_of_prompts_as_long_that_whose_time_budget_ends_first_is_read_first() -> None:
+    engine = make_engine(ToyModel(), prefill_chunk=4, max_batch_size=3)
+    budgets = (None, 1000.0, 500.0)
+    outputs = [
+        engine.add(make_request([1 + row] * 20, SamplingParams(max_tokens=40, ignore_eos=True, time_budget=budget)))
+        for row, budget in enumerate(budgets)
+    ]
+    while not all(output.outputs[0].token_ids for output in outputs):
+        engine.step()
+    begun = [output.outputs[0].metrics.first_token or 0.0 for output in outputs]
+    assert begun[2] < min(begun[:2])

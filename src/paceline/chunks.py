@@ -21,7 +21,8 @@ _OLDEST = 4  # every so many chunks begin with the prompt that came first, so th
 class Prompt(Protocol):
     """A prompt of which ``prefilled`` tokens are cached; prefill ends at ``prefill_stop``.
 
-    waits: for another to read what they share. feeding_order: its priority, and the tokens that remain.
+    waits: for another to read what they share. feeding_order: its priority, the tokens that remain, and perhaps what
+    decides between equals.
     """
 
     @property
@@ -37,7 +38,7 @@ class Prompt(Protocol):
     def waits(self) -> bool: ...
 
     @property
-    def feeding_order(self) -> tuple[int, int]: ...
+    def feeding_order(self) -> tuple[float, ...]: ...
 
     @property
     def arrival_time(self) -> float: ...

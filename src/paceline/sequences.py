@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,9 +69,9 @@ class Sequence:
         return self.follows is not None
 
     @property
-    def feeding_order(self) -> tuple[int, int]:
+    def feeding_order(self) -> tuple[int, int, float]:
         """Lower ones are fed first, mostly."""
-        return self.priority, self.prefill_stop - self.prefilled
+        return self.priority, self.prefill_stop - self.prefilled, math.inf if self.deadline is None else self.deadline
 
     @property
     def prefill_stop(self) -> int:
