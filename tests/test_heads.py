@@ -187,6 +187,21 @@ def test_a_written_parallel_head_is_read_again_and_has_the_layout_of_speculators
     assert written["speculators_config"]["algorithm"] == "peagle"
 
 
+def test_a_head_that_leaves_out_its_rows_takes_the_targets(tmp_path: Path) -> None:
+    tensors = random_head()
+    head = loaded(write(tmp_path / "one", speculators_config(layers(**THETA)), tensors))
+    rows = torch.randn(VOCABULARY, WIDTH)
+    head.lm_head.weight.copy_(rows[head.targets])
+    save_head(head, tmp_path / "two", output=False)
+    embedding = tensors["embed_tokens.weight"]
+    with pytest.raises(ModelFormatError, match=r"lacks lm_head.weight; it is the target's"):
+        loaded(tmp_path / "two", embedding)
+    again = load_head(tmp_path / "two", dtype=torch.float32, embedding=embedding, output=lambda: rows)
+    assert torch.equal(again.lm_head.weight, head.lm_head.weight)
+    with pytest.raises(ModelFormatError, match="outside of the target's"):
+        load_head(tmp_path / "two", dtype=torch.float32, embedding=embedding, output=lambda: rows[:DRAFTED])
+
+
 def test_a_head_without_an_embedding_takes_the_targets(tmp_path: Path) -> None:
     tensors = random_head()
     embedding = tensors.pop("embed_tokens.weight")

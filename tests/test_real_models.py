@@ -164,3 +164,17 @@ def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
     spoken, model = llm.generate(STUBS, params, use_tqdm=False), real_models.load_in_transformers(target)
     check_each_token(spoken, model)
     check_generate(spoken, model)
+
+
+def test_smollm2_drafts_with_the_head_that_comes_with_it() -> None:
+    path = real_models.find("smollm2-135m")
+    llm = LLM(path, draft_model="smollm2-135m-head", quantization="int8", max_batch_size=4, max_model_len=256)
+    assert "drafter ngram or head " in llm.engine.describe()
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=48, ignore_eos=True) for t in (0, 0.8, 0, 1.0)]
+    truth = llm.plain().generate(SAMPLE[:4], params, use_tqdm=False)
+    assert answers_of(llm.generate(SAMPLE[:4], params, use_tqdm=False)) == answers_of(truth)
+    spoken = llm.with_options(drafter="feature", num_speculative_tokens=3).generate(SAMPLE[:4], params, use_tqdm=False)
+    assert answers_of(spoken) == answers_of(truth)
+    metrics = [result.outputs[0].metrics for result in spoken]
+    rounds = sum(each.rounds for each in metrics)
+    assert rounds < 0.8 * sum(each.output_tokens for each in metrics)  # a random head gains nothing

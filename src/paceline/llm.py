@@ -65,6 +65,7 @@ class LLM:
     model: a hub name, a directory, a .gguf file, an embedded name ("smollm2-135m") or a loaded PreTrainedModel.
     draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="hybrid" the default, on CUDA
         "model" (see EngineConfig). Or a trained head (EAGLE-3) of this target, a directory or a hub name: "hybrid".
+        "smollm2-135m-head" comes with the package.
     tokenizer: for a loaded PreTrainedModel, its tokenizer; without one, prompts and answers are token ids.
     reference_documents: texts (or token ids) that the n-gram drafter may copy from, besides each row's own tokens.
     options: see EngineConfig.

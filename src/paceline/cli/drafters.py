@@ -13,6 +13,7 @@ from paceline.cli.console import Sheet, note, stderr, table
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
 from paceline.errors import ParameterError
+from paceline.models.hub import own_head
 
 if TYPE_CHECKING:
     from paceline.bench.drafters import Count, DraftCost, Plan, Speed
@@ -50,7 +51,7 @@ def drafters(
     _refuse_without_model(engine)
     target = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same").load(model, quiet)
     with_model = _with(engine, model, engine.draft_model)
-    with_head = _with(replace(engine, draft_quantization="same", draft_dtype="same"), model, head)
+    with_head = _with(replace(engine, draft_quantization="same", draft_dtype="same"), model, head or own_head(model))
     known = contenders(target, with_model, with_head)
 
     counts = list(count(known, plan, _bar(quiet)))

@@ -21,6 +21,7 @@ from paceline.models.loading import PICKLES, stored_tensors
 
 _FLAT_LAYER = "midlayer."
 _EMBEDDING = "embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
 _VOCABULARY = ("d2t", "t2d")
 _COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")  # of the target's, for training: no part of the head
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,10 +45,12 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     embedding: Tensor | Callable[[], Tensor] | None = None,
+    output: Callable[[], Tensor] | None = None,
 ) -> Head:
     """The head at ``source``, a directory or a hub name, in ``dtype`` (float32 or bfloat16).
 
-    embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own.
+    embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own. output: loads the rows
+    [V, H] that the target's tokens are said with, for a checkpoint that leaves its own out, because they are the same.
 
     Raises ModelNotFoundError, or ModelFormatError if the files are broken or of a kind that is not run, or if a tensor
     is missing, unknown or of another shape.
@@ -61,6 +64,8 @@ def load_head(
         head = make_head(config)
     wanted = head.state_dict()
     _complete(tensors, config, str(path))
+    if _OUTPUT not in tensors and output is not None and "d2t" in tensors:
+        tensors[_OUTPUT] = _said_by(output(), tensors["d2t"], str(path))
     _compare(tensors, wanted, str(path))
     found = {name: tensors[name].to(device, _kind(tensors[name], dtype)) for name in wanted}
     head.load_state_dict(found, assign=True)
@@ -68,15 +73,18 @@ def load_head(
     return head.requires_grad_(False).eval()
 
 
-def save_head(head: Head, directory: Path, *, embedding: bool = False) -> None:
+def save_head(head: Head, directory: Path, *, embedding: bool = False, output: bool = True) -> None:
     """Write the speculators layout, as vLLM reads it: config.json and model.safetensors, each whole.
 
-    embedding: with the token embedding, which readers otherwise take from the target.
+    embedding: with the token embedding, which readers otherwise take from the target. output: with the rows that tokens
+    are said with; without them a head whose rows are the target's is half as large, but other readers want them.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     if not embedding:
         del state[_EMBEDDING]
+    if not output:
+        del state[_OUTPUT]
     shared = {name: tensor.clone() for name, tensor in state.items()}  # safetensors takes no two names of one memory
     with written_whole(directory / "model.safetensors") as part:
         save_file(shared, part, metadata={"format": "pt"})
@@ -127,10 +135,17 @@ def _complete(tensors: dict[str, Tensor], config: HeadConfig, where: str) -> Non
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, targets, True)
 
 
+def _said_by(rows: Tensor, d2t: Tensor, where: str) -> Tensor:
+    """Of the target's rows [V, H] those of the tokens that the head can say."""
+    targets = torch.arange(d2t.numel()) + d2t.flatten()
+    _check_targets(targets, rows.shape[0], where)
+    return rows[targets.to(rows.device)]
+
+
 def _compare(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
-        hint = "; it is the target's, hand it over" if missing == [_EMBEDDING] else ""
+        hint = "; it is the target's, hand it over" if set(missing) <= {_EMBEDDING, _OUTPUT} else ""
         raise ModelFormatError(f"{where}: the head lacks {_some(missing)}{hint}")
     if unknown:
         raise ModelFormatError(f"{where}: {_some(unknown)} belong to no head of this configuration")

@@ -19,7 +19,7 @@ from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, name_of
 from paceline.models.hub import resolve
-from paceline.models.loading import load_config, load_embedding
+from paceline.models.loading import load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
 from paceline.params import QuantizationName
 
@@ -57,6 +57,7 @@ def load_head_for(
         dtype=dtype,
         device=target.device,
         embedding=lambda: load_embedding(source, dtype=dtype, device=target.device),
+        output=lambda: load_output(source, dtype=dtype, device=target.device),
     )
     return prepare_head(head, str(path), taps, target, quantization)
 

@@ -60,6 +60,14 @@ EMBEDDED: dict[str, EmbeddedModel] = {
     ),
 }
 
+HEADS: dict[str, str] = {"smollm2-135m-head": "smollm2-135m"}  # trained heads inside this package, and their targets
+_HEADS = Path(__file__).parents[1] / "shipped"
+
+
+def own_head(target: object) -> str | None:
+    """The name of the head that this package brings for a target of that name."""
+    return next((head for head, of in HEADS.items() if of == target), None)
+
 
 def cache_directory() -> Path:
     """Where fetched models live: $PACELINE_CACHE, or ``paceline`` in $XDG_CACHE_HOME (default: ~/.cache)."""
@@ -69,7 +77,7 @@ def cache_directory() -> Path:
 
 
 def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
-    """The model's directory or .gguf file: a local path, an embedded model's name or a hub name ``ORG/NAME``.
+    """The model's directory or .gguf file: a local path, an embedded model's or head's name or a hub name ``ORG/NAME``.
 
     Raises ModelNotFoundError, which says what to do, or ModelFormatError for a file that is no .gguf. An embedded model
     that is not in the cache is fetched if ``fetch``; a hub model always is.
@@ -78,6 +86,8 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
     if path.exists():
         return _checked_path(path)
     name = os.fspath(source)
+    if name in HEADS:
+        return _HEADS / name
     if name in EMBEDDED:
         return pull(name) if fetch else _embedded_in_cache(name)
     if HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
@@ -87,6 +97,8 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
 
 def pull(name: str, progress: bool = True) -> Path:
     """Fetch a model into the cache, or find it there, and return its path. Raises ModelNotFoundError."""
+    if name in HEADS:
+        return _HEADS / name
     if name in EMBEDDED:
         target = _embedded_path(name)
         return target if _is_intact(target, EMBEDDED[name]) else _fetch_embedded(name, target, progress)
@@ -102,10 +114,10 @@ def _checked_path(path: Path) -> Path:
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), [*EMBEDDED, *HEADS], n=1, cutoff=0.5)
     siblings = _siblings_like(Path(name).expanduser())
     start = f"did you mean {' or '.join(repr(hit) for hit in [*near, *siblings])}? " if near or siblings else ""
-    known = ", ".join(sorted(EMBEDDED))
+    known = ", ".join(sorted([*EMBEDDED, *HEADS]))
     return f"{start}A model is a directory, a .gguf file, a hub name ORG/NAME or an embedded name ({known})"
 
 

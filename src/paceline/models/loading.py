@@ -112,13 +112,26 @@ def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | 
     """The token embedding alone of the model of ``source``, [V, width]. Raises as ``load_model``."""
     if isinstance(source, PreTrainedModel):
         return cast(Tensor, source.get_input_embeddings().weight).detach().to(device, dtype)
+    return _first_stored(source, ("embed.weight", "head.weight"), dtype, device)  # of tied ones either may be stored
+
+
+@reads_model
+def load_output(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """The rows alone, [V, width], that the model of ``source`` says its tokens with. Raises as ``load_model``."""
+    if isinstance(source, PreTrainedModel):
+        return cast(Tensor, source.get_output_embeddings().weight).detach().to(device, dtype)
+    return _first_stored(source, ("head.weight", "embed.weight"), dtype, device)
+
+
+def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """The first of the parts that is there, by our names."""
     stored, names = _stored_of(source)
-    for part in ("embed.weight", "head.weight"):  # of tied ones either may be stored
+    for part in parts:
         for name, tensor in stored.items():
             if names.ours(name) == part:
-                embedding = torch.empty(tensor.shape, dtype=dtype)
-                tensor.unpack_into(embedding)
-                return embedding.to(device)
+                found = torch.empty(tensor.shape, dtype=dtype)
+                tensor.unpack_into(found)
+                return found.to(device)
     raise ModelFormatError(f"{source} has no token embedding that could be found")
 
 
