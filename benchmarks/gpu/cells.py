@@ -5,14 +5,15 @@ The order: what the figures that were asked for need, format by format; then who
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from benchmarks.gpu.models import WeightFormat
+from benchmarks.gpu.models import PAIRS, WEIGHT_BYTES, WeightFormat
 
-from paceline.params import AttentionName
+from paceline.errors import ParameterError
+from paceline.params import MAX_SPECULATION_LENGTH, AttentionName
 
 Kind = Literal["round", "verify", "auto", "trace"]
 RATE = 0.8  # the synthetic acceptance that rounds are played at; time does not depend on it
@@ -65,11 +66,44 @@ class Axes:
     contexts: tuple[int, ...] = (600, 8000)
     rows: tuple[int, ...] = (8, 1, 32, 64, 4, 2, 16)
     lengths: tuple[int, ...] = (0, 7, 6, 8, 5, 4, 3, 2, 10, 9, 1)
+    autos: tuple[float, ...] = (RATE, 0.2)  # acceptance; auto must not lose where guesses are worth nothing either
+
+    def chosen(self, pairs: str | None, formats: str | None, rows: str | None, lengths: str | None) -> Axes:
+        """With these values, as they are written on a command line, in place of one's own; None: one's own."""
+        counts = [0, *_numbers("--lengths", lengths, 0, MAX_SPECULATION_LENGTH)] if lengths else self.lengths
+        if len(set(counts)) < 2:
+            raise ParameterError("--lengths", lengths, "lengths of which one is more than 0")
+        return replace(
+            self,
+            pairs=_named("--pairs", pairs, PAIRS) if pairs else self.pairs,
+            formats=_named("--formats", formats, WEIGHT_BYTES) if formats else self.formats,
+            rows=_numbers("--rows", rows, 1, 64) if rows else self.rows,
+            lengths=tuple(dict.fromkeys(counts)),
+        )
 
     @staticmethod
     def tiny() -> Axes:
         """A CPU's: every kind of cell once."""
-        return Axes(contexts=(24,), rows=(2,), lengths=(0, 2))
+        return Axes(contexts=(24,), rows=(2,), lengths=(0, 2), autos=(RATE,))
+
+
+_Name = TypeVar("_Name", bound=str)
+
+
+def _named(option: str, text: str, known: Mapping[_Name, object]) -> tuple[_Name, ...]:
+    """Some of the names that are known, as they are written."""
+    names = {str(name): name for name in known}
+    if not set(text.split(",")) <= names.keys():
+        raise ParameterError(option, text, f"some of {','.join(names)}")
+    return tuple(dict.fromkeys(names[each] for each in text.split(",")))
+
+
+def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
+    """Numbers as they are written."""
+    given = text.split(",")
+    if not all(each.isdecimal() and len(each) < 9 and least <= int(each) <= most for each in given):
+        raise ParameterError(option, text, f"numbers from {least} to {most}, with commas between them")
+    return tuple(dict.fromkeys(map(int, given)))
 
 
 def plan(axes: Axes) -> list[Cell]:
@@ -91,8 +125,8 @@ def _shown(axes: Axes, pair: str, to: WeightFormat, *, autos: bool) -> Iterator[
     yield from _rounds(replace(base, rate=0.9), [k for k in _likely(axes.lengths, base.rows) if k > 0])
     for other in axes.attentions[1:]:
         yield from _rounds(replace(base, attention=other), (0, longest))
-    for rows in axes.rows[:4] if autos else ():
-        yield Cell(replace(base, rows=rows), 0, "auto")
+    for rows, rate in product(axes.rows[:4] if autos else (), axes.autos):
+        yield Cell(replace(base, rows=rows, rate=rate), 0, "auto")
 
 
 def traces(axes: Axes) -> list[Cell]:

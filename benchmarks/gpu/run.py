@@ -1,10 +1,11 @@
-"""Figures on a GPU: ``python -m benchmarks.gpu.run rounds``, and ``attention``. For those who work on the GPU path."""
+"""Figures on a GPU, for those who work on its path: ``python -m benchmarks.gpu.run lease FOLDER`` takes all of them."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,11 +26,24 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; cpu only to see that it runs (--tiny).")]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds; what does not fit is dropped and named.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Small models and few cells: only to see that it runs.")]
+Pairs = Annotated[str | None, typer.Option("--pairs", help="Pairs of models, what matters most first: a,b.")]
+Formats = Annotated[str | None, typer.Option("--formats", help="Of the weights: bf16,int8,fp8.")]
+Rows = Annotated[str | None, typer.Option("--rows", help="1 to 64, what matters most first: 8,1,32.")]
+Lengths = Annotated[str | None, typer.Option("--lengths", help="Guesses a round; 0 is always among them, and first.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too, as it grows.")]
 
 
 @app.command()
-def rounds(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, output: Output = None) -> None:
+def rounds(
+    device: Device = "cuda",
+    budget: Budget = 480,
+    tiny: Tiny = False,
+    output: Output = None,
+    pairs: Pairs = None,
+    formats: Formats = None,
+    rows: Rows = None,
+    lengths: Lengths = None,
+) -> None:
     """Rounds on a GPU beside their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON document."""
     check_output("--output", output)
     place = _device(device, tiny)
@@ -37,6 +51,7 @@ def rounds(device: Device = "cuda", budget: Budget = 480, tiny: Tiny = False, ou
     from benchmarks.gpu.cells import Axes
 
     options = Options.tiny_on(place, budget) if tiny else Options(place, Axes(), budget)
+    options = replace(options, axes=options.axes.chosen(pairs, formats, rows, lengths))
     bench = Bench(options, command_line(), _say, _writer(output))
     report = bench.run()
     _show(bench.lines())
@@ -77,6 +92,22 @@ def attention(
     if plot is not None and timed:
         bench.draw(timed, plot, f"{document['device']}: attention of one layer")
     end(document, output)
+
+
+@app.command()
+def lease(
+    folder: Annotated[Path, typer.Argument(help="Where documents and logs go; what is done there is not done again.")],
+    device: Device = "cuda",
+    budget: Budget = 480,
+    tiny: Tiny = False,
+) -> None:
+    """Everything, in parts: tests, rounds in bf16 and 8 bits, attention. Call it until nothing is left."""
+    from benchmarks.gpu.lease import Lease, parts
+
+    _device(device, tiny)
+    call = Lease(folder, device, tiny, budget, _say)
+    left = call.play(parts(tiny=tiny))
+    _say(f"left for the next call: {', '.join(left)}" if left else f"all is done: {call.done()}")
 
 
 def _device(name: str, tiny: bool) -> torch.device:

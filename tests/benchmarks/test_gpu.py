@@ -33,7 +33,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("gpt-7.8b", "bf16", "padded", 20, 2)
-FAST = Axes(("llama-8b",), ("bf16",), ("padded", "split"), (20,), (2,), (0, 2))  # nothing is interpreted
+FAST = Axes(("llama-8b",), ("bf16",), ("padded", "split"), (20,), (2,), (0, 2), (0.8,))  # nothing is interpreted
 
 
 def stage_of(setting: Setting) -> Stage:
@@ -91,7 +91,7 @@ def test_spans_are_counted_once_where_they_overlap() -> None:
 
 
 def test_all_kinds_of_cells_are_measured() -> None:
-    axes = Axes(("llama-8b",), ("fp8",), ("padded", "ragged"), (8,), (1,), (0, 1))
+    axes = Axes(("llama-8b",), ("fp8",), ("padded", "ragged"), (8,), (1,), (0, 1), (0.8,))
     _, saved, said = run(options(axes))
     document = saved[-1]
     assert {cell["kind"] for cell in document["cells"]} == {"round", "verify", "auto"}

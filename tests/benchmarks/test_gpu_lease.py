@@ -1,0 +1,168 @@
+"""All figures in one command: its parts, what a call takes up again, and that it plays what the engine plays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from benchmarks.gpu.cells import Axes, Setting, plan
+from benchmarks.gpu.lease import CUT_OFF, Lease, Part, parts
+from benchmarks.gpu.models import PAIRS, random_model, tiny
+from benchmarks.gpu.run import app
+from benchmarks.gpu.stage import Stage
+from typer.testing import CliRunner
+
+from paceline.engine import Engine, Models, Request
+from paceline.errors import ParameterError
+from paceline.gpu.graphs import Graphs
+from paceline.params import EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def python(name: str, code: str, budget: float = 60, least: float = 1) -> Part:
+    return Part(name, ("-c", code), budget, least, benchmark=False)
+
+
+def lease(folder: Path, seconds: float = 100) -> tuple[Lease, list[str]]:
+    said: list[str] = []
+    return Lease(folder, "cpu", tiny=True, seconds=seconds, say=said.append), said
+
+
+def test_a_call_takes_up_what_the_last_one_left(tmp_path: Path) -> None:
+    first, second = python("first", "print('hello')"), python("second", "raise SystemExit(3)", least=70)
+    call, _ = lease(tmp_path / "figures", 60)
+    assert call.play([first, second]) == ["second"]
+    assert call.done() == {"first": 0}
+    call, said = lease(tmp_path / "figures", 100)
+    assert call.play([first, second]) == []
+    assert call.done() == {"first": 0, "second": 3}
+    assert [line for line in said if line.startswith("first")] == []
+    assert (tmp_path / "figures" / "first.log").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_cut_off_has_another_try_unless_it_had_its_whole_budget(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(command: list[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    call, _ = lease(tmp_path, 50)
+    assert call.play([python("tests", "", budget=40 if whole else 60)]) == ([] if whole else ["tests"])
+    assert call.done() == ({"tests": CUT_OFF} if whole else {})
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_parts_are_commands_that_there_are(small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option is parsed; all that is asked for fits into three calls of eight minutes."""
+    commands: list[list[str]] = []
+
+    def note(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command[1:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", note)
+    call, _ = lease(tmp_path, 480)
+    assert call.play(parts(tiny=small)) == []
+    for _, module, *arguments in commands:
+        assert module in ("pytest", "benchmarks.gpu.run")
+        if module == "benchmarks.gpu.run":
+            assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
+            options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
+            names = [options.get(f"--{name}") for name in ("pairs", "formats", "rows", "lengths")]
+            assert plan(Axes().chosen(*names))
+            assert options["--output"].startswith(str(tmp_path))
+        else:
+            assert all(Path(each).exists() for each in arguments if each.startswith("tests/"))
+    assert [part.name for part in parts(tiny=True)] == [part.name for part in parts(tiny=False)]
+
+
+def test_axes_are_chosen_in_the_order_of_their_importance() -> None:
+    axes = Axes().chosen("llama-8b", "int8,bf16", "64,1,64", "7,0,2")
+    assert (axes.pairs, axes.formats, axes.rows, axes.lengths) == (
+        ("llama-8b",), ("int8", "bf16"), (64, 1), (0, 7, 2),
+    )  # fmt: skip
+    assert Axes().chosen(None, None, None, None) == Axes()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("gpt", None, None, None), r"--pairs='gpt'.*gpt-7.8b,llama-8b"),
+        ((None, "int4", None, None), r"--formats='int4'.*bf16,int8,fp8"),
+        ((None, None, "0", None), r"--rows='0'.*from 1 to 64"),
+        ((None, None, "8,,1", None), r"--rows="),
+        ((None, None, None, "0"), r"--lengths='0'.*more than 0"),
+        ((None, None, None, "-1"), r"--lengths='-1'"),
+        ((None, None, None, "9" * 99), r"--lengths="),
+    ],
+)
+def test_axes_that_there_are_not_are_refused(given: tuple[str | None, ...], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        Axes().chosen(*given)
+
+
+def test_auto_is_measured_where_guesses_are_worth_nothing_too() -> None:
+    rates = {cell.setting.rate for cell in plan(Axes()) if cell.kind == "auto"}
+    assert rates == {0.2, 0.8}
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_the_benchmark_launches_what_the_engine_launches(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same programs and nothing else, but for how far attention looks, which follows the texts' lengths."""
+    launched: list[Hashable] = []
+    run_graph = Graphs.run
+    monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
+    setting = Setting("llama-8b", "bf16", "padded", 20, 2)
+    pair = tiny(PAIRS[setting.pair])
+    target, draft = (
+        random_model(config, setting.pair, "bf16", torch.float32, torch.device("cpu"))
+        for config in (pair.target, pair.draft)
+    )
+    stage = Stage(target, draft, setting)
+    with torch.inference_mode():
+        stage.rounds(k, 3)
+    benchmarked = list(launched)
+    config = EngineConfig(
+        drafter="model", num_speculative_tokens=k, attention="padded", rounds="device", max_batch_size=2,
+        max_model_len=200, device="cpu", acceptance=f"synthetic:{setting.rate}", benchmark=True,
+    )  # fmt: skip
+    engine = Engine(Models(target, draft), config)
+    for first in (3, 4):
+        engine.add(Request([first] * 20, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)))
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    engine.step()
+    launched.clear()
+    for _ in range(3):
+        engine.step()
+    assert [_but_for_the_span(key) for key in launched] == [_but_for_the_span(key) for key in benchmarked]
+    assert len(launched) == 3
+
+
+def _but_for_the_span(key: Hashable) -> tuple[object, ...]:
+    assert isinstance(key, tuple)
+    rows, guesses, _, asks = key
+    return rows, guesses, asks
+
+
+@pytest.mark.slow
+def test_the_whole_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "lease", str(tmp_path), "--device", "cpu", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "done.json").read_text()) == {part.name: 0 for part in parts(tiny=True)}, done.stderr
+    for name in ("rounds-bf16", "rounds-8-bit"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["cells"]
+    assert json.loads((tmp_path / "attention.json").read_text())["cases"]
