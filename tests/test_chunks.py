@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import pytest
 from paceline import LLM
 from paceline.batch import Batch
 from paceline.chunks import Chunks, Part, Speed
+from paceline.cli.batch import running
 from paceline.decoder import Decoder
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.params import EngineConfig, SamplingParams
+from paceline.params import EngineConfig, SamplingParams, ServerConfig
 from toy import FlatToy, ToyModel, make_engine, make_request, slow_answer
 from toy_llm import toy_llm
 
@@ -285,9 +287,26 @@ def serve(llm: LLM) -> None:
         engine.step()
 
 
+def serve_a_file(llm: LLM) -> None:
+    """As in ``paceline batch``: lines come while others are played, and are written when they are whole."""
+
+    async def begin() -> None:
+        async with running(llm, ServerConfig()):
+            pass
+
+    asyncio.run(begin())
+    serve(llm)
+
+
 def test_offline_long_prompts_are_read_together_in_no_more_passes_than_one_after_the_other() -> None:
     alone = sum(len(passes(slow_llm(), lambda llm: generate(llm, [prompt]))) for prompt in LONG_PROMPTS)  # noqa: B023
     assert len(passes(slow_llm(), generate)) <= alone == 4 * 3
+
+
+def test_so_are_those_of_a_file_whoever_comes() -> None:
+    llm = slow_llm()
+    assert len(passes(llm, serve_a_file)) <= len(passes(slow_llm(), generate)) + 1, "one warms up"
+    assert llm.engine.scheduler.watched is False
 
 
 @pytest.mark.parametrize("work", [stream, generate_beside_a_stream, serve])

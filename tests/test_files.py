@@ -48,6 +48,16 @@ def test_a_directory_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         check_output("--output", tmp_path / "a")
 
 
+def test_what_killed_processes_left_is_swept_a_day_later_and_nothing_else(tmp_path: Path) -> None:
+    old, new, others = ".0123456789ab.part.job", ".0123456789ac.part", [".part", "a.part", ".0123456789ab.parts", ".b"]
+    for name in (old, new, *others):
+        (tmp_path / name).write_text("half")
+        if name != new:
+            os.utime(tmp_path / name, (0, 0))
+    write_text(tmp_path / "a", "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([new, *others, "a"])
+
+
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     write_text(tmp_path / "a", "one")
 

@@ -6,14 +6,18 @@ An output path is checked before anything is measured: what takes an hour must n
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.errors import ParameterError
 
+_PART = re.compile(r"\.[0-9a-f]{12}\.part(\.\w+)?")
+_LEFT_SECONDS = 24 * 3600  # nobody writes at one file for so long without a byte
 _READABLE = "a text file that can be read as UTF-8"
 
 
@@ -63,6 +67,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         yield path
         return
     part = _part_of(path)
+    _sweep(part.parent)
     try:
         part.touch(exist_ok=False)
         usual = part.stat().st_mode
@@ -83,6 +88,14 @@ def _part_of(path: Path) -> Path:
     """In the same directory, of the same kind, and nobody else's."""
     whole = Path(os.path.realpath(path))
     return whole.with_name(f".{secrets.token_hex(6)}.part{whole.suffix}")
+
+
+def _sweep(directory: Path) -> None:
+    """What processes that were killed had begun to write there a day ago, or before."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if _PART.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - _LEFT_SECONDS:
+                Path(entry).unlink(missing_ok=True)
 
 
 def _is_special(path: Path) -> bool:

@@ -34,6 +34,7 @@ class Scheduler:
     chunks: decides what is prefilled next.
     in_flight: most tokens that a row may have gained on the device without the host knowing yet.
     closed: whether nobody looks at an answer before it ends, and no request will come before those here have ended.
+    watched: whether anybody looks at an answer before it ends; others may come all the same.
     room: the memory of the rows' caches. Where it is short, a row begins when all that it may come to hold fits beside
         what those in use may: so each of them can end. Free rows make way, those first that were of no use for the
         longest time.
@@ -48,6 +49,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
     closed: bool = False
+    watched: bool = True
     room: Room = UNLIMITED
     free: Shelf = field(init=False)
 
@@ -285,7 +287,8 @@ class Scheduler:
     def _awaited(self) -> bool:
         """Whether it matters when tokens come, and not only when all have come."""
         everybody = chain(self.waiting, self.prefilling, self.running)
-        return not self.closed or any(sequence.deadline is not None for sequence in everybody)
+        looked_at = self.watched and not self.closed
+        return looked_at or any(sequence.deadline is not None for sequence in everybody)
 
     def _feed(self, index: int, parts: list[Part]) -> None:
         """Of a chunk one decoder reads what its cache does not hold already: it may have been copied farther."""

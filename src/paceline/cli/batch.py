@@ -227,9 +227,10 @@ class _Job:
 
 @asynccontextmanager
 async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
-    """Everything of a server but the network. Raises PacelineError if it stops by itself."""
+    """Everything of a server but the network, where nobody waits. Raises PacelineError if it stops by itself."""
     from paceline.server.context import Context
 
+    llm.engine.scheduler.watched = False
     context = Context(config, lambda: llm, lambda: None)
     context.service.start()
     try:

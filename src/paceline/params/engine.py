@@ -70,7 +70,8 @@ class EngineConfig:
     prefill_chunk: most prompt tokens fed in one step, all rows together.
     longest_pause: seconds between two tokens of a row while prompts are prefilled: chunks are as short as the speed
         measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens, as they are
-        anyway where nobody sees a pause: in ``LLM.generate`` without time budgets, while no other call runs.
+        anyway where nobody sees a pause: in ``LLM.generate`` while no other call runs, and in ``paceline batch``, if no
+        request has a time budget.
     prefix_cache: whether a prompt copies the keys and values of the longest beginning that it shares with any text
         whose row has not been needed since. False reads every prompt whole, once for all of its answers.
     device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.

@@ -327,7 +327,7 @@ class EngineService:
         """One pass; nobody waits any more for those that were cancelled."""
         self._forget_scorings([text for text, result in self._scorings.items() if result.cancelled()])
         try:
-            ended = self.engine.score_some()
+            ended = self.engine.score_some(awaited=self.engine.scheduler.watched)
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001 (it is logged)
