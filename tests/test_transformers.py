@@ -253,6 +253,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention_mask": {"attention_mask": torch.tensor([[1] * 6 + [0]] * 2)},
     "token_type_ids": {"token_type_ids": torch.ones(2, 7).long()},
     "generation_config": {"generation_config": {"max_new_tokens": 3}},
+    "assistant_tokenizer": {"assistant_model": "itself", "assistant_tokenizer": object()},
+    "use_cache": {"use_cache": False},
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3, "assistant_model": "itself"},
 }
 
@@ -305,8 +307,11 @@ def test_what_a_processor_raises_is_the_callers_and_the_next_call_is_served() ->
 def test_a_model_that_is_no_decoder_alone_is_refused() -> None:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
     model = T5ForConditionalGeneration(T5Config(**sizes))
-    with pytest.raises(ParameterError, match="a decoder alone"):
-        generate(model, torch.tensor([[3, 4]]), max_new_tokens=3)
+    heard = {"inputs": None, "input_features": torch.zeros(4, 80, 30), "assistant_model": model}  # as Whisper is called
+    for given in ({"inputs": torch.tensor([[3, 4]])}, heard):
+        with pytest.raises(ParameterError, match="a decoder alone") as raised:
+            generate(model, **given, max_new_tokens=3)  # type: ignore[arg-type]
+        assert raised.value.field == "model"
 
 
 def test_stop_strings_end_where_they_do_there() -> None:
@@ -324,7 +329,7 @@ def test_stop_strings_end_where_they_do_there() -> None:
 def test_the_python_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On models that are here: what is fetched from the hub is small and random instead."""
     page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -332,4 +337,7 @@ def test_the_python_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny("llama", fields))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     exec(compile(code, "transformers.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("[")
+    one, other, refused = capsys.readouterr().out.splitlines()
+    assert one.startswith("[")
+    assert other == "torch.Size([6, 61])"
+    assert refused.startswith("num_beams=4")

@@ -56,6 +56,7 @@ def generate(
     Raises ParameterError for what cannot be honoured, ModelError for a model that cannot be run, CapacityError, and
     what a processor or criterion raises.
     """
+    _check_alone(model)
     refused = dict(kwargs, synced_gpus=synced_gpus)
     for name in _NOT_HERE:
         if refused.get(name):
@@ -262,11 +263,15 @@ def _kept(model: PreTrainedModel) -> _Kept:
         return _KEPT.setdefault(model, _Kept())
 
 
-def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> LLM:
-    if model.config.is_encoder_decoder:
+def _check_alone(model: PreTrainedModel) -> None:
+    """Raise ParameterError for what has an encoder: before anything that such models are given is looked at."""
+    if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
         raise ParameterError(
             "model", type(model).__name__, "a decoder alone; model.generate of transformers runs others"
         )
+
+
+def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> LLM:
     if model.dtype not in _DTYPES:
         raise ParameterError("model", model.dtype, "in torch.float32 or torch.bfloat16: model.to(torch.bfloat16)")
     options = _sized(model, assistant, call)
