@@ -29,7 +29,7 @@ def texts(prompts: int, choices: int) -> tuple[list[str], list[str]]:
 
 
 def one_by_one(llm: LLM, prompts: list[str], continuations: list[str]) -> list[Score]:
-    """Of an engine that keeps nothing from one call to the next."""
+    """Each in a call of its own."""
     pairs = zip(prompts, continuations, strict=True)
     return [score for pair in pairs for score in llm.score([pair[0]], [pair[1]], use_tqdm=False)]
 
@@ -48,20 +48,19 @@ def main() -> None:
         quantization=asked.quantization,
         drafter=None,
         num_speculative_tokens=0,
-        max_batch_size=1,
-        prefix_cache=False,
     )
     prompts, continuations = texts(asked.prompts, asked.choices)
-    sides: dict[str, Callable[[], list[Score]]] = {
-        "shared": lambda: llm.score(prompts, continuations, use_tqdm=False),
-        "one by one": lambda: one_by_one(llm, prompts, continuations),
+    sides: dict[str, tuple[bool, Callable[[LLM], list[Score]]]] = {
+        "shared": (True, lambda fresh: fresh.score(prompts, continuations, use_tqdm=False)),
+        "one by one": (False, lambda fresh: one_by_one(fresh, prompts, continuations)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     scores: dict[str, list[Score]] = {}
     for _ in range(asked.repeats):
-        for name, play in sides.items():
+        for name, (reuse, play) in sides.items():
+            fresh = llm.with_options(prefix_cache=reuse)  # it holds nothing of what was scored before
             started = time.perf_counter()
-            scores[name] = play()
+            scores[name] = play(fresh)
             seconds[name].append(time.perf_counter() - started)
     ratios = [slow / fast for fast, slow in zip(seconds["shared"], seconds["one by one"], strict=True)]
     document = {
