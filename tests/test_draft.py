@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.draft import Draft, ReadDraft, branching
+from paceline.draft import Draft, HostVerdict, JudgedTree, ReadDraft, branching
 
 GUESSES = [[5, 6, 7], [], [8]]
 KINDS = [[0, 0, 0], [], [1]]
@@ -95,3 +95,31 @@ def test_a_part_of_a_batch_with_trees_leaves_the_other_rows_without_guesses() ->
     assert [ways[: 1 + count] for ways, count in zip(wide.ways, wide.drafted, strict=True)][1:3] == [
         ways[: 1 + count] for ways, count in zip(branching(TREE, FOLLOWS, CPU).ways, [5, 1], strict=True)
     ]
+
+
+#  guess    0  1  2  3   4  5     guess 1 stands beside 0, guess 4 beside 3
+PARENTS = [-1, -1, 1, 2, 2, -1]
+
+
+@pytest.mark.parametrize(
+    ("path", "saved_at", "whole"),
+    [([], None, False), ([0], None, True), ([1, 2], 0, False), ([1, 2, 4], 0, True), ([5], 0, True)],
+)
+def test_a_judged_tree_knows_where_a_sibling_saved_the_round(
+    path: list[int], saved_at: int | None, whole: bool
+) -> None:
+    tree = JudgedTree.of(PARENTS, path)
+    assert tree == ([1, 1, 2, 3, 3, 1], saved_at, whole)
+    assert (tree.depth, tree.branches) == (3, True)
+    assert [tree.judged(kept) for kept in range(4)] == [0, 3, 4, 6]
+
+
+def test_trees_are_counted_by_depth_and_cut_with_their_answers() -> None:
+    trees = [JudgedTree.of(PARENTS, [1, 2, 4]), JudgedTree.of([-1, 0, 1, 1], [0, 1, 3]), JudgedTree.of([], [])]
+    verdict = HostVerdict([[7] * 4, [7] * 4, [7]], [3, 3, 0], [6, 4, 0], trees=trees)
+    assert (verdict.depths, verdict.saved) == ([3, 3, 0], 2)
+    assert [verdict.judged(0, kept) for kept in (1, 3, 4)] == [3, 6, 6]
+    assert [verdict.saves(0, kept) for kept in (0, 1)] == [False, True]
+    assert [verdict.saves(1, kept) for kept in (2, 3)] == [False, True], "it was cut before the sibling"
+    assert not verdict.saves(2, 1)
+    assert [verdict.whole(row) for row in range(3)] == [True, True, True]

@@ -18,6 +18,7 @@ from paceline.memory import plan_memory
 from paceline.outputs import Metrics
 from paceline.params import EngineConfig, SamplingParams, StructuredOutputs
 from paceline.sampling import sequence_seed
+from paceline.server.metrics import Meter
 from toy import (
     POSITIONS,
     SHAPES,
@@ -31,6 +32,7 @@ from toy import (
     answers,
     logits_after,
     make_engine,
+    make_request,
     run,
     slow_answer,
     sometimes,
@@ -39,6 +41,7 @@ from toy import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SAMPLED = SamplingParams(temperature=0.9, ignore_eos=True)
 PROMPT = [1, 2, 3]
 TRUTH = slow_answer(ToyModel(), PROMPT, SamplingParams(temperature=0, max_tokens=60))
 
@@ -422,6 +425,32 @@ def test_every_token_is_accepted_recovered_or_bonus_and_every_round_is_counted(t
     asked = engine.parts.drafter.asked  # type: ignore[attr-defined]
     assert len(asked) <= metrics.rounds
     assert metrics.drafted <= sum(asked)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_rounds_that_a_sibling_saved_are_counted_once_for_answers_and_for_the_server(width: int) -> None:
+    """What the server counts, rounds of rows, and what the answers do agree, but for what lies beyond their ends."""
+    options: dict[str, Any] = {"drafter": "model", "speculation_width": width}
+    engine, meter = make_engine(ToyModel(), ToyModel(blur=0.3), **options), Meter(1e9)
+    outputs = [engine.add(make_request(PROMPT, dataclasses.replace(SAMPLED, max_tokens=41, seed=n))) for n in range(3)]
+    deepest = 0
+    while engine.busy:
+        engine.step()
+        meter.round(engine)
+        deepest = max(deepest, meter.stats().num_speculative_tokens)
+    metrics = [output.outputs[0].metrics for output in outputs]
+
+    def counted(name: str) -> float:
+        return meter.registry.get_sample_value(f"paceline:{name}_total") or 0.0
+
+    saved = sum(each.saved_by_sibling for each in metrics)
+    assert (saved > 3) == (width > 1)
+    assert saved <= counted("spec_decode_num_saved_by_sibling") <= saved + len(outputs)
+    assert (counted("spec_decode_num_tree_drafts") > 0) == (width > 1)
+    assert counted("spec_decode_num_tree_drafts") <= counted("spec_decode_num_drafts")
+    assert sum(each.drafted for each in metrics) <= counted("spec_decode_num_draft_tokens")
+    assert deepest == 4, "k is how deep the guesses stand, however many there are"
+    assert (meter.stats().saved_by_sibling or 0) > 0 or width == 1
 
 
 def test_the_formulas_of_the_metrics() -> None:

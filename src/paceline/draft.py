@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -275,17 +275,85 @@ class Logprobs:
         return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
 
 
+class JudgedTree(NamedTuple):
+    """What became of a row's tree.
+
+    depths: of each of its guesses, from 1 on. saved_at: the place among the guesses kept of the first that stands
+    beside a better one: a chain would have ended there; None: there is none. whole: nothing was guessed after the last
+    one kept.
+    """
+
+    depths: list[int]
+    saved_at: int | None
+    whole: bool
+
+    @staticmethod
+    def of(follows: Sequence[int], path: Sequence[int]) -> JudgedTree:
+        """follows: the guess that each guess follows, or -1. path: the guesses kept."""
+        depths: list[int] = []
+        for parent in follows:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        saved_at = next((place for place, guess in enumerate(path) if stands_beside(follows, guess)), None)
+        return JudgedTree(depths, saved_at, (path[-1] if path else -1) not in follows)
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths, default=0)
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is no chain."""
+        return len(self.depths) > self.depth
+
+    def judged(self, kept: int) -> int:
+        """Guesses for the places of the first ``kept`` tokens."""
+        return sum(depth <= kept for depth in self.depths)
+
+
+def stands_beside(follows: Sequence[int], guess: int) -> bool:
+    """Whether a guess is not the first for its place."""
+    return follows[guess] in follows[:guess]
+
+
 @dataclass
 class HostVerdict:
     """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
 
     gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
+    trees: None where all guesses were chains.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
     drafted: list[int]
     gained: list[int] = field(default_factory=list)
+    trees: list[JudgedTree] | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        """How far each row's guesses reach."""
+        return self.drafted if self.trees is None else [tree.depth for tree in self.trees]
+
+    @property
+    def saved(self) -> int:
+        """Rows that kept a guess which stood beside a better one."""
+        return sum(tree.saved_at is not None for tree in self.trees or ())
+
+    def judged(self, row: int, kept: int) -> int:
+        """Guesses that a row's first ``kept`` tokens judge; where it ended among those accepted not all are."""
+        drafted = self.drafted[row]
+        if kept > self.accepted[row]:
+            return drafted
+        return min(drafted, kept) if self.trees is None else self.trees[row].judged(kept)
+
+    def saves(self, row: int, kept: int) -> bool:
+        """Whether among these tokens is a guess which stood beside a better one."""
+        place = None if self.trees is None else self.trees[row].saved_at
+        return place is not None and place < kept
+
+    def whole(self, row: int) -> bool:
+        """Whether nothing was guessed after what was accepted."""
+        return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].whole
 
 
 @dataclass
@@ -315,6 +383,14 @@ class Verdict:
             accepted=[line[-2] for line in table],
             drafted=[line[-1] for line in table],
         )
+
+    def note_trees(self, draft: Draft) -> None:
+        """Of a draft of trees, what became of them, for all who count."""
+        if draft.follows is None or self.path is None:
+            return
+        kept = zip(self.path.tolist(), self.host.accepted, strict=True)
+        trees = zip(draft.follows, draft.drafted, kept, strict=True)
+        self.host.trees = [JudgedTree.of(line[:count], path[:good]) for line, count, (path, good) in trees]
 
 
 class ReadVerdict(Verdict):

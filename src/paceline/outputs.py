@@ -45,7 +45,8 @@ class Metrics:
     """What one answer cost. Times in seconds from the request's arrival.
 
     cached_tokens: those of the prompt's that were copied from what had been read before, and not read again.
-    rounds: target passes that decoded it (prefill not counted). drafted, accepted: guesses made and kept.
+    rounds: target passes that decoded it (prefill not counted). drafted, accepted: guesses verified and kept.
+    saved_by_sibling: rounds that kept a guess which stood beside a better one: a chain would have ended there.
     synthetic_acceptance: None; in benchmarks the chance with which guesses were kept whatever they were: the text then
         means nothing.
     """
@@ -60,6 +61,7 @@ class Metrics:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    saved_by_sibling: int = 0
     synthetic_acceptance: float | None = None
 
     @property

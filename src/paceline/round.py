@@ -39,6 +39,7 @@ class Speculation(RowKeepers):
         verdict = self.accept(draft, logits, batch)
         self.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
         batch.commit(verdict)
+        verdict.note_trees(draft)
         return verdict
 
 

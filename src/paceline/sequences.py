@@ -106,13 +106,13 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
 def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
     """Only what is kept is counted."""
     host, output = verdict.host, sequence.output
-    accepted, drafted = host.accepted[row], host.drafted[row]
+    accepted, drafted, whole = host.accepted[row], host.drafted[row], host.whole(row)
     kept = 0
     for place, token in enumerate(host.tokens[row]):
         output.token_ids.append(token)
         if output.cumulative_logprob is not None:
             _note_logprob(output, verdict, row, place, sequence.params.logprobs)
-        output.token_kinds.append(_kind(place, accepted, drafted))
+        output.token_kinds.append(_kind(place, accepted, drafted, whole=whole))
         output.pieces.append("")
         kept += 1
         _end_if_over(sequence, token, now, at_limit)
@@ -121,8 +121,9 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     metrics = output.metrics
     metrics.first_token = now if metrics.first_token is None else metrics.first_token
     metrics.rounds += 1
-    metrics.drafted += drafted if kept > accepted else min(drafted, kept)  # guesses beyond a cut were not judged
+    metrics.drafted += host.judged(row, kept)
     metrics.accepted += min(accepted, kept)
+    metrics.saved_by_sibling += host.saves(row, kept)
     metrics.output_tokens = len(output.token_ids)
 
 
@@ -134,10 +135,10 @@ def end_if_outranked(sequence: Sequence, at_limit: int) -> None:
         finish(sequence, "outranked", time.monotonic())
 
 
-def _kind(place: int, accepted: int, drafted: int) -> TokenKind:
+def _kind(place: int, accepted: int, drafted: int, *, whole: bool) -> TokenKind:
     if place < accepted:
         return "accepted"
-    if accepted < drafted:
+    if not whole:
         return "recovered"
     return "bonus" if drafted else "plain"
 

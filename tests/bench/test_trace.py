@@ -66,4 +66,10 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
         tree = Branches(list(each.guesses), list(each.follows))
         assert [each.guesses[guess] for guess in each.path] == list(each.tokens[:-1])
         assert tree.path(each.tokens)[: len(each.path)] == list(each.path)
-    assert any(each.saved for each in tracer.traced) == (width > 1)
+    saved = sum(each.saved for each in tracer.traced)
+    metrics = output.outputs[0].metrics
+    assert (saved > 0) == (width > 1)
+    assert saved - 1 <= metrics.saved_by_sibling <= saved  # the last one may be cut off
+    assert saved == sum(each.saved for each in tracer.rounds)
+    assert metrics.rounds == len(tracer.traced)
+    assert sum(len(each.guesses) for each in tracer.traced[:-1]) <= metrics.drafted

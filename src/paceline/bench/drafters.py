@@ -76,7 +76,7 @@ class Count:
     """What k guesses a round gave.
 
     rounds: of all rows together. by_position: the chance that guess 1, 2, ... is kept if those before it were; None
-    where none was tried.
+    where none was tried. saved_by_sibling: share of rounds that kept a guess which stood beside a better one.
     """
 
     drafter: str
@@ -87,6 +87,7 @@ class Count:
     drafted: int
     accepted: int
     by_position: tuple[float | None, ...]
+    saved_by_sibling: float
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -137,21 +138,25 @@ def _sampled(plan: Plan, temperature: float, answers: int) -> list[SamplingParam
 
 
 def _counted(drafter: str, task: Task, temperature: float, tokens: int, rounds: Sequence[Round], k: int) -> Count:
-    rows = [row for played in rounds for row in zip(played.accepted, played.drafted, strict=True)]
+    rows = [row for played in rounds for row in zip(played.accepted, played.depths, strict=True)]
     return Count(
         drafter=drafter,
         task=task,
         temperature=temperature,
         tokens=tokens,
         rounds=len(rows),
-        drafted=sum(drafted for _, drafted in rows),
+        drafted=sum(sum(played.drafted) for played in rounds),
         accepted=sum(accepted for accepted, _ in rows),
         by_position=kept_by_position(rows, k),
+        saved_by_sibling=sum(played.saved for played in rounds) / max(1, len(rows)),
     )
 
 
 def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | None, ...]:
-    """rows: guesses kept and guesses made, of every row in every round. A guess is tried if all before it were kept."""
+    """rows: guesses kept and how far guesses reached, of every row in every round.
+
+    A guess is tried if all before it were kept.
+    """
     tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
     good = [sum(kept > place for kept, _ in rows) for place in range(k)]
     return tuple(right / all_ if all_ else None for right, all_ in zip(good, tried, strict=True))

@@ -94,6 +94,16 @@ class BatchRun:
         """1 + accepted / rounds, all sequences together: tokens a round gave a sequence."""
         return 1 + sum(m.accepted for m in self.metrics) / sum(m.rounds for m in self.metrics)
 
+    @property
+    def drafted_a_round(self) -> float:
+        """Guesses verified, of a sequence."""
+        return sum(m.drafted for m in self.metrics) / sum(m.rounds for m in self.metrics)
+
+    @property
+    def saved_by_sibling(self) -> float:
+        """Share of all sequences' rounds that kept a guess which stood beside a better one."""
+        return sum(m.saved_by_sibling for m in self.metrics) / sum(m.rounds for m in self.metrics)
+
 
 def run_batch(
     llm: LLM,

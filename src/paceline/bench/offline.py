@@ -47,8 +47,9 @@ WARM_UP_TOKENS = 4
 class Timing:
     """One batch on one side, once. tokens: of all its answers, as many as came.
 
-    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave. latency: of its first, last and
-    all sequences; None where a side does not tell when each ended.
+    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave; drafted_a_round: guesses verified;
+    saved_by_sibling: share of rounds that kept a guess which stood beside a better one. latency: of its first, last and
+    all sequences. None where a side does not tell.
     """
 
     prefill_seconds: float
@@ -58,6 +59,8 @@ class Timing:
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
     latency: Latency | None = None
+    drafted_a_round: float | None = None
+    saved_by_sibling: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,15 @@ class Paceline:
         run = run_batch(self.llm, prompts, params, references=self.references)
         prefill, decode = run.prefill_and_decode_seconds
         return Timing(
-            prefill, decode, run.rounds, run.tokens, run.acceptance_rate, run.mean_acceptance_length, run.latency
+            prefill,
+            decode,
+            run.rounds,
+            run.tokens,
+            run.acceptance_rate,
+            run.mean_acceptance_length,
+            run.latency,
+            run.drafted_a_round,
+            run.saved_by_sibling,
         )
 
 

@@ -17,8 +17,8 @@ from paceline.row_keeper import RowKeeper, RowKeepers
 class Round:
     """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for.
 
-    drafted, accepted: guesses verified and kept, row by row. surplus: tokens beyond the ends of their answers, which
-    nobody gets.
+    drafted, accepted: guesses verified and kept, row by row; depths: how far they reached. surplus: tokens beyond the
+    ends of their answers, which nobody gets. saved: rows that kept a guess which stood beside a better one.
     """
 
     began: float
@@ -27,6 +27,8 @@ class Round:
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
     surplus: int = 0
+    depths: tuple[int, ...] = ()
+    saved: int = 0
 
     @property
     def rows(self) -> int:
@@ -77,9 +79,10 @@ class Recorder(RowKeepers, LengthPolicy):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
-        accepted, drafted = tuple(verdict.host.accepted), tuple(verdict.host.drafted)
-        surplus = sum(accepted) + len(accepted) - sum(verdict.host.gained)
-        self.rounds.append(Round(self._began, time.perf_counter(), self._k, accepted, drafted, surplus))
+        ended, host = time.perf_counter(), verdict.host
+        accepted, drafted, depths = map(tuple, (host.accepted, host.drafted, host.depths))
+        surplus = sum(accepted) + len(accepted) - sum(host.gained)
+        self.rounds.append(Round(self._began, ended, self._k, accepted, drafted, surplus, depths, host.saved))
 
 
 def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:

@@ -12,7 +12,7 @@ from html import escape
 
 from paceline.batch import Batch, Wish
 from paceline.bench.recording import Recorder
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft, Verdict, stands_beside
 from paceline.outputs import CompletionOutput
 
 Show = Callable[[int], str]  # a token's text
@@ -42,7 +42,7 @@ class TracedRound:
     @property
     def saved(self) -> bool:
         """Whether a guess was kept that stands beside a better one: a chain would have ended there."""
-        return any(self.follows[guess] in self.follows[:guess] for guess in self.path)
+        return any(stands_beside(self.follows, guess) for guess in self.path)
 
 
 @dataclass

@@ -195,6 +195,7 @@ def _metrics(output: CompletionOutput) -> dict[str, Any]:
         "accepted": metrics.accepted,
         "acceptance_rate": metrics.acceptance_rate,
         "mean_acceptance_length": metrics.mean_acceptance_length,
+        "saved_by_sibling": metrics.saved_by_sibling,
         "time_to_first_token": metrics.time_to_first_token,
         "ms_per_token": metrics.ms_per_token,
     }

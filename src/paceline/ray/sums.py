@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _OF_THE_FRONT = "paceline:request_errors"
 _ADDED = ("running", "waiting", "capacity", "cache_bytes", "cache_limit_bytes", "tokens_per_second", "rounds")
-_MEANT = ("cache_usage", "acceptance_rate", "mean_acceptance_length", "utilisation")
+_MEANT = ("cache_usage", "acceptance_rate", "mean_acceptance_length", "saved_by_sibling", "utilisation")
 
 
 class _Families:

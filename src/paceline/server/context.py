@@ -303,6 +303,7 @@ def log_request(request_id: str, outputs: Sequence[RequestOutput], user: str | N
         rounds=sum(answer.metrics.rounds for answer in answers),
         drafted=sum(answer.metrics.drafted for answer in answers),
         accepted=sum(answer.metrics.accepted for answer in answers),
+        saved_by_sibling=sum(answer.metrics.saved_by_sibling for answer in answers),
     )
     first = [seconds for answer in answers if (seconds := answer.metrics.time_to_first_token) is not None]
     paces = [pace for answer in answers if (pace := answer.metrics.ms_per_token) is not None]
@@ -315,6 +316,7 @@ def log_request(request_id: str, outputs: Sequence[RequestOutput], user: str | N
         "rounds": total.rounds,
         "drafted": total.drafted,
         "accepted": total.accepted,
+        "saved_by_sibling": total.saved_by_sibling,
         "mean_acceptance_length": total.mean_acceptance_length,
         "ttft_ms": 1000 * min(first) if first else None,
         "ms_per_token": sum(paces) / len(paces) if paces else None,

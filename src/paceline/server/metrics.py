@@ -37,7 +37,10 @@ _MOST_LETTERS = 200  # of a refusal's reason in the log: it may repeat what the 
 
 
 class PlayedRound(NamedTuple):
-    """at: seconds on the clock of time.monotonic. k: the longest draft of any row. seconds: that it took."""
+    """at: seconds on the clock of time.monotonic. k: how far the guesses of any row reached.
+
+    seconds: that it took. saved: rows, by a sibling.
+    """
 
     at: float
     rows: int
@@ -45,6 +48,7 @@ class PlayedRound(NamedTuple):
     drafted: int
     accepted: int
     seconds: float
+    saved: int
 
 
 class Stats(BaseModel):
@@ -59,6 +63,7 @@ class Stats(BaseModel):
     num_speculative_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
+    saved_by_sibling: float | None
     tokens_per_second: float
     utilisation: float | None
     rounds: int
@@ -100,10 +105,14 @@ class Meter:
 
         self._drafts = counter("spec_decode_num_drafts", "Drafts: rows of rounds that had guesses.")
         self._row_rounds = counter("decode_num_row_rounds", "Rounds, each counted once for every row that it decoded.")
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens guessed.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Guesses verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses kept.")
         self._accepted_at = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Guesses kept, by their place in the draft.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Guesses kept, by how deep in the draft.", "position"
+        )
+        self._trees = counter("spec_decode_num_tree_drafts", "Drafts whose guesses branched.")
+        self._saved = counter(
+            "spec_decode_num_saved_by_sibling", "Drafts of which a guess was kept that stood beside a better one."
         )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts whose answer has begun.")
         self._asked_of_cache = counter("prefix_cache_queries", "Tokens of prompts, each answer's counted.")
@@ -129,7 +138,7 @@ class Meter:
         )
         self._limit_gauge = gauge("kv_cache_limit_bytes", "What rows in use and prefixes may hold together.")
         self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
-        self._length = gauge("num_speculative_tokens", "The longest draft of the last round.")
+        self._length = gauge("num_speculative_tokens", "How deep the last round's drafts were.")
         self._operations = gauge("token_operations", "Of the target's matrices for a token; NaN: not known.")
         self._peak = gauge("peak_operations_per_second", "What the machine can do; NaN: not known.")
         self._operations.set(math.nan)
@@ -188,14 +197,9 @@ class Meter:
         if engine.last_verdict is None:
             return
         verdict, now = engine.last_verdict.host, self._clock()
-        played = PlayedRound(
-            now,
-            len(verdict.accepted),
-            max(verdict.drafted),
-            sum(verdict.drafted),
-            sum(verdict.accepted),
-            engine.chunks.round_seconds,
-        )
+        kept, made, seconds = sum(verdict.accepted), sum(verdict.drafted), engine.chunks.round_seconds
+        rows, deepest = len(verdict.accepted), max(verdict.depths)
+        played = PlayedRound(now, rows, deepest, made, kept, seconds, verdict.saved)
         with self._lock:
             self._recent.append(played)
             self._rounds += 1
@@ -211,6 +215,9 @@ class Meter:
         self._decoding.inc(played.seconds)
         if played.drafted:
             self._drafts.inc(sum(drafted > 0 for drafted in verdict.drafted))
+            if verdict.trees is not None:
+                self._trees.inc(sum(tree.branches for tree in verdict.trees))
+                self._saved.inc(played.saved)
             self._draft_tokens.inc(played.drafted)
             self._accepted.inc(played.accepted)
         for place in range(max(verdict.accepted)):
@@ -287,6 +294,7 @@ class Meter:
         with self._lock:
             recent = [played for played in self._recent if self._clock() - played.at < _RECENT_SECONDS]
             acceptance, length = _acceptance(recent)
+            rows = sum(played.rows for played in recent)
             return Stats(
                 running=self._running,
                 waiting=self._waiting,
@@ -297,6 +305,7 @@ class Meter:
                 num_speculative_tokens=recent[-1].k if recent else 0,
                 acceptance_rate=acceptance,
                 mean_acceptance_length=length,
+                saved_by_sibling=sum(played.saved for played in recent) / rows if rows else None,
                 tokens_per_second=_pace(recent) if self._running else 0.0,
                 utilisation=self._utilisation(recent),
                 rounds=self._rounds,

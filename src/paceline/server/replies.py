@@ -45,6 +45,7 @@ class AnswerMetrics(BaseModel):
     accepted: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
+    saved_by_sibling: int
     ttft_ms: float | None
     ms_per_token: float | None
     queue_ms: float | None
@@ -62,6 +63,7 @@ class AnswerMetrics(BaseModel):
             accepted=measured.accepted,
             acceptance_rate=measured.acceptance_rate,
             mean_acceptance_length=measured.mean_acceptance_length,
+            saved_by_sibling=measured.saved_by_sibling,
             ttft_ms=None if first is None else 1000 * first,
             ms_per_token=measured.ms_per_token,
             queue_ms=None if started is None else 1000 * (started - measured.arrival_time),
