@@ -96,12 +96,13 @@ def flood(work: Callable[[int], int], times: int, clients: int = 8) -> Counter[i
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(served: Served) -> None:
-    """What is made on first use is made: threads, long texts, log-probabilities, a queue that is full."""
+    """What is made on first use is made: threads, long texts, log-probabilities, a full queue, rows at their longest."""
     score = {"prompt": ["once upon a time " * 60] * 2, "echo": True, "max_tokens": 1, "logprobs": 20}
     flood(lambda _: post(served, "/v1/completions", score), 2)
     flood(lambda _: post(served, "/v1/completions", {"prompt": [None] * 100_000}), 8)
     flood(lambda _: post(served, "/tokenize", {"prompt": "word " * 3000}), 8)
     flood(lambda _: post(served, "/v1/completions", {**SEEDED, "n": 8, "max_tokens": 100, "logprobs": 20}), 2)
+    flood(lambda i: post(served, "/v1/completions", {"prompt": f"{i}" + " word" * 2000, "max_tokens": 20}), 8)
     wait_until_idle(served)
 
 
