@@ -96,7 +96,7 @@ def flood(work: Callable[[int], int], times: int, clients: int = 8) -> Counter[i
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(served: Served) -> None:
-    """What is made on first use is made: threads, long texts, log-probabilities, a full queue, rows at their longest."""
+    """What is made on first use is made: threads, long texts, log-probabilities, a full queue, the longest rows."""
     score = {"prompt": ["once upon a time " * 60] * 2, "echo": True, "max_tokens": 1, "logprobs": 20}
     flood(lambda _: post(served, "/v1/completions", score), 2)
     flood(lambda _: post(served, "/v1/completions", {"prompt": [None] * 100_000}), 8)
