@@ -273,9 +273,7 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def hopeful(self, rows: int) -> bool:
         """By what guesses brought so many rows, as when they are asked for; before any by what those lately would."""
-        brings = self.drafted.brings.get(rows)
-        if brings is None:
-            return self._promise(rows, self.drafted.chance) > 0
+        brings = self.drafted.brings.get(rows) or Mean(self._promise(rows, self.drafted.chance))
         return brings.value + DOUBT * brings.error > 0
 
     def _best_length(self) -> tuple[float, int]:
