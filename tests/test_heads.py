@@ -29,11 +29,12 @@ from head_support import (
     speculators_config,
     write,
 )
-from paceline.errors import ModelFormatError
+from paceline.errors import ModelFormatError, ParameterError
 from paceline.heads.checkpoint import is_head, load_head, read_head_config, save_head
 from paceline.heads.config import HeadConfig
 from paceline.heads.feature import FeatureHead
 from paceline.heads.head import Head
+from paceline.llm import LLM
 
 LENGTH = 7
 THETA = {"rope_theta": 500.0}
@@ -333,6 +334,12 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(ModelFormatError, match=r"only pickled weights \(pytorch_model\.bin\)"):
         loaded(path)
+
+
+def test_a_head_in_a_models_place_is_refused_by_name(tmp_path: Path) -> None:
+    source = write(tmp_path / "head", speculators_config(layers()), random_head())
+    with pytest.raises(ParameterError, match=r"^model=.* is not allowed: a model; this is a trained head"):
+        LLM(source)
 
 
 def test_heads_are_told_from_models(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ def library_in(made: Path) -> bytes | None:
         return archive.read(inside) if inside in archive.namelist() else None
 
 
+def head_in(names: list[str]) -> set[str]:
+    """Files of the trained heads that come with the package, of those in an archive."""
+    return {name.rpartition("paceline/shipped/")[2] for name in names if "paceline/shipped/" in name}
+
+
+SHIPPED = {str(file.relative_to(ROOT / "src/paceline/shipped")) for file in (ROOT / "src/paceline/shipped").glob("*/*")}
+
+
 def newest(symbols: str, library: bytes) -> tuple[int, ...]:
     """The newest version of GLIBC or GLIBCXX that a library asks for."""
     found = re.findall(rb"\0" + symbols.encode() + rb"_([\d.]+)(?=\0)", library)
@@ -49,6 +57,8 @@ def test_without_a_compiler_the_wheel_is_for_every_machine_and_holds_no_library(
     made = wheel(tmp_path, CXX="no-such-compiler")
     assert made.name.endswith("-py3-none-any.whl")
     assert library_in(made) is None
+    with zipfile.ZipFile(made) as archive:
+        assert head_in(archive.namelist()) == SHIPPED != set(), "the trained heads are files of the package"
 
 
 @pytest.mark.slow

@@ -87,6 +87,8 @@ class LLM:
             _check_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
         config = engine_config(options, draft_model, documents)
+        if find_head(model) is not None:
+            raise ParameterError("model", model, "a model; this is a trained head: its target's draft_model")
         _serve_if_launched(config.tensor_parallel)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)

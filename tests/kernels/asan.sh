@@ -12,4 +12,4 @@ cxx=${CXX:-g++}
 LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libubsan.so)" \
 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     $python -m pytest tests/kernels tests/models/test_native.py tests/test_native_round.py \
-    tests/drafters/test_lookup.py -p no:cacheprovider -q --timeout=1200 "$@"
+    tests/drafters/test_lookup.py tests/drafters/test_native_head.py -p no:cacheprovider -q --timeout=1200 "$@"
