@@ -281,6 +281,34 @@ def test_a_fault_in_the_middle_leaves_nothing_half_read(monkeypatch: pytest.Monk
         assert found == pytest.approx([t.logprob for t in _scored(fresh, tokens, 0)], abs=1e-4)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_copy_that_fails_loses_no_text_and_tells_nothing_twice(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Of two callers the one whose pass it was hears of it; the other's text is scored by the next."""
+    engine = make(tiny(*NATIVE["llama"])).engine
+    first, second = (texts(1)[0][0] + behind for behind in ([5, 6, 7], [8, 9]))
+    expected = _scored(make(tiny(*NATIVE["llama"])).engine, second, 0)
+    copy_row, failures = Decoder.copy_row, [1]
+
+    def fails_once(*given: Any) -> None:
+        copy_row(*given)
+        if failures:
+            failures.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "copy_row", fails_once)
+    ours = text_of(engine, second, 0)
+    if not waits:
+        _scored(engine, first, 0)
+    engine.scorer.add([text_of(engine, first, 0), ours] if waits else [ours])
+    with pytest.raises(KeyboardInterrupt):
+        while engine.scorer.busy:
+            engine.score_some(awaited=False)
+    for _ in range(10):
+        engine.score_some(awaited=False)
+    assert [token.token_id for token in ours.logprobs] == second[1:]
+    assert [token.logprob for token in ours.logprobs] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+
+
 def test_scoring_disturbs_no_answer() -> None:
     llm, prompts = make(tiny(*NATIVE["llama"])), texts(2)[0]
     params = SamplingParams(temperature=0, max_tokens=12)

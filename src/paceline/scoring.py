@@ -176,11 +176,11 @@ class Scorer:
         """A row, and what any row holds of its beginning. The row it comes from is the last to be overwritten."""
         source = self._source(text)
         text.row = min(free, key=lambda row: (source is not None and row == source.row, self._used[row]))
+        self._held[text.row], self._used[text.row] = text, next(self._clock)  # it is begun, whatever comes of copying
         if source is not None and not source.over:
             text.before, text.until = source, min(self._common(text, source), source.prefill_stop)
         elif source is not None:
             self._copy_from(source, text)
-        self._held[text.row], self._used[text.row] = text, next(self._clock)
 
     def _source(self, text: Text) -> Text | None:
         """The text of a row from which most is copied, if that is worth it."""
@@ -217,13 +217,14 @@ class Scorer:
 
     def _copy_from(self, source: Text, text: Text) -> None:
         assert self._decoder is not None
+        known: list[TokenLogprob] = []
         if self._tells(text, source):
             told = max(self._common(text, source), text.first) - source.first
-            text.logprobs += source.logprobs[text.first - source.first : told]
-        start = min(self._common(text, source), source.prefilled, text.first + len(text.logprobs) - 1)
+            known = source.logprobs[text.first - source.first : told]
+        start = min(self._common(text, source), source.prefilled, text.first + len(known) - 1)
         if source.row != text.row and start:
             self._decoder.copy_row(source.row, text.row, start)
-        text.prefilled = start
+        text.logprobs[:], text.prefilled = known, start  # last: whoever could not copy tries again
 
     # --- reading -----------------------------------------------------------------
 
