@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.tools import random_spec
+from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.engine import Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
@@ -51,6 +52,24 @@ def test_a_bare_model_continues_token_ids_without_a_tokenizer(llm: LLM, expected
     assert tokens(outputs) == expected
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
     assert all(output.prompt is None and output.outputs[0].text == "" for output in outputs)
+
+
+@pytest.mark.parametrize("attention", ["padded", "native"])
+def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(attention: str) -> None:
+    if attention == "native" and not native.available():
+        pytest.skip(f"no kernels here: {native.why_none()}")
+    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # as the kernels want it
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "attention": attention, "threads": 1}
+    wanted = tokens(LLM(model, **options).generate(PROMPTS, GREEDY, use_tqdm=False))
+    with torch.inference_mode():
+        llm = LLM(model, **options)
+        other = llm.with_options(max_batch_size=2)
+    for made in (llm, other):
+        assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+        with torch.inference_mode():
+            assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+        assert made.score([[1, 2]], [[3]], use_tqdm=False)[0].token_ids == [3]
+        assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
 
 
 def test_a_bare_model_equals_transformers_own_greedy_generate(expected: list[list[int]]) -> None:

@@ -54,6 +54,7 @@ class Engine:
     sense with these models.
     """
 
+    @torch.inference_mode(False)  # its tensors are written in and out of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
         self.config = config = config.resolved(

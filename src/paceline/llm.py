@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias, Unpack
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -73,6 +74,7 @@ class LLM:
     Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
     """
 
+    @torch.inference_mode(False)  # what is made in a caller's inference mode could be written in that mode alone
     def __init__(
         self,
         model: ModelSource = DEFAULT_MODEL,
