@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,40 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
             assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
         assert made.score([[1, 2]], [[3]], use_tqdm=False)[0].token_ids == [3]
         assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Sets it until the test ends: programs that run models in bfloat16 say so to torch, too."""
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(torch.float32)
+
+
+EVERYTHING = [
+    SamplingParams(temperature=1, seed=1, max_tokens=10, logprobs=2, top_p=0.9, presence_penalty=0.5),
+    SamplingParams(temperature=1, seed=2, max_tokens=10, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 1.0}),
+    SamplingParams(temperature=0, max_tokens=10, min_tokens=3, stop_token_ids=(4, 5)),
+]
+
+
+@pytest.mark.parametrize("attention", ["padded", "native"])
+def test_torchs_default_dtype_is_nobodys_business(default_dtype: Callable[[], None], attention: str) -> None:
+    """The kernels write float32 wherever they are told to."""
+    if attention == "native" and not native.available():
+        pytest.skip(f"no kernels here: {native.why_none()}")
+    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # as the kernels want it
+
+    def told() -> list[object]:
+        options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "attention": attention, "threads": 1}
+        llm = LLM(model, model, max_batch_size=2, num_speculative_tokens=2, **options)
+        outputs = llm.generate(PROMPTS, EVERYTHING, use_tqdm=False)
+        outputs += llm.with_options(acceptance="rejection").generate(PROMPTS, EVERYTHING, use_tqdm=False)
+        answers = [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
+        return [answers, llm.score([[1, 2]], [[3, 4]], use_tqdm=False)]
+
+    wanted = told()
+    default_dtype()
+    assert told() == wanted
 
 
 def test_a_bare_model_equals_transformers_own_greedy_generate(expected: list[list[int]]) -> None:

@@ -73,8 +73,8 @@ class ToyModel:
 
     def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
         rows, length = tokens.shape
-        total = torch.zeros(rows, self.HEADS, length, self.head_dim)
-        nothing = torch.zeros(rows, self.kv_heads, length, self.head_dim)
+        total = torch.zeros(rows, self.HEADS, length, self.head_dim, dtype=torch.float32)
+        nothing = torch.zeros_like(total[:, : self.kv_heads])
         for layer in range(self.layers):
             out = attend(layer, torch.zeros_like(total), nothing, self._code(layer, tokens, positions))
             sums = (out * (positions + 1)[:, None, :, None]).round()
@@ -107,7 +107,7 @@ class FlatToy(ToyModel):
         slots, all_seen = self._slots(nodes)[nodes.read :], seen_by(nodes)[nodes.read :]
         seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in all_seen]
         real = slots < cache.positions  # what lies beyond a row's end goes nowhere
-        total = torch.zeros(len(tokens), self.HEADS, self.head_dim)
+        total = torch.zeros(len(tokens), self.HEADS, self.head_dim, dtype=torch.float32)
         for layer in range(self.layers):
             code = self._code(layer, tokens[None], positions[None])[0].transpose(0, 1)
             cache.values[layer][rows[real], :, slots[real]] = code[real]

@@ -112,7 +112,7 @@ class NativeRound:
         if tokens > call.room:
             call.room = min(max(tokens, 2 * call.room), len(self._batch.lengths) * _BLOCK)
             widths = self._model.width, self._model.vocab_size, len(self._taps) * self._model.width
-            self._work = tuple(torch.empty(call.room, width) for width in widths)
+            self._work = tuple(torch.empty(call.room, width, dtype=torch.float32) for width in widths)
             call.hidden, call.logits, call.features = (memory.data_ptr() for memory in self._work)
 
     def _read(self, drafted: list[int]) -> HostVerdict:

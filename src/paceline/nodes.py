@@ -66,7 +66,7 @@ class Tree(NamedTuple):
     def of(parents: Tensor, counts: Tensor) -> Tree:
         """parents [B, k]: the guess that each guess follows, one before it, or -1: the root. counts [B]: real ones."""
         rows, k = parents.shape
-        steps = torch.eye(k + 1, device=parents.device).repeat(rows, 1, 1)
+        steps = torch.eye(k + 1, dtype=torch.float32, device=parents.device).repeat(rows, 1, 1)
         steps[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
         for _ in range(k.bit_length()):  # paths of at most 1, 2, 4, ... steps
             steps = (steps @ steps).clamp(max=1.0)

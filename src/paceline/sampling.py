@@ -133,7 +133,7 @@ def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
     column = torch.arange(rows.text.shape[1], device=rows.length.device)
     text = column < rows.length[:, None]
     answer = text & (column >= rows.prompt_length[:, None])
-    counts = torch.zeros(rows.rows, vocab_size, device=rows.length.device)
+    counts = torch.zeros(rows.rows, vocab_size, dtype=torch.float32, device=rows.length.device)
     seen = torch.zeros_like(counts).scatter_add_(1, rows.text, text.float())
     return counts.scatter_add_(1, rows.text, answer.float()), seen
 
@@ -158,7 +158,7 @@ def _hold_back(logits: Tensor, rows: RowState, first: int) -> None:
     """Minimum length, in place: no stop token before it, of those that a commit knows."""
     position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
     early = (position < rows.min_length[:, None])[..., None] & (rows.stops >= 0)[:, None]
-    lowered = torch.where(early, -math.inf, math.inf)
+    lowered = torch.where(early, -math.inf, math.inf).to(logits.dtype)
     logits.scatter_reduce_(2, rows.stops.clamp(min=0)[:, None].expand_as(early), lowered, "amin")
 
 

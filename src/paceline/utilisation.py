@@ -115,9 +115,9 @@ def data_sheet(device: str, dtype: torch.dtype) -> Peak:
 def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: float) -> float:
     """Multiply-adds a second of the CPU kernels for many rows over weights that lie in the cache."""
     rows, inputs, outputs = 96, 512, 1024 * threads
-    packed = pack.pack(pack.quantise(torch.randn(outputs, inputs), to))
+    packed = pack.pack(pack.quantise(torch.randn(outputs, inputs, dtype=torch.float32), to))
     layer = abi.CLinear.of(packed)
-    x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
+    x, out = torch.randn(rows, inputs, dtype=torch.float32), torch.empty(rows, outputs, dtype=torch.float32)
     pool = native.pool(kernels, threads).handle
     place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs
     took = fastest(lambda: kernels.library.pl_linear(kernels.handle, *place), seconds)

@@ -166,6 +166,25 @@ def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(pa
             assert torch.equal(alone.probabilities[0, :k], together.probabilities[row, :k])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_torchs_default_dtype_is_nobodys_business(dtype: torch.dtype) -> None:
+    head = natively(feature_head())
+
+    def laws() -> Tensor | None:
+        draft = decoder_of(head, [1, 3]).draft(batch_of([1, 3]), [4, 2], None, laws=True)
+        return draft.probabilities
+
+    wanted = laws()
+    torch.set_default_dtype(dtype)
+    try:
+        found = laws()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert wanted is not None
+    assert found is not None
+    assert torch.equal(found, wanted)
+
+
 def test_a_draft_in_which_the_length_policy_says_stop_ends_there_with_scores() -> None:
     decoder, batch, asked = decoder_of(natively(feature_head()), [1, 3]), batch_of([1, 3]), []
 

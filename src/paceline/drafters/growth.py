@@ -33,7 +33,7 @@ def candidates(logits: Tensor, lines: Batch, width: int) -> list[tuple[list[int]
     logits: [N, V]. Greedily the chance is the token's probability. Under noise, which is the target's, too, it is
     the token's part of the noisy leaders' weights: one that the noise has put first is likely to be so there.
     """
-    left, logits = torch.ones(len(logits), device=logits.device), logits[:, None].clone()
+    left, logits = logits.new_ones(len(logits)), logits[:, None].clone()
     tokens, chances = [], []
     for _ in range(min(width, logits.shape[2])):
         choices = Choices(logits, lines)

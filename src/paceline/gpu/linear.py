@@ -159,7 +159,7 @@ def linear(
     rows, inputs = x.shape
     outputs = weight.values.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), device=x.device)
+    partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), dtype=torch.float32, device=x.device)
     linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
         x,
         weight.values,

@@ -65,7 +65,7 @@ class NativeHead(HeadModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, self.width).float().contiguous()
-        own = torch.empty(flat.shape[0], self.drafted)
+        own = flat.new_empty(flat.shape[0], self.drafted)
         self.decoder.logits(flat, own)
         logits = own.new_full((flat.shape[0], self.vocab_size), NEVER).index_copy_(-1, self._targets, own)
         return logits.view(*hidden.shape[:-1], self.vocab_size)
@@ -171,7 +171,8 @@ class NativeHeadDecoder(HeadDecoder):
         self._head, self.streams = model, NativeStreams(model, rows, positions)
         self._cache = abi.CCache.of(self.cache)
         self._seen = self.seen.numpy().data
-        self._logits = torch.full((rows, model.vocab_size), NEVER)  # what it cannot say stays as it is
+        # What it cannot say stays as it is.
+        self._logits = torch.full((rows, model.vocab_size), NEVER, dtype=torch.float32)
 
     def rewind(self, batch: Batch) -> None:
         """Guesses never count as seen; a token that was seen last and is wanted again is read again."""
@@ -199,7 +200,7 @@ class NativeHeadDecoder(HeadDecoder):
         given = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
         numbers = array("q", [*given, *bytes(rows * (1 + width))])
         chances = None if enough is None else array("f", bytes(4 * rows * width))
-        said = torch.zeros(width, rows, self.vocab_size) if laws else None
+        said = torch.zeros(width, rows, self.vocab_size, dtype=torch.float32) if laws else None
         found = _Found(memoryview(numbers)[4 * rows :], chances, rows, width)
         call = self._call(batch, rows, numbers)
         self._ask(call, batch, Purpose.GUESS if laws else Purpose.DRAW)

@@ -232,7 +232,7 @@ def accept_guesses(kernels: native.Kernels, places: Places, purpose: int, scored
     accepted = torch.zeros(places.rows, dtype=torch.int64)
     path = places.unmoved()
     call = places.call(purpose)
-    own = None if scored is None else torch.zeros(places.rows, places.block)
+    own = None if scored is None else torch.zeros(places.rows, places.block, dtype=torch.float32)
     place = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
     more = (abi.address(tensor) for tensor in (path, scored, own))
     kernels.library.pl_accept(kernels.handle, _pool(kernels), *place, *more)
@@ -241,7 +241,7 @@ def accept_guesses(kernels: native.Kernels, places: Places, purpose: int, scored
 
 def law_of(kernels: native.Kernels, places: Places) -> Tensor:
     """What tokens are drawn from: probabilities [B, L, V]."""
-    law = torch.empty(places.rows, places.block, places.vocabulary)
+    law = torch.empty(places.rows, places.block, places.vocabulary, dtype=torch.float32)
     call = places.call(0)
     kernels.library.pl_law(kernels.handle, _pool(kernels), ctypes.addressof(call), law.data_ptr())
     return law
@@ -249,7 +249,7 @@ def law_of(kernels: native.Kernels, places: Places) -> Tensor:
 
 def likelihood_of(kernels: native.Kernels, places: Places, tokens: Tensor) -> Tensor:
     """The softmax of the adjusted logits, neither divided nor cut, at tokens [B, L] int64 -> [B, L] float32."""
-    tokens, chances = tokens.contiguous(), torch.empty(places.rows, places.block)
+    tokens, chances = tokens.contiguous(), torch.empty(places.rows, places.block, dtype=torch.float32)
     call = places.call(0)
     place = ctypes.addressof(call), tokens.data_ptr(), chances.data_ptr()
     kernels.library.pl_likelihood(kernels.handle, _pool(kernels), *place)
@@ -276,7 +276,7 @@ def logprobs_of(
     rows, block = gained.tokens.shape
     vocabulary = logits.shape[-1]
     most = min(max(wanted), vocabulary)
-    own, values = torch.zeros(rows, block), torch.zeros(rows, block, most)
+    own, values = (torch.zeros(shape, dtype=torch.float32) for shape in ((rows, block), (rows, block, most)))
     ids = torch.zeros(rows, block, most, dtype=torch.int64)
     asked = torch.tensor([min(count, vocabulary) for count in wanted])
     inputs = [tensor.contiguous() for tensor in (gained.tokens, gained.accepted, asked, gained.counts)]

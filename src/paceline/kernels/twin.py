@@ -65,7 +65,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, half] of every position."""
-    angles = torch.arange(spec.max_positions)[:, None] * torch.tensor(list(spec.inverse_frequencies))
+    frequencies = torch.tensor(list(spec.inverse_frequencies), dtype=torch.float32)
+    angles = torch.arange(spec.max_positions)[:, None] * frequencies
     return angles.cos() * spec.rotary_scaling, angles.sin() * spec.rotary_scaling
 
 
@@ -122,7 +123,8 @@ class TwinDecoder:
         tokens, rows, positions = (given[nodes.read :] for given in nodes[:3])
         slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
         if len(tokens) == 0:
-            return torch.empty(0, spec.width), torch.empty(0, len(taps), spec.width) if taps else None
+            empty = torch.empty(0, spec.width, dtype=torch.float32)
+            return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
         at = positions.clamp(max=spec.max_positions - 1)
         cos, sin = self._cos[at], self._sin[at]
         x = self._embedding[tokens]

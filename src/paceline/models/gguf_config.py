@@ -181,9 +181,9 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
     count = len(rotary.inverse_frequencies)
     if stored.shape != (count,):
         raise ModelFormatError(f"rope_freqs.weight has the shape {stored.shape}, the configuration asks for {(count,)}")
-    factors = torch.empty(stored.shape)
+    factors = torch.empty(stored.shape, dtype=torch.float32)
     stored.unpack_into(factors)
-    frequencies = torch.tensor(rotary.inverse_frequencies) / factors
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32) / factors
     return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()))
 
 

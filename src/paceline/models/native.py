@@ -101,8 +101,8 @@ class NativeModel:
         if self._twin is not None:
             return Streams(*self._twin.forward(nodes, cache, taps))
         assert self._packed is not None
-        hidden = torch.empty(count, self.width)
-        features = torch.empty(count, len(taps), self.width) if taps else None
+        hidden = torch.empty(count, self.width, dtype=torch.float32)
+        features = hidden.new_empty(count, len(taps), self.width) if taps else None
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
             flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class NativeModel:
         if self._twin is not None:
             return self._twin.logits(flat).view(*hidden.shape[:-1], self.vocab_size)
         assert self._packed is not None
-        out = torch.empty(flat.shape[0], self.vocab_size)
+        out = flat.new_empty(flat.shape[0], self.vocab_size)
         self._packed.decoder.logits(flat, out)
         return out.view(*hidden.shape[:-1], self.vocab_size)
 

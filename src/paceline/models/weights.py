@@ -260,7 +260,7 @@ def truly_tied(names: Names, stored: Mapping[str, StoredTensor]) -> bool:
     both = [stored[name] for name in stored if names.ours(name) in ("embed.weight", "head.weight")]
     if len(both) < 2 or both[0].shape != both[1].shape:
         return True
-    embed, head = (torch.empty(tensor.shape) for tensor in both)
+    embed, head = (torch.empty(tensor.shape, dtype=torch.float32) for tensor in both)
     both[0].unpack_into(embed)
     both[1].unpack_into(head)
     return torch.equal(embed, head)
