@@ -73,11 +73,13 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
         assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
-def default_dtype(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
-    """Sets it until the test ends: programs that run models in bfloat16 say so to torch, too."""
-    yield lambda: torch.set_default_dtype(request.param)
+@pytest.fixture(params=[torch.bfloat16, torch.float64, "meta"], ids=str)
+def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Tells torch, until the test ends: who runs models in bfloat16, or on a GPU, often does."""
+    device = request.param if isinstance(request.param, str) else None
+    yield lambda: torch.set_default_device(device) if device else torch.set_default_dtype(request.param)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
 
 
 EVERYTHING = [
@@ -88,7 +90,7 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize("attention", ["padded", "native"])
-def test_torchs_default_dtype_is_nobodys_business(default_dtype: Callable[[], None], attention: str) -> None:
+def test_torchs_default_dtype_and_device_are_nobodys_business(default: Callable[[], None], attention: str) -> None:
     """The kernels write float32 wherever they are told to."""
     if attention == "native" and not native.available():
         pytest.skip(f"no kernels here: {native.why_none()}")
@@ -103,7 +105,7 @@ def test_torchs_default_dtype_is_nobodys_business(default_dtype: Callable[[], No
         return [answers, llm.score([[1, 2]], [[3, 4]], use_tqdm=False)]
 
     wanted = told()
-    default_dtype()
+    default()
     assert told() == wanted
 
 

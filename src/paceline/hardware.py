@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from paceline import cgroups
 from paceline.errors import ParameterError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
@@ -147,3 +152,16 @@ def torch_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def whatever_the_default_device(function: Callable[P, T]) -> Callable[P, T]:
+    """Within it, tensors lie on the CPU unless somebody says where: whatever a caller told torch.set_default_device."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return called

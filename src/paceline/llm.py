@@ -16,7 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
-from paceline.hardware import default_threads, resolve_device, resolve_dtype, threads_of_each, torch_threads
+from paceline.hardware import (
+    default_threads,
+    resolve_device,
+    resolve_dtype,
+    threads_of_each,
+    torch_threads,
+    whatever_the_default_device,
+)
 from paceline.heads.decoder import HeadModel
 from paceline.heads.loading import find_head, load_head_for
 from paceline.inputs import (
@@ -74,6 +81,7 @@ class LLM:
     Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
     """
 
+    @whatever_the_default_device
     @torch.inference_mode(False)  # what is made in a caller's inference mode could be written in that mode alone
     def __init__(
         self,

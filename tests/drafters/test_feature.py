@@ -230,6 +230,13 @@ def test_the_streams_of_a_tree_follow_the_path_that_is_kept() -> None:
     assert decoder.streams.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
 
 
+@pytest.mark.parametrize("kind", [tiny_head, partial(tiny_head, parallel=True), tiny_transfer_head])
+def test_a_head_runs_beside_a_callers_autocast(kind: Callable[..., TorchHead]) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = run(make_engine(tiny_llama(), kind(tiny_llama(), 32), drafter="feature"), PROMPTS[:3], PARAMS[:3])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 7, 9]
+
+
 def test_memory_counts_the_streams_that_are_kept() -> None:
     target = tiny_llama()
     head = tiny_head(target, 32)

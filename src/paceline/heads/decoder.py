@@ -114,7 +114,7 @@ class TorchStreams(KeptStreams):
         self._head = model.head
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
+        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features).to(self.fused.dtype)
 
 
 class HeadDecoder(Decoder):
