@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,22 @@ def test_greedy_answers_to_a_padded_batch_are_theirs(name: str) -> None:
     model = model_of(name)
     theirs, ours = both(model, padded([7, 3, 12]), max_new_tokens=24, do_sample=False)
     assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta")], ids=["inference", "device"])
+def test_and_in_a_mode_of_the_callers(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    """The first call, which loads, in the mode; the second, of the same engine, without."""
+    model, prompts = model_of(), padded([7, 3, 12])
+    processors = LogitsProcessorList([_Odd()])
+    fields: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "logits_processor": processors, **GUESSES}
+    with mode():
+        found = generate(model, **prompts, **fields)
+    again = generate(model, **prompts, **fields)
+    theirs, _ = both(model, prompts, max_new_tokens=24, do_sample=False, logits_processor=processors)
+    assert isinstance(found, Tensor)
+    assert isinstance(again, Tensor)
+    assert torch.equal(found, theirs)
+    assert torch.equal(again, theirs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

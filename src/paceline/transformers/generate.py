@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
+from paceline.hardware import whatever_the_default_device
 from paceline.llm import LLM
 from paceline.models.loading import max_positions
 from paceline.outputs import CompletionOutput, RequestOutput
@@ -28,6 +29,7 @@ _NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_ma
 Allowed = Callable[[int, Tensor], list[int]]
 
 
+@whatever_the_default_device
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
