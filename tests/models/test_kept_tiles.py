@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_file_that_cannot_be_read_is_timed_and_written_anew(
     assert timer.calls > 0
     assert "cannot be used" in caplog.text
     assert load(timer).tiles == expected
+
+
+def test_a_tile_that_is_no_candidate_is_never_run_and_other_models_tiles_stay(kept: Path) -> None:
+    """Tickets are there for tiles of 32 outputs and more: smaller ones would be counted behind their end."""
+    expected = load(Timer()).tiles
+    (path,) = kept.iterdir()
+    lines = json.loads(path.read_text())
+    lines[0][3]["outputs"], lines[1][3]["parts"] = 1, 2**20
+    path.write_text(json.dumps([*lines, [7, 7, 16, None]]))
+    assert load(Timer()).tiles == expected
+    assert [7, 7, 16, None] in json.loads(path.read_text())
 
 
 def test_other_gpus_and_formats_have_files_of_their_own() -> None:

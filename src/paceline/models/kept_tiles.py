@@ -93,18 +93,18 @@ def tune(
     """
     device = layers[0].weight.values.device
     kept = KeptTiles(machine_name(device), linears.to, str(dtype))
-    linears.tiles |= kept.load()
-    known, began = len(linears.tiles), time.perf_counter()
+    found, timed, began = kept.load(), 0, time.perf_counter()
     wanted = {linears.shape(layer, rows): (layer, rows) for rows in ROW_TILES for layer in layers}
     for shape, (layer, rows) in wanted.items():
-        if shape not in linears.tiles and time.perf_counter() - began < seconds:
-            x = torch.zeros(rows, shape[1], dtype=dtype, device=device)
-            linears.tiles[shape] = linears.fastest(layer, x, timer)
-    if len(linears.tiles) > known:
-        kept.save(linears.tiles)
+        x = torch.zeros(rows, shape[1], dtype=dtype, device=device)
+        if shape in found and found[shape] in linears.candidates(layer, x):  # others could write anywhere
+            linears.tiles[shape] = found[shape]
+        elif time.perf_counter() - began < seconds:
+            linears.tiles[shape], timed = linears.fastest(layer, x, timer), timed + 1
+    if timed:
+        kept.save(found | linears.tiles)
         left = len(wanted.keys() - linears.tiles.keys())
-        took = time.perf_counter() - began
-        log.info("timed the tiles of %d products in %.1f s; %d are left", len(linears.tiles) - known, took, left)
+        log.info("timed the tiles of %d products in %.1f s; %d are left", timed, time.perf_counter() - began, left)
 
 
 def _is_off() -> bool:
