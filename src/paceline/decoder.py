@@ -280,16 +280,18 @@ class Decoder:
 
     def spared(self, batch: Batch) -> int:
         """Of what all rows lack, how many tokens are copied from siblings and need not be read."""
-        seen = self.seen_by(batch).tolist()
-        return sum(stop - seen[row] for rows, stop in self._unread_by_siblings(batch) for row in rows[:-1])
+        unread = self._unread_by_siblings(batch)
+        seen = self.seen_by(batch).tolist() if unread else []
+        return sum(stop - seen[row] for rows, stop in unread for row in rows[:-1])
 
     def _unread_by_siblings(self, batch: Batch) -> list[tuple[list[int], int]]:
         """Of answers to one prompt those that lack some of it, but for its last token, and its stop.
 
         The row that is to be copied comes last: that which has read most.
         """
-        seen, found = self.seen_by(batch).tolist(), []
-        for rows, prompt in batch.siblings:
+        siblings = batch.siblings
+        seen, found = self.seen_by(batch).tolist() if siblings else [], []
+        for rows, prompt in siblings:
             stop, reader = prompt - 1, max(rows, key=seen.__getitem__)
             lack = [row for row in rows if seen[row] < stop and row != reader]
             if lack:
@@ -329,11 +331,15 @@ class Decoder:
         new = [range(known, count) for known, count in zip(read, draft.drafted, strict=True)]
         if self._flat is not None:
             return self._feed_branches(self._flat, batch, draft, new)
-        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
-        start, longest = batch.live_length - 1, batch.longest + draft.k
-        hidden = self.forward(tokens, start, longest, batch.first, draft.counts + 1, draft.tree)
+        hidden = self._read_tree(batch, draft)
         row = [row for row, guesses in enumerate(new) for _ in guesses]
         return hidden[row, [guess + 1 for guesses in new for guess in guesses]]
+
+    def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
+        """All of it, and what it stands on -> hidden [B, k + 1, width]."""
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        start, longest = batch.live_length - 1, batch.longest + draft.k
+        return self.forward(tokens, start, longest, batch.first, draft.counts + 1, draft.tree)
 
     def _feed_branches(self, model: FlatModel, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
         """Those that were fed before are listed first: the others follow them."""

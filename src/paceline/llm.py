@@ -12,7 +12,7 @@ from typing import TypeAlias, Unpack
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from paceline.engine import Engine, Models, Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
@@ -37,6 +37,7 @@ from paceline.inputs import (
     as_sources,
 )
 from paceline.models.base import AnyModel
+from paceline.models.boundary import Source, is_loaded
 from paceline.models.loading import eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
@@ -64,7 +65,7 @@ from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 _OF_WEIGHTS = "dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic", "tensor_parallel"
 _PARAMS = "SamplingParams, or a list of them, one a prompt; SamplingParams.from_mapping makes them from a dictionary"
 
-ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
+ModelSource: TypeAlias = Source
 
 
 class LLM:
@@ -423,5 +424,5 @@ def _load_tokenizer(source: ModelSource, given: PreTrainedTokenizerBase | None) 
 
 
 def _check_source(name: str, source: object) -> None:
-    if not isinstance(source, PreTrainedModel):
+    if not is_loaded(source):
         FileName("a model's name, directory or file, or a loaded PreTrainedModel").take(name, source)

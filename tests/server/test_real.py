@@ -33,7 +33,7 @@ def live(model: str) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def alone(model: str) -> LLM:
-    return load(model, max_batch_size=1, max_model_len=128, drafter=None)
+    return load(model, max_batch_size=1, max_model_len=128).plain()
 
 
 @pytest.mark.slow

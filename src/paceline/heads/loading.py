@@ -8,7 +8,6 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.heads.checkpoint import is_head, load_head, read_head_config
@@ -17,7 +16,7 @@ from paceline.heads.decoder import HeadModel, TorchHead
 from paceline.heads.head import Head
 from paceline.heads.native import NativeHead
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, name_of
+from paceline.models.boundary import Source, is_loaded, name_of
 from paceline.models.hub import resolve
 from paceline.models.loading import load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
@@ -28,7 +27,7 @@ log = logging.getLogger("paceline")
 
 def find_head(source: Source) -> Path | None:
     """The directory of the head of that name; None if it is a model's. Raises ModelNotFoundError, ModelFormatError."""
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         return None
     path = resolve(source)
     return path if is_head(path) else None
@@ -105,7 +104,7 @@ def _check_target(config: HeadConfig, target: AnyModel, source: Source, path: Pa
             f"the head {path} was made for {config.decoder.vocab_size} tokens, the target {target.name} has "
             f"{target.vocab_size}: it was made for another model{_named(config)}"
         )
-    classes = [type(source).__name__] if isinstance(source, PreTrainedModel) else said.architectures or []
+    classes = [type(source).__name__] if is_loaded(source) else said.architectures or []
     if config.architectures and classes and not set(config.architectures) & set(classes):
         raise ModelFormatError(
             f"the head {path} was made for a {', '.join(config.architectures)}{_named(config)}, the target "
@@ -121,7 +120,7 @@ def _named(config: HeadConfig) -> str:
 
 def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
     """By their last parts, of which one may be the other's beginning: -AWQ, -GGUF, .Q8_0.gguf."""
-    given = name_of(source) if isinstance(source, PreTrainedModel) else str(source)
+    given = name_of(source) if is_loaded(source) else str(source)
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(

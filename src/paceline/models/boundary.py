@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from paceline.errors import CapacityError, ModelFormatError, PacelineError
 from paceline.models.hub import no_network, resolve
 
+if TYPE_CHECKING:  # their class brings a compiler and a distributed runtime along: as much again as torch
+    from transformers import PreTrainedModel
+    from typing_extensions import TypeIs
+
 P = ParamSpec("P")
 R = TypeVar("R")
-Source: TypeAlias = str | os.PathLike[str] | PreTrainedModel
+Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 """A directory, a .gguf file, an embedded or hub name, or a loaded Hugging Face model."""
-Found: TypeAlias = Path | PreTrainedModel
+Found: TypeAlias = "Path | PreTrainedModel"
 
 LONGEST_REASON = 400  # characters of another library's message that are passed on
 LONGEST = 1000  # of a whole message: a file may give a name of any length to what is wrong
@@ -35,11 +38,17 @@ def reads_model(function: Callable[Concatenate[Found, P], R]) -> Callable[Concat
 
     @functools.wraps(function)
     def guarded(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        found = source if isinstance(source, PreTrainedModel) else resolve(source)
+        found = source if is_loaded(source) else resolve(source)
         with reading(found if isinstance(found, Path) else name_of(found)):
             return function(found, *args, **kwargs)
 
     return guarded
+
+
+def is_loaded(source: object) -> TypeIs[PreTrainedModel]:
+    """Whether it is a loaded model of transformers'. Nobody has one who has not imported its class."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(source, modeling.PreTrainedModel)
 
 
 def name_of(model: PreTrainedModel) -> str:

@@ -7,24 +7,26 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
-from paceline.models.boundary import Found, brief, name_of, reading, reads_model
+from paceline.models.boundary import Found, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
-from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
 from paceline.models.shares import Share
 from paceline.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -42,7 +44,7 @@ def load_model(
     pickled or of a kind that cannot be run.
     """
     device = torch.device(device)
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         return _from_loaded(source, dtype, device)
     load = _from_gguf if source.is_file() else _from_directory
     return load(source, dtype, device, progress)
@@ -66,7 +68,7 @@ def load_part(
 @reads_model
 def check_cut(source: Found, share: Share) -> tuple[Path, ModelConfig]:
     """Where the model lies and what it looks like, before anything is loaded. Raises as ``load_part``."""
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, of which every rank reads"
         raise ParameterError("tensor_parallel", share.ranks, f"{allowed} a part")
     config = native_config(source)
@@ -80,7 +82,7 @@ def check_cut(source: Found, share: Share) -> tuple[Path, ModelConfig]:
 @reads_model
 def load_config(source: Found) -> PretrainedConfig:
     """The Hugging Face configuration of ``source``, from the metadata for a GGUF file. Raises as ``load_model``."""
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         return source.config
     return gguf_config.huggingface_config(GGUFFile(source)) if source.is_file() else _directory_config(source)
 
@@ -110,7 +112,7 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
 @reads_model
 def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """The token embedding alone of the model of ``source``, [V, width]. Raises as ``load_model``."""
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         return cast(Tensor, source.get_input_embeddings().weight).detach().to(device, dtype)
     return _first_stored(source, ("embed.weight", "head.weight"), dtype, device)  # of tied ones either may be stored
 
@@ -118,7 +120,7 @@ def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | 
 @reads_model
 def load_output(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """The rows alone, [V, width], that the model of ``source`` says its tokens with. Raises as ``load_model``."""
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         return cast(Tensor, source.get_output_embeddings().weight).detach().to(device, dtype)
     return _first_stored(source, ("head.weight", "embed.weight"), dtype, device)
 
@@ -152,7 +154,7 @@ def max_positions(source: Found) -> int:
 @reads_model
 def eos_token_ids(source: Found) -> tuple[int, ...]:
     """The tokens that end a text: from generation_config, else config, or from a GGUF file's metadata."""
-    if isinstance(source, PreTrainedModel):
+    if is_loaded(source):
         generation = source.generation_config.eos_token_id if source.generation_config else None
         return _token_ids(_eos(source.config) if generation is None else generation)
     if source.is_file():
@@ -199,6 +201,8 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
     stored = _stored(_weight_files(path))
     native = ModelConfig.from_huggingface(config)
     if native is None:
+        from paceline.models.huggingface import HuggingFaceModel  # transformers' models take as long to import as torch
+
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
     return _transformer(native, weights.HUGGINGFACE[native.family], stored, str(path), dtype, device, progress)
 
@@ -293,6 +297,8 @@ def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: b
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
     native = ModelConfig.from_huggingface(model.config)
     if native is None:
+        from paceline.models.huggingface import HuggingFaceModel
+
         fits = model.dtype == dtype and model.device == device
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
