@@ -453,7 +453,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         spent = now.times.more(round(now.scale * now.guesses))
         if now.passes:
             spent += sum(now.passes) if now.asked is None else self._passes_ms(now.rows, len(now.passes))
-        elif source is self.copied and not self.decoders:
+        elif source is self.copied:
             spent += drafting
         self._brings(source).learn((now.scale * kept - now.rate * spent) / now.rows)
 
