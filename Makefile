@@ -77,7 +77,7 @@ $(BIN)/python:
 
 $(INSTALLED): $(SOURCES_OF_BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench,serve,structured]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench,serve,structured,trace]'
 	@touch $@
 
 $(PULLED): | $(INSTALLED)

@@ -3,12 +3,20 @@
     python -m benchmarks.tree_gain record qwen-coder-1.5b.gguf --quantization int8 --output answers.json
     python -m benchmarks.tree_gain ngram --answers answers.json --output trees-ngram.json
     python -m benchmarks.tree_gain draft qwen-coder-0.5b.gguf --answers answers.json --quantization int8 --output d.json
+    python -m benchmarks.tree_gain rounds qwen-coder-0.5b.gguf --quantization int8 --answers answers.json --output r
+    python -m benchmarks.tree_gain rounds HEAD --target MODEL --answers answers.json --output r.json
 
 record: answers to the bench's sets of prompts, greedy and at temperature 0.8; they do not depend on who guesses.
 ngram: each answer is played again, round by round, with chains and with trees of copies.
 draft: how often the target's own draw is the draft model's first, second, third ... candidate under the same noise, all
 before it being right; and tokens a round of chains and of chains with leaves beside their guesses. Leaves are what is
 known of a tree without drafting behind wrong guesses: trees can do better.
+rounds: trees drafted in full at every place of an answer, 4 guesses wide and 6 deep, by a draft model, by a trained
+head (which torch runs) or, without a model, of copies. Of them are verified: chains of a fixed length; chains and trees
+as far as guesses survive with a given chance; and EAGLE-2's shape (2406.16858; theirs is 10 wide): every round as many,
+the best by the product of the draft's probabilities, of its likeliest tokens and not of the leaders under the target's
+noise. All are read off at equal mean numbers of guesses verified. What --output has already is not counted again: it
+may be ended and go on.
 
 Guesses are ranked by what ``auto``'s belief has learned so far. Of each round the best n are verified ("apart": one row
 by itself), or all that survive with at least a given chance ("together": a large batch, whose guesses compete); of the
@@ -28,11 +36,12 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from paceline.batch import Batch, RowStart
+from paceline.batch import Batch, RowStart, Wish
 from paceline.bench.sets import SETS, SetName
 from paceline.drafters.branches import BESIDE, Branches
 from paceline.drafters.growth import candidates
 from paceline.drafters.lookup import Beside, make_lookup
+from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
 from paceline.lengths.belief import Belief, bins_of
 from paceline.llm import LLM
@@ -276,6 +285,189 @@ def ranks(answers: Sequence[Answer], found: Sequence[Candidates]) -> dict[str, l
     return shares
 
 
+# --- whole trees ------------------------------------------------------------------------------------------------------
+
+WIDE, DEEP, HOPELESS = 4, 6, 0.01  # no draft goes on when nothing survives with such a chance
+
+
+class Grown:
+    """The trees at the places of one answer, each drafted once."""
+
+    def __init__(self, drafter: ModelDrafter, batch: Batch, row: int, answer: Answer, *, noise: bool) -> None:
+        """row: of the batch and the cache. noise: candidates are the leaders under the target's; else the likeliest."""
+        self._drafter, self._batch, self._row = drafter, batch, row
+        self._text, self._first = [*answer.prompt, *answer.answer], len(answer.prompt)
+        self._params = SamplingParams(temperature=answer.temperature if noise else 0.0)
+        self._trees: dict[int, Branches] = {}
+
+    def tree(self, place: int, depth: int) -> Branches:
+        """After so many tokens of the answer."""
+        if place not in self._trees:
+            self._trees[place] = self._grow(self._first + place)
+        return cut(self._trees[place], lambda way: len(way) <= depth)
+
+    def chain(self, place: int, depth: int) -> Branches:
+        """Of the tree the first candidates alone."""
+        return cut(self.tree(place, depth), lambda way: all(self._trees[place].kinds[at] < BESIDE for at in way))
+
+    @torch.inference_mode()
+    def _grow(self, size: int) -> Branches:
+        self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
+        self._drafter.decoders[0].cut_row(self._row, size - 1)  # guesses lie where the text goes on
+        part = self._batch.part(self._row, self._row + 1)
+        draft = self._drafter.propose(part, Wish(DEEP, enough=_is_hopeless))
+        follows = list(range(-1, draft.k - 1)) if draft.follows is None else draft.follows[0]
+        assert draft.confidence is not None
+        kinds = [0] * draft.k if draft.kinds is None else draft.kinds[0]
+        return Branches(draft.guesses[0], follows, list(draft.confidence[0]), list(kinds))
+
+
+def _is_hopeless(_batch: Batch, scores: Sequence[Sequence[float]], follows: Any = None) -> bool:
+    products = survivals_of(scores[0], follows[0])
+    ends = [each for guess, each in enumerate(products) if guess not in follows[0]]
+    return max(ends, default=0.0) < HOPELESS
+
+
+def survivals_of(scores: Sequence[float], follows: Sequence[int]) -> list[float]:
+    """By the draft's own chances alone."""
+    products: list[float] = []
+    for score, parent in zip(scores, follows, strict=True):
+        products.append(score if parent < 0 else score * products[parent])
+    return products
+
+
+def cut(tree: Branches, stays: Callable[[list[int]], bool]) -> Branches:
+    """What stays of a tree; asked of the way to each guess, itself last; what is left out takes its followers along."""
+    made, new, ways = Branches(), {-1: -1}, dict[int, list[int]]({-1: []})
+    for guess, parent in enumerate(tree.follows):
+        ways[guess] = [*ways[parent], guess]
+        if parent in new and stays(ways[guess]):
+            new[guess] = made.add(new[parent], tree.tokens[guess], tree.scores[guess], tree.kinds[guess])
+    return made
+
+
+def likeliest(guess: Guess, count: int) -> Guess:
+    """Of each tree the best so many by the draft's own chances."""
+
+    def best_of(place: int, depth: int) -> Branches:
+        tree = guess(place, depth)
+        products = survivals_of(tree.scores, tree.follows)
+        chosen = set(sorted(range(len(products)), key=lambda each: -products[each])[:count])
+        return cut(tree, lambda way: way[-1] in chosen)
+
+    return best_of
+
+
+def rounds(options: argparse.Namespace) -> Any:
+    """By set of prompts and temperature, and by temperature alone: tokens a round at equal guesses verified a round."""
+    results = json.loads(options.output.read_text())["results"] if options.output and options.output.exists() else []
+    results = [each for each in results if each["prompts"] != ALL]
+    known = [(each["prompts"], each["temperature"]) for each in results]
+    for about, answers in by_set(read(options.answers)):
+        if about["prompts"] not in options.sets or (about["prompts"], about["temperature"]) in known:
+            continue
+        print(about, file=sys.stderr)
+        answers = answers[: options.prompts]
+        curves = _curves(_copied(answers) if options.model is None else _grown(options, answers))
+        results.append(_counted(about | {"tokens": sum(len(each.answer) for each in answers)}, curves))
+        print(json.dumps(results[-1]["tokens_a_round"]), file=sys.stderr, flush=True)
+        _write(options, results)
+    return results + [of_all(results, temperature) for temperature in sorted({each["temperature"] for each in results})]
+
+
+ALL = "all"
+Curve = list[tuple[float, float]]  # guesses verified, tokens; of a mean round
+
+
+def _counted(about: dict[str, Any], curves: dict[str, Curve]) -> dict[str, Any]:
+    read_offs = {name: {str(n): read_off(curve, n) for n in BUDGETS} for name, curve in curves.items()}
+    return about | {"tokens_a_round": read_offs, "curves": curves}
+
+
+def of_all(results: Sequence[dict[str, Any]], temperature: float) -> dict[str, Any]:
+    """All sets side by side: each plays by the same number of guesses, or the same least chance."""
+    sets = [each for each in results if each["temperature"] == temperature]
+    total = sum(each["tokens"] for each in sets)
+    curves: dict[str, Curve] = {}
+    for name in sets[0]["curves"]:
+        curves[name] = []
+        for points in zip(*(each["curves"][name] for each in sets), strict=True):
+            played = [each["tokens"] / tokens for each, (_, tokens) in zip(sets, points, strict=True)]  # rounds
+            nodes = sum(count * nodes for count, (nodes, _) in zip(played, points, strict=True))
+            curves[name].append((nodes / sum(played), total / sum(played)))
+    return _counted({"prompts": ALL, "temperature": temperature, "tokens": total}, curves)
+
+
+class Drafts(NamedTuple):
+    """Of one answer. shaped: the trees of which EAGLE-2 verifies the best."""
+
+    answer: list[int]
+    chain: Guess
+    tree: Guess
+    shaped: Guess
+
+
+def _curves(drafts: Sequence[Drafts]) -> dict[str, Curve]:
+    """Of each way to choose guesses: verified and tokens, a round."""
+    chains = [(each.answer, each.chain) for each in drafts]
+    trees = [(each.answer, each.tree) for each in drafts]
+    shaped = [(each.answer, each.shaped) for each in drafts]
+    every = best(WIDE * DEEP)
+    return {
+        "chain": [play([(a, _at_most(guess, n)) for a, guess in chains], every).means for n in range(DEEP + 1)],
+        "chain by survival": [play(chains, likely(chance)).means for chance in _FINER],
+        "tree by survival": [play(trees, likely(chance)).means for chance in _FINER],
+        "EAGLE-2's shape": [play([(a, likeliest(guess, n)) for a, guess in shaped], every).means for n in _SIZES],
+    }
+
+
+_FINER = (1.0, 0.98, 0.95, 0.9, 0.8, 0.7, *CHANCES, 0.015)
+_SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+
+
+def _at_most(guess: Guess, count: int) -> Guess:
+    """No deeper than that."""
+    return lambda place, depth: guess(place, min(depth, count))
+
+
+def _copied(answers: Sequence[Answer]) -> list[Drafts]:
+    """Without a model."""
+    drafts = []
+    for each in answers:
+        chain, tree = (_at_most(copies(each, width), DEEP) for width in (1, WIDE))
+        drafts.append(Drafts(each.answer, chain, tree, tree))
+    return drafts
+
+
+def _grown(options: argparse.Namespace, answers: Sequence[Answer]) -> list[Drafts]:
+    """A row for each answer, of a draft model; or of a head, beside the target whose streams it reads."""
+    llm = _llm(options, len(answers))
+    target, drafter = llm.engine.parts.target, llm.engine.parts.drafter
+    if not isinstance(drafter, ModelDrafter):
+        drafter = ModelDrafter(target, "coupled", WIDE)
+    batch = Batch(len(answers), target.cache.positions, target.vocab_size)
+    drafts = []
+    for row, answer in enumerate(answers):
+        text = [*answer.prompt, *answer.answer]
+        batch.set_row(row, RowStart(text, SamplingParams(), 0))
+        if drafter.reader is not None:
+            with torch.inference_mode():
+                target.prefill(batch, row, [0], [len(text)])
+        noisy = Grown(drafter, batch, row, answer, noise=True)
+        plain = Grown(drafter, batch, row, answer, noise=False) if answer.temperature else noisy
+        drafts.append(Drafts(answer.answer, noisy.chain, noisy.tree, plain.tree))
+    batch.set_rows(len(answers))
+    return drafts
+
+
+def _llm(options: argparse.Namespace, rows: int) -> LLM:
+    common: dict[str, Any] = {"max_batch_size": rows, "max_model_len": 1024}
+    if options.target is None:
+        return LLM(options.model, quantization=options.quantization, drafter=None, **common)
+    given = common | {"drafter": "feature", "speculation_width": WIDE, "dtype": "float32", "attention": "padded"}
+    return LLM(options.target, options.model, num_speculative_tokens=DEEP, **given)
+
+
 def read(path: Path) -> list[Answer]:
     """Recorded answers."""
     return [Answer(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
@@ -284,21 +476,30 @@ def read(path: Path) -> list[Answer]:
 def main() -> None:
     """Count, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "ngram", "draft"))
+    parser.add_argument("what", choices=("record", "ngram", "draft", "rounds"))
     parser.add_argument("model", nargs="?")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--answers", type=Path)
+    parser.add_argument("--target", help="for rounds with a trained head: its target")
+    parser.add_argument("--sets", nargs="+", default=list(get_args(SetName)), choices=get_args(SetName))
     parser.add_argument("--prompts", type=int, default=8, help="of each set")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    document = {"record": record, "ngram": ngram, "draft": draft}[options.what](options)
+    found = {"record": record, "ngram": ngram, "draft": draft, "rounds": rounds}[options.what](options)
+    document = _write(options, found)
+    print(json.dumps(document) if options.what != "record" else f"{len(found)} answers")
+
+
+def _write(options: argparse.Namespace, found: Any) -> Any:
+    """What was found, with what brought it."""
+    document = found
     if options.what != "record":
         command = "python -m benchmarks.tree_gain " + " ".join(sys.argv[1:])
-        document = {"benchmark": f"tree_gain {options.what}", "command": command, "results": document}
+        document = {"benchmark": f"tree_gain {options.what}", "command": command, "results": found}
     if options.output is not None:
         options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document) if options.what != "record" else f"{len(document)} answers")
+    return document
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ TRANSFER_HEADS: dict[str, Callable[[], HeadModel]] = {
 }
 DRAFTERS += ["head", "head hybrid", "parallel", "transfer"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
+BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
@@ -321,12 +322,14 @@ def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, famil
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["feature", "parallel", "hidden_transfer"])
+@pytest.mark.parametrize(("kind", "width"), [("feature", 1), ("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(drafter: str, kind: str) -> None:
+def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(
+    drafter: str, kind: str, width: int
+) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
-    options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7}
+    options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
     transfers = kind == "hidden_transfer"
     head = tiny_transfer_head(target, 72) if transfers else tiny_head(target, 72, parallel=kind == "parallel")
     engine = make_engine(target, head, eos=EOS, **options)
@@ -864,7 +867,7 @@ DRAFTED: list[tuple[int | str, int, str]] = [
 
 
 @pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
-@pytest.mark.parametrize("drafter", BRANCHING)
+@pytest.mark.parametrize("drafter", BRANCHING_IN_TORCH)
 def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
     engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
     kept = count_siblings(engine)
@@ -875,7 +878,7 @@ def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: in
 
 @pytest.mark.parametrize("backend", ["padded", "split"])
 @pytest.mark.parametrize("model", ["toy", "llama"])
-@pytest.mark.parametrize("drafter", BRANCHING)
+@pytest.mark.parametrize("drafter", BRANCHING_IN_TORCH)
 def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, model: str, backend: str) -> None:
     engine = speculative_engine(model, drafter, 4, "mixed", speculation_width=3, attention=backend, prefill_chunk=7)
     kept = count_siblings(engine)

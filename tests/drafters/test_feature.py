@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from head_support import (
     reading_of,
     speculators_config,
     tiny_head,
+    tiny_native_head,
     tiny_transfer_head,
     write,
 )
@@ -35,7 +36,7 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
+from paceline.heads.decoder import HeadDecoder, HeadModel, TorchHead, TorchHeadDecoder
 from paceline.lengths import FixedLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
@@ -116,6 +117,16 @@ class Watched:
         return draft
 
 
+def best_after(head: TorchHead, features: list[Tensor], text: list[int], way: Sequence[int], count: int) -> list[int]:
+    """What the format's description says that a head's best guesses after a text and a way of a tree are."""
+    reading = reading_of(head.head.state_dict())
+    state, logits = reading.text(text[1:], features)
+    for step, guess in enumerate(way):
+        state, logits = reading.step(guess, state, len(text) - 1 + step)
+    best = logits.topk(count).indices
+    return (best + head.head.d2t[best]).tolist()
+
+
 TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
     "llama": (tiny_llama, 32),
     "native": (lambda: tiny_native(1), 72),
@@ -150,6 +161,47 @@ def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, 
     run(engine, PROMPTS, PARAMS)
     assert watched.compared["guesses"] > 100
     assert watched.compared["short"] > 0
+
+
+def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there() -> None:
+    target = tiny_llama()
+    head = tiny_head(target, 32)
+    engine = make_engine(target, head, drafter="feature", speculation_width=3, num_speculative_tokens=3)
+    compared, propose = Counter[tuple[int, int]](), engine.parts.drafter.propose
+
+    def check(batch: Batch, wish: Wish) -> Draft:
+        draft = propose(batch, wish).capped(wish.caps)
+        for row, count in enumerate(draft.drafted):
+            text = batch.tokens[row, : batch.lengths[row]].tolist()
+            assert count == 0 or len(text) > 1, "before any streams there are no guesses"
+            if count == 0:
+                continue
+            features, beside = features_of(target, text[:-1], head.taps), defaultdict[tuple[int, ...], list[int]](list)
+            for *way, guess in draft.ways[row][1 : 1 + count]:
+                beside[tuple(way)].append(guess)
+            for way, guesses in beside.items():
+                assert guesses == best_after(head, features, text, way, len(guesses))
+                compared[len(way), len(guesses)] += 1
+        return draft
+
+    engine.parts.drafter.propose = check  # type: ignore[method-assign]
+    run(engine, PROMPTS[:5], [SamplingParams(temperature=0, max_tokens=6)] * 5)
+    assert all(compared[depth, 2] + compared[depth, 3] > 5 for depth in range(3))
+
+
+CHAINS: dict[str, tuple[Callable[[AnyModel, int], HeadModel], str]] = {
+    "on the kernels": (tiny_native_head, "on the CPU kernels"),
+    "parallel": (KINDS["parallel"], "in one pass"),
+    "hidden_transfer": (KINDS["hidden_transfer"], "in one pass"),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
+def test_a_head_whose_guesses_cannot_branch_says_so(drafter: str, kind: str) -> None:
+    target, (make, why) = tiny_native(1), CHAINS[kind]
+    with pytest.raises(ParameterError, match=rf"speculation_width=2.*{why}"):
+        make_engine(target, make(target, 72), drafter=drafter, speculation_width=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,16 +35,20 @@ def trace(
     check_output("OUT.html", output)
     params = sampling.params()
     llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)
+    from paceline.bench import syntax
     from paceline.bench.trace import Tracer, page
 
     parts = llm.engine.parts
-    tracer = parts.policy = Tracer(parts.policy)
+    tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
     given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
     (result,) = llm.generate([given], params, use_tqdm=False)
     assert llm.tokenizer is not None
     tokenizer, answer = llm.tokenizer, result.outputs[0]
-    text = page(llm.engine.describe(), answer, tracer.traced, lambda token: tokenizer.decode([token]))
+    nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []
+    text = page(llm.engine.describe(), answer, tracer.traced, lambda token: tokenizer.decode([token]), nodes)
     with written_whole(output) as part:
         part.write_bytes(text.encode("utf-8", "backslashreplace"))
     if not quiet:
         note(f"{output}: {len(answer.token_ids)} tokens in {len(tracer.traced)} rounds")
+        if not syntax.available():
+            note(f"acceptance by node of the syntax tree is left out; it needs: {syntax.MISSING}")

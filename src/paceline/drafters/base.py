@@ -52,7 +52,7 @@ class Drafter(RowKeeper):
     nothing. uses_torch: whether it works with tensors; where it does not, rounds of the CPU kernels go without torch.
     auto_width: how many guesses stand side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
 
-    width: how many do; 1: its guesses are chains.
+    width: how many do; 1: its guesses are chains. sources: what the kinds of its last guesses are, in words.
     """
 
     name: ClassVar[str]
@@ -62,6 +62,7 @@ class Drafter(RowKeeper):
     uses_torch: bool = True
     auto_width: ClassVar[int] = 0
     width = 1
+    sources: Sequence[str] = ("guesses",)
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
@@ -106,6 +107,10 @@ class Wrapper(RowKeepers, Drafter):
     @property
     def width(self) -> int:  # type: ignore[override]
         return self.inner.width
+
+    @property
+    def sources(self) -> Sequence[str]:  # type: ignore[override]
+        return self.inner.sources
 
     @property
     def decoders(self) -> Sequence[Decoder]:

@@ -23,16 +23,17 @@ class FeatureDrafter(ModelDrafter):
     there before the first is drawn.
 
     What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
-    A row whose text is one token has no streams yet and gets no guess.
+    A row whose text is one token has no streams yet and gets no guess. In torch an EAGLE-3 head's guesses may branch as
+    a draft model's do; on the CPU kernels, and of one pass, they are chains.
     """
 
     name = "feature"
+    sources = ("head",)
     at_once = 16  # after a round it reads all kept tokens: guesses never counted as read
-    auto_width = 0  # its steps are chains
     on_device = False  # its guesses take streams that rounds of the device do not export
 
-    def __init__(self, decoder: HeadDecoder, acceptance: str) -> None:
-        super().__init__(decoder, acceptance)
+    def __init__(self, decoder: HeadDecoder, acceptance: str, width: int = 1) -> None:
+        super().__init__(decoder, acceptance, width)
         self.head = decoder
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
@@ -44,7 +45,10 @@ class FeatureDrafter(ModelDrafter):
         if not isinstance(decoder, HeadDecoder):
             allowed = f"'model' or 'hybrid' with {decoder.model.name}, which is no trained head"
             raise ParameterError("drafter", cls.name, allowed)
-        return cls(decoder, equipment.acceptance)
+        width = equipment.width(cls)
+        if width > 1 and (chains := _why_chains(decoder)):
+            raise ParameterError("speculation_width", width, f"1 or 'auto' with a trained head {chains}")
+        return cls(decoder, equipment.acceptance, width)
 
     @property
     def reader(self) -> Reader:
@@ -64,7 +68,7 @@ class FeatureDrafter(ModelDrafter):
             wish = replace(wish, k=min(wish.k, self._model.most_guesses))
         draft = super()._propose(batch, wish)
         if min(batch.lengths[: batch.rows]) < 2:
-            draft.counts[batch.live_length < 2] = 0
+            return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths[: batch.rows]])
         return draft
 
     def _reading(self, batch: Batch, k: int) -> Read:
@@ -72,6 +76,14 @@ class FeatureDrafter(ModelDrafter):
             return super()._reading(batch, k)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
         return lambda guesses: self.head.logits(hidden[:, guesses.shape[1]])[:, None]
+
+
+def _why_chains(decoder: HeadDecoder) -> str:
+    """Why a head's guesses cannot branch; "" if they can."""
+    if isinstance(decoder, NativeHeadDecoder):
+        return "on the CPU kernels, which draft chains"
+    one_pass = cast(HeadModel, decoder.model).one_pass
+    return "that makes all guesses in one pass: it reads none of them, so it drafts chains" if one_pass else ""
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:

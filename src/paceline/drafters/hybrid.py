@@ -32,6 +32,7 @@ class HybridDrafter(RowKeepers, Drafter):
         self._copying, self._model = copying, model
         self.uses_torch = model.uses_torch or copying.uses_torch
         self.width = max(copying.width, model.width)
+        self._last: Drafter = copying  # who guessed
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:
@@ -56,9 +57,14 @@ class HybridDrafter(RowKeepers, Drafter):
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         copied = self._copying.propose(batch, wish).capped(wish.caps)
         asked = self._asked(batch, copied, wish)
+        self._last = self._model if asked > 0 else self._copying
         if asked > 0:
             return self._model.propose(batch, replace(wish, k=asked))
         return copied
+
+    @property
+    def sources(self) -> Sequence[str]:  # type: ignore[override]
+        return self._last.sources
 
     def _asked(self, batch: Batch, copied: Draft, wish: Wish) -> int:
         """Guesses to ask of the draft model; 0: the copies suffice."""

@@ -50,6 +50,7 @@ class ModelDrafter(Drafter):
     needs_draft_model = True
     on_device = True
     auto_width = 1  # until a clock has shown what more brings (benchmarks/tree_gain.py counts)
+    sources = ("draft model",)
     at_once = USUAL_LAG  # tokens a row that are read side by side; of more, those before are read in chunks
 
     def __init__(self, decoder: Decoder, acceptance: str, width: int = 1) -> None:

@@ -45,12 +45,13 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
+    sources = ("own text", "references", "siblings", "documents")  # in the order of ``lookup``
     copies = True
     auto_width = 1  # of few guesses verified, branches bring -4 to 6 % of tokens a round (benchmarks/tree_gain.py)
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True, width: int = 1) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
-        self._siblings, self.width = siblings, width
+        self._documents, self._siblings, self.width = len(documents) > 0, siblings, width
         self.uses_torch = width > 1  # rounds with branches are played part by part
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
@@ -69,7 +70,8 @@ class NgramDrafter(Drafter):
             ways = self._lookup.find_all(text, length, rows, longest, wish.k, self.width, beside)
             return draft_of([merged(each) for each in ways], device)
         found = self._lookup.find(text, length, rows, longest, wish.k, beside)
-        kinds = None if beside is None else [_KINDS[source] for source in found.sources]
+        one_source = beside is None and not self._documents
+        kinds = None if one_source else [_KINDS[source] for source in found.sources]
         return ReadDraft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
 
     def _beside(self, member: Member | None) -> Beside[Any] | None:

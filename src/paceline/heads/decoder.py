@@ -15,6 +15,7 @@ from paceline.attention import AttentionBackend
 from paceline.attention.cached import CachedAttend
 from paceline.batch import Batch
 from paceline.decoder import Decoder
+from paceline.draft import Draft
 from paceline.heads.head import Head
 from paceline.heads.layers import Step
 from paceline.nodes import Tree
@@ -134,6 +135,9 @@ class HeadDecoder(Decoder):
     def note_guesses(self, batch: Batch, count: int) -> None:
         """They were read without streams: those that are kept are read again, with theirs."""
 
+    def keep_guesses(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Likewise."""
+
     def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """After the target, whose streams of these tokens and of those before them it reads."""
         super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
@@ -161,7 +165,7 @@ class TorchHeadDecoder(HeadDecoder):
         super().__init__(model, backend, rows, positions, vocab_size)
         self.head, self.streams = model.head, TorchStreams(model, rows, positions)
         self._last: Step  # of the last forward pass, [B, L, width]
-        self._state: Tensor  # [B, width], what the next guess is read with
+        self._states: Tensor  # [B, n, width], after the text and the guesses of a tree: what the next are read with
 
     def forward(
         self,
@@ -177,8 +181,16 @@ class TorchHeadDecoder(HeadDecoder):
         places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
         return self._run(tokens, self.streams.at(first_row, places), places, longest, first_row)
 
-    def _run(self, tokens: Tensor, hidden: Tensor, places: Tensor, longest: int, first_row: int) -> Tensor:
-        plan = self.backend.plan(places, min(longest, self.cache.positions + 1))
+    def _run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        places: Tensor,
+        longest: int,
+        first_row: int,
+        ancestors: Tensor | None = None,
+    ) -> Tensor:
+        plan = self.backend.plan(places, min(longest, self.cache.positions + 1), ancestors)
         attend = CachedAttend(self.cache, self.backend, plan, first_row)
         self._last = self.head.step(tokens.clamp(max=self.model.vocab_size - 1), hidden, places, attend)
         return self._last.normed
@@ -207,7 +219,7 @@ class TorchHeadDecoder(HeadDecoder):
         seen.copy_(batch.live_length)
         last = last[..., None].expand(-1, -1, self.head.config.width)
         state, normed = (part.gather(1, last) for part in self._last)
-        self._state = state[:, -1]
+        self._states = state[:, -1:]
         return normed
 
     def _with_ahead(
@@ -230,6 +242,19 @@ class TorchHeadDecoder(HeadDecoder):
         """A guess has no streams yet: the state at the token before it stands in. None of them counts as seen."""
         step = guesses.shape[1]
         places = (batch.live_length + step - 2).clamp(min=0)[:, None]
-        normed = self._run(guesses[:, -1:], self._state[:, None], places, batch.longest + step, batch.first)
-        self._state = self._last.state[:, 0]
+        normed = self._run(guesses[:, -1:], self._states, places, batch.longest + step, batch.first)
+        self._states = self._last.state
         return normed[:, 0]
+
+    def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
+        """Each guess with the state at what it follows; the last token of the text, below them, with its streams."""
+        root = (batch.live_length - 2).clamp(min=0)[:, None]
+        chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
+        tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1
+        before = self._states.gather(1, places[..., None].expand(-1, -1, self._states.shape[-1]))
+        hidden = torch.cat([self.streams.at(batch.first, root), before], dim=1)
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        depths, ancestors = (chain, None) if tree is None else (tree.depths, tree.ancestors)
+        normed = self._run(tokens, hidden, root + depths, batch.longest + draft.k, batch.first, ancestors)
+        self._states = self._last.state
+        return normed

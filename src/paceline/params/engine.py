@@ -259,7 +259,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
     "speculation_width": (
         lambda config: config.guesses and config.drafter_kind is not None and config.drafter_kind.auto_width > 0,
-        "a drafter whose guesses may branch: drafter='ngram', 'model' or 'hybrid'",
+        "a drafter whose guesses may branch: drafter='ngram', 'model', 'feature' or 'hybrid'",
     ),
     "acceptance": (lambda config: config.drafter is not None, _GUESSES),
     "profile": (lambda config: config.reads_profile, _GUESSES + "; and num_speculative_tokens='auto' or 'profiled'"),

@@ -1,0 +1,111 @@
+"""The count of what trees can gain: what is drafted at a place does not depend on the places seen before it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.tree_gain import (
+    DEEP,
+    WIDE,
+    Answer,
+    Branches,
+    Grown,
+    best,
+    cut,
+    likeliest,
+    of_all,
+    play,
+    rounds,
+    survivals_of,
+)
+
+from head_support import tiny_head
+from paceline.batch import Batch, RowStart
+from paceline.drafters.model import ModelDrafter
+from paceline.params import SamplingParams
+from toy import ToyModel, make_engine, slow_answer, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = [5, 3, 8, 1]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
+    """Of the second of two rows."""
+    target = tiny_llama() if kind == "feature" else ToyModel()
+    draft = {"feature": lambda: tiny_head(target, 32), "model": lambda: ToyModel(blur=0.3), "self": ToyModel}[kind]()
+    engine = make_engine(target, draft, drafter="feature" if kind == "feature" else "model", speculation_width=WIDE)
+    drafter, batch = engine.parts.drafter, Batch(4, 64, target.vocab_size)
+    assert isinstance(drafter, ModelDrafter)
+    text = slow_answer(target, PROMPT, GREEDY)
+    answer = Answer("chat", 0.0, PROMPT, [], text)
+    for row in range(2):
+        batch.set_row(row, RowStart([*PROMPT, *text], SamplingParams(), 0))
+        with torch.inference_mode():
+            engine.parts.target.prefill(batch, row, [0], [len(PROMPT) + len(text)])
+    batch.set_rows(2)
+    return answer, Grown(drafter, batch, 1, answer, noise=noise)
+
+
+@pytest.mark.parametrize("kind", ["model", "feature"])
+def test_a_tree_is_the_same_in_whatever_order_places_are_seen(kind: str) -> None:
+    _, there = grown(kind)
+    _, back = grown(kind)
+    places = [0, 3, 4, 11, 17]
+    trees = {place: there.tree(place, DEEP) for place in places}
+    for place in reversed(places):
+        tree = back.tree(place, DEEP)
+        assert (tree.tokens, tree.follows) == (trees[place].tokens, trees[place].follows)
+        assert tree.scores == pytest.approx(trees[place].scores, abs=1e-5)
+    assert any(len(tree.tokens) > len(tree.path(tree.tokens)) for tree in trees.values()), "some of them branch"
+
+
+def test_a_model_that_guesses_for_itself_takes_as_few_rounds_as_there_can_be() -> None:
+    answer, own = grown("self")
+    played = play([(answer.answer, own.chain)], best(DEEP))
+    assert played.tokens == len(answer.answer)
+    assert played.rounds == -(-len(answer.answer) // (DEEP + 1))
+    assert played.saved == 0
+    assert play([(answer.answer, own.tree)], best(WIDE * DEEP)).rounds == played.rounds
+
+
+def test_what_is_cut_takes_what_follows_it_along() -> None:
+    tree = Branches([7, 8, 9, 7, 5], [-1, -1, 1, 2, 0], [0.5, 0.4, 0.9, 0.9, 0.1], [0] * 5)
+    assert survivals_of(tree.scores, tree.follows) == pytest.approx([0.5, 0.4, 0.36, 0.324, 0.05])
+    without = cut(tree, lambda way: way[-1] != 1)
+    assert (without.tokens, without.follows) == ([7, 5], [-1, 0])
+    shaped = likeliest(lambda _place, _depth: tree, 4)(0, DEEP)
+    assert (shaped.tokens, shaped.follows) == ([7, 8, 9, 7], [-1, -1, 1, 2])
+
+
+def test_copies_are_counted_without_a_model_and_what_was_counted_stays(tmp_path: Path) -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 9, 5, 6, 7, 1, 2, 3, 4, 8]
+    answers, output = tmp_path / "answers.json", tmp_path / "out.json"
+    answers.write_text(json.dumps([Answer(name, 0.0, text, [], text[1:])._asdict() for name in ("chat", "edits")]))
+    options = argparse.Namespace(what="rounds", model=None, answers=answers, output=output, prompts=1, sets=["chat"])
+    chat, alone = rounds(options)
+    assert (alone["prompts"], alone["tokens_a_round"]) == ("all", chat["tokens_a_round"])
+    found = chat["tokens_a_round"]
+    assert found["chain"]["1"] < found["chain"]["4"]
+    assert chat["curves"]["chain"][0] == (0, 1), "nothing verified: a token a round"
+    assert json.loads(output.read_text())["results"] == [json.loads(json.dumps(chat))]
+    output.write_text(json.dumps({"results": [chat | {"tokens": 2 * chat["tokens"]}, alone]}))
+    options.sets = ["chat", "edits"]
+    first, second, both = rounds(options)
+    assert [each["tokens"] for each in (first, second, both)] == [count * (len(text) - 1) for count in (2, 1, 3)]
+    assert second["tokens_a_round"] == found
+    assert json.loads(output.read_text())["results"][1]["prompts"] == "edits"
+
+
+def test_sets_side_by_side_take_the_rounds_of_each() -> None:
+    one = {"prompts": "chat", "temperature": 0.0, "tokens": 12, "curves": {"chain": [(0, 1), (3, 3)]}}  # 12, 4 rounds
+    other = one | {"prompts": "edits", "curves": {"chain": [(0, 1), (5, 6)]}}  # 12, 2 rounds
+    hot = one | {"temperature": 0.8, "tokens": 99}
+    found = of_all([one, hot, other], 0.0)
+    assert found["tokens"] == 24
+    assert found["curves"]["chain"] == [(0, 1), (pytest.approx((4 * 3 + 2 * 5) / 6), 4)]
+    assert found["tokens_a_round"]["chain"]["2"] == pytest.approx(1 + 3 * 2 / (22 / 6), abs=1e-3)

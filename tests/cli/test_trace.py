@@ -1,0 +1,34 @@
+"""``paceline trace``: an answer as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench import syntax
+
+ANSWER = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
+
+
+def test_a_page_is_written_with_its_tables(paceline: Any, tiny: str, tiny_draft: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.html"
+    result = paceline("trace", str(output), tiny, "-p", "abcabc", "--draft-model", tiny_draft, "-k", "3", *ANSWER)
+    assert result.exit_code == 0, result.stderr
+    assert f"{output}: 12 tokens in " in result.stderr
+    written = output.read_text()
+    assert all(part in written for part in ("by how deep they stand", "by where they come from", "draft model"))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nodes_of_code_are_told_where_there_is_a_parser_and_else_what_brings_one(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(syntax, "available", lambda: there)
+    monkeypatch.setattr(syntax, "node_kinds", lambda pieces: ["integer"] * len(pieces))
+    output = tmp_path / "out.html"
+    result = paceline("trace", str(output), tiny, "-p", "abcabcabc", "--drafter", "ngram", "-k", "3", *ANSWER)
+    assert result.exit_code == 0, result.stderr
+    assert ("node of the syntax tree" in output.read_text()) == there
+    assert ('needs: pip install "paceline[trace]"' in result.stderr) == (not there)
