@@ -57,6 +57,13 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert sorted(listed) == sorted(page.stem for page in PAGES[1:] if page != index)
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    """The site cannot show a folder; where its tools are missing, nothing else looks at links."""
+    targets = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text())
+    assert [to for to in targets if not (page.parent / to).is_file()] == []
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """A link that leads nowhere and a docstring that cannot be read are warnings."""

@@ -124,6 +124,13 @@ def test_the_thousand_lines_are_what_was_measured() -> None:
     assert f"between {least} and {most} MB" in text_below("A thousand lines")
 
 
+def test_the_thousand_lines_through_a_server_are_what_was_measured() -> None:
+    run = load("served-batch-killed-smollm2-epyc-zen4")
+    assert (run["lines"], run["answered"], run["different_answers"], len(run["killed_at"])) == (1000, 1000, 0, 3)
+    grown = [*run["resident_bytes_by_tenths"], *run["resident_bytes_by_tenths_killed"]]
+    assert f"between {min(grown) / 1e6:.0f} and {max(grown) / 1e6:.0f} MB" in text_below("A thousand lines")
+
+
 # --- nothing to copy; what was read before ----------------------------------------------------------------------------
 
 
@@ -165,6 +172,16 @@ def test_the_table_of_edits_is_what_was_measured() -> None:
         assert rounds == f"{found['tokens_a_round']:.1f}"
         assert right == f"{found['acceptance_rate']:.0%}".replace("%", " %")
         assert (with_prefill, decoding) == (f"{found['speed_up']:.1f}x", f"{found['speed_up_decoding']:.1f}x")
+
+
+def test_answers_beside_requests_are_what_was_measured() -> None:
+    run = load("references-separate-qwen-epyc-zen4")
+    assert run["prompt_tokens"] == [286]
+    measured = {found["side"]: found for found in run["results"]}
+    shown = {name.strip("`"): seconds for name, seconds in table("Eight answers to one prompt, beside eight requests")}
+    assert shown == {name: f"{found['seconds']:.1f}" for name, found in measured.items()}
+    assert all(len(found["seconds_of_all"]) == 3 for found in measured.values())
+    assert all(found["tokens"] == 8 * 48 for found in measured.values())
 
 
 # --- headlines --------------------------------------------------------------------------------------------------------
@@ -240,6 +257,36 @@ def over_an_oracle() -> list[str]:
     return [f"{over['auto']:.2f}", f"{min(over[k] for k in over if k.isdigit()):.2f}"]
 
 
+COUNTED = {
+    "the pair's draft model": "tree-gain-rounds-qwen",
+    "SmolLM2's trained head": "tree-gain-rounds-smollm2-head",
+    "copies, SmolLM2": "tree-gain-rounds-smollm2-ngram",
+}
+BESIDE = ("chain", "chain by survival", "EAGLE-2's shape")
+
+
+def fewer_rounds(who: str, temperature: float, beside: str, guesses: str) -> str:
+    """Of trees by survival, all sets of prompts side by side; negative: more."""
+    (found,) = [
+        each["tokens_a_round"]
+        for each in load(COUNTED[who])["results"]
+        if (each["prompts"], each["temperature"]) == ("all", temperature)
+    ]
+    other, tree = found[beside][guesses], found["tree by survival"][guesses]
+    return "-" if None in (other, tree) else f"{100 * (1 - other / tree):.0f}".replace("-0", "0") + " %"
+
+
+@pytest.mark.parametrize("who", COUNTED)
+def test_the_rounds_that_trees_save_are_those_that_were_counted(who: str) -> None:
+    lines = (ROOT / "docs" / "drafters.md").read_text().splitlines()
+    said = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith(f"| {who} |")]
+    temperatures = sorted({each["temperature"] for each in load(COUNTED[who])["results"]})
+    assert said == [
+        [f"{t:g}", *(", ".join(fewer_rounds(who, t, beside, n) for n in ("2", "4", "8")) for beside in BESIDE)]
+        for t in temperatures
+    ]
+
+
 def trees() -> list[str]:
     """Of the best guesses by survival, one row: a tree of two candidates a place over a chain."""
     runs = {r["prompts"]: r["widths"] for r in load("tree-gain-draft-qwen")["results"] if r["temperature"] == 0}
@@ -252,7 +299,10 @@ def trees() -> list[str]:
         for guesses in ("8", "4")
     }
     told = "{} times its chain's tokens in open chat, {} in retrieval, {} in code stubs, {} in edits"
-    return [told.format(*gains["8"]), ", ".join(gains["4"])]
+    pair, head = ([fewer_rounds(who, 0.0, beside, "4") for beside in BESIDE] for who in list(COUNTED)[:2])
+    counted = "{} fewer rounds than a chain, {} than a chain that is chosen so, too, and {} than EAGLE-2's shape"
+    rounds = [counted.format(*pair), f"with SmolLM2's head {head[0]} and {head[2]}"]
+    return [told.format(*gains["8"]), ", ".join(gains["4"]), *rounds]
 
 
 def in_a_budget() -> list[str]:
@@ -300,4 +350,4 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
         if written is not None:
             assert written.split(" --output")[0] == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
-    assert used == {*HEADLINES, "peers", "edits"}
+    assert used == {*HEADLINES, "peers", "edits", "separate"}
