@@ -50,6 +50,12 @@ def test_rows_of_a_part_have_pending_tokens_of_their_own() -> None:
     assert make_batch().part(1, 3).pending_on_host() == [4, 6]
 
 
+def test_rows_of_a_part_keep_the_ends_of_their_time() -> None:
+    batch = make_batch()
+    batch.deadlines[2] = 5.0
+    assert batch.part(2, 3).deadlines == [5.0]
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(
     kernels: bool, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from paceline import LLM
 from paceline.batch import Batch
 from paceline.chunks import Chunks, Part, Speed
 from paceline.cli.batch import running
+from paceline.cli.jobs import Job, run_jobs
 from paceline.decoder import Decoder
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
@@ -307,6 +308,17 @@ def test_so_are_those_of_a_file_whoever_comes() -> None:
     llm = slow_llm()
     assert len(passes(llm, serve_a_file)) <= len(passes(slow_llm(), generate)) + 1, "one warms up"
     assert llm.engine.scheduler.watched is False
+
+
+def generate_on_the_command_line(llm: LLM) -> None:
+    jobs = [Job("--prompt", PARAMS, prompt=prompt) for prompt in LONG_PROMPTS]
+    assert run_jobs(llm, jobs, lambda number, result: None, progress=False) == 0
+
+
+def test_so_are_those_of_paceline_generate() -> None:
+    llm = slow_llm()
+    assert len(passes(llm, generate_on_the_command_line)) == len(passes(slow_llm(), generate))
+    assert llm.engine.scheduler.closed is False
 
 
 @pytest.mark.parametrize("work", [stream, generate_beside_a_stream, serve])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
+from paceline.gpu.graphs import Graphs, Nobody, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, TritonOps, TwinOps
 from paceline.gpu.state import read_record
 from paceline.lengths.auto import AutoLength
@@ -315,6 +316,29 @@ def test_a_round_is_one_launch(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.step()
     assert len(launched) == 6
     assert len(set(launched)) == 1
+
+
+class Replayed:
+    """In place of a CUDA graph."""
+
+    def replay(self) -> None:
+        pass
+
+
+def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.gpu.graphs.MOST_GRAPHS", 3)
+    numbers, forgotten, fellows = count(), [], Nobody()
+    monkeypatch.setattr(fellows, "forget", forgotten.append)
+    graphs = Graphs(torch.device("cpu"), fellows=fellows)
+    graphs.captures = True
+    monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
+    for key in "abcab":
+        graphs.run(key, lambda: torch.zeros(1))
+    graphs.run("d", lambda: torch.ones(1))
+    assert graphs.keys == ["a", "b", "d"]
+    assert forgotten == [2]
+    assert graphs.run("d", lambda: torch.zeros(1)).item() == 1, "as it was captured"
+    assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
 
 
 # --- no reads ---------------------------------------------------------------------------------------------------------

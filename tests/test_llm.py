@@ -73,13 +73,21 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
         assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float64, "meta"], ids=str)
-def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+TOLD: dict[str, Callable[[], object]] = {
+    "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
+    "float64": lambda: torch.set_default_dtype(torch.float64),
+    "meta": lambda: torch.set_default_device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+}
+
+
+@pytest.fixture(params=TOLD)
+def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], object]]:
     """Tells torch, until the test ends: who runs models in bfloat16, or on a GPU, often does."""
-    device = request.param if isinstance(request.param, str) else None
-    yield lambda: torch.set_default_device(device) if device else torch.set_default_dtype(request.param)
+    yield TOLD[request.param]
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
+    torch.set_autocast_enabled("cpu", False)
 
 
 EVERYTHING = [
@@ -90,14 +98,15 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize("attention", ["padded", "native"])
-def test_torchs_default_dtype_and_device_are_nobodys_business(default: Callable[[], None], attention: str) -> None:
+def test_what_torch_was_told_is_nobodys_business(default: Callable[[], object], attention: str) -> None:
     """The kernels write float32 wherever they are told to."""
     if attention == "native" and not native.available():
         pytest.skip(f"no kernels here: {native.why_none()}")
     model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # as the kernels want it
 
     def told() -> list[object]:
-        options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "attention": attention, "threads": 1}
+        dtype = "bfloat16" if attention == "native" else "float32"
+        options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "attention": attention, "threads": 1}
         llm = LLM(model, model, max_batch_size=2, num_speculative_tokens=2, **options)
         outputs = llm.generate(PROMPTS, EVERYTHING, use_tqdm=False)
         outputs += llm.with_options(acceptance="rejection").generate(PROMPTS, EVERYTHING, use_tqdm=False)

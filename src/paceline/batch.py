@@ -257,6 +257,7 @@ class Batch:
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
         part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
+        part.deadlines = self.deadlines[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
 

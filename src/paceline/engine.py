@@ -22,7 +22,7 @@ from paceline.description import Running
 from paceline.device_round import DeviceRound, Rule
 from paceline.draft import Verdict
 from paceline.errors import ParameterError, PromptTooLongError
-from paceline.hardware import threads_of_each, torch_threads, whatever_the_default_device
+from paceline.hardware import threads_of_each, torch_threads, whatever_torch_was_told
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
@@ -54,7 +54,7 @@ class Engine:
     sense with these models.
     """
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     @torch.inference_mode(False)  # its tensors are written in and out of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
@@ -128,7 +128,7 @@ class Engine:
             raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         return self._profile
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
         """What rounds cost with these models; only while the engine is idle."""
         self.scheduler.forget()
@@ -204,7 +204,7 @@ class Engine:
         """Raise what ``add`` would; any thread may ask."""
         self._intake.check(request)
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
         if self._goes_without_torch():
@@ -256,7 +256,7 @@ class Engine:
         self.last_verdict = speculative_round(self.parts, self.batch)
         return self.scheduler.settle(self.last_verdict)
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     @torch.inference_mode()
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its rows are free at once. None if there is no such request."""
@@ -264,7 +264,7 @@ class Engine:
         self._collect(self.scheduler.drop(request_id, "abort"))
         return output
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
@@ -323,7 +323,7 @@ class Engine:
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     @torch.inference_mode()
     def score_some(self, *, awaited: bool = True) -> list[Text]:
         """One pass over the texts to score; those that ended. Rounds may be played between two passes.
@@ -335,7 +335,7 @@ class Engine:
         with self._own_threads():
             return self.scorer.step(decoding=bool(self.scheduler.running), seconds=self._step_seconds)
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""

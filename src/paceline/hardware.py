@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -154,14 +154,22 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def whatever_the_default_device(function: Callable[P, T]) -> Callable[P, T]:
-    """Within it, tensors lie on the CPU unless somebody says where: whatever a caller told torch.set_default_device."""
+def whatever_torch_was_told(function: Callable[P, T]) -> Callable[P, T]:
+    """Within it, tensors lie on the CPU unless somebody says where, and products are what they are said to be: whatever
+    a caller told torch.set_default_device, and in a caller's torch.autocast.
+    """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.get_default_device().type == "cpu":
+        told: list[AbstractContextManager[object]] = []
+        if torch.get_default_device().type != "cpu":
+            told.append(torch.device("cpu"))
+        told += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not told:
             return function(*args, **kwargs)
-        with torch.device("cpu"):
+        with ExitStack() as stack:
+            for each in told:
+                stack.enter_context(each)
             return function(*args, **kwargs)
 
     return called

@@ -22,7 +22,7 @@ from paceline.hardware import (
     resolve_dtype,
     threads_of_each,
     torch_threads,
-    whatever_the_default_device,
+    whatever_torch_was_told,
 )
 from paceline.heads.decoder import HeadModel
 from paceline.heads.loading import find_head, load_head_for
@@ -82,7 +82,7 @@ class LLM:
     Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
     """
 
-    @whatever_the_default_device
+    @whatever_torch_was_told
     @torch.inference_mode(False)  # what is made in a caller's inference mode could be written in that mode alone
     def __init__(
         self,

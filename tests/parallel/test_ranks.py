@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -225,6 +226,10 @@ class Recording:
     """In place of a CUDA graph: what is captured runs at once, and replays are counted."""
 
     replays = 0
+    kept: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        Recording.kept.add(self)
 
     def replay(self) -> None:
         Recording.replays += 1
@@ -244,7 +249,11 @@ def test_the_others_capture_what_rank_0_captures_and_replay_it(tmp_path: Path, m
         for _ in range(3):
             with part.replaying(number):
                 pass
+        assert len(Recording.kept) == 1
+        part.forget(number)
         assert torch.equal(engine.next_logits([1, 2]), captured)
+        gc.collect()
+        assert not Recording.kept
     assert Recording.replays == 3
 
 

@@ -71,6 +71,27 @@ def test_places_are_given_back_answer_by_answer_and_never_twice() -> None:
     enter(admission, "a", 4)
 
 
+@pytest.mark.parametrize("first", ["answers", "scores"])
+def test_a_prompt_that_is_scored_keeps_a_place_until_it_is(first: str) -> None:
+    admission = Admission(max_waiting=0)
+    (place,) = admission.enter("a", [Work(2, 10, 30, scored=True)], ROOM)
+    if first == "scores":
+        place.scored()
+        assert admission.inside == 2
+        place.end(2)
+    else:
+        place.end(1)
+        place.end(1)
+        assert admission.inside == 1
+        place.scored()
+    assert admission.inside == 0
+    place.close()
+    enter(admission, "a", 4, 90, 40).close()  # all tokens were given back, too
+    (place,) = admission.enter("a", [Work(2, 10, 30, scored=True)], ROOM)
+    place.close()
+    assert admission.inside == 0
+
+
 def test_tokens_count_as_answers_do() -> None:
     admission = Admission(max_waiting=12, max_waiting_tokens=100)
     enter(admission, "a", 4, 100, 40)

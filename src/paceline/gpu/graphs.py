@@ -34,6 +34,10 @@ class Fellows(Protocol):
         """Beside what is done in here."""
         ...
 
+    def forget(self, number: int, /) -> None:
+        """It will not be replayed any more."""
+        ...
+
 
 class Nobody:
     """Who has no fellows."""
@@ -44,12 +48,18 @@ class Nobody:
     def replaying(self, number: int, /) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def forget(self, number: int, /) -> None:
+        pass
 
+
+MOST_GRAPHS = 256  # more than the 7 buckets of rows and 17 lengths of two kinds of requests make with ragged attention
 _WARM_UPS = 2  # the first compiles and picks kernels; the second finds everything in place
 
 
 class Graphs:
     """Runs programs: on CUDA as graphs, captured at the first use of their key; elsewhere as they are.
+
+    Kept are those that were used last: with padded attention and many kinds of requests there is no end of keys.
 
     idle: a context in which running a program changes nothing that counts, for the runs before a capture.
     capture: False runs programs eagerly on CUDA, too. fellows: other ranks, if any have parts in the programs.
@@ -77,9 +87,10 @@ class Graphs:
         """Run the program, or replay it; the result is valid until the next run of any key."""
         if not self.captures:
             return program()
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(program)
-        graph, result, number = self._graphs[key]
+        while key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
+            self._fellows.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
+        found = self._graphs.pop(key, None) or self._capture(program)
+        self._graphs[key] = graph, result, number = found  # the last used is the last listed
         with self._fellows.replaying(number):
             graph.replay()
         return result

@@ -115,7 +115,7 @@ class TorchStreams(KeptStreams):
         self._head = model.head
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features).to(self.fused.dtype)
+        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
 
 
 class HeadDecoder(Decoder):

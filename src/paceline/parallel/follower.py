@@ -58,6 +58,8 @@ class Follower:
                 self._capture(graph)
             case Op.REPLAY, (graph,), None:
                 self._graphs[graph].replay()
+            case Op.DROP_GRAPH, (graph,), None:
+                del self._graphs[graph]
             case ((Op.END | Op.CAPTURED), (), None):
                 pass
             case _:

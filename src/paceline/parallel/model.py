@@ -170,6 +170,10 @@ class LeadingPart(PartOfModel):
         with self._together(Step(Op.REPLAY, (number,))):
             yield
 
+    def forget(self, number: int) -> None:
+        """The others drop that graph before what comes next."""
+        self._pending.append(Step(Op.DROP_GRAPH, (number,)))
+
     @contextmanager
     def _together(self, step: Step) -> Iterator[None]:
         """All ranks do this, after what is pending."""

@@ -27,6 +27,7 @@ class Op(IntEnum):
     CAPTURE = 8  # graph: what comes until CAPTURED is recorded as it, and not run (CUDA)
     CAPTURED = 9
     REPLAY = 10  # graph
+    DROP_GRAPH = 11  # graph
 
 
 @dataclass(frozen=True)

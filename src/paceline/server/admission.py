@@ -16,11 +16,15 @@ _LONGEST_WAIT = 60
 
 
 class Work(NamedTuple):
-    """What a prompt asks of the engine: ``answers`` of at most ``made`` tokens each, and ``read`` tokens to read."""
+    """What a prompt asks of the engine: ``answers`` of at most ``made`` tokens each, and ``read`` tokens to read.
+
+    scored: beside its answers, its own tokens are scored.
+    """
 
     answers: int
     made: int
     read: int
+    scored: bool = False
 
     @property
     def tokens(self) -> int:
@@ -56,23 +60,36 @@ class _Units:
 
 
 class Place:
-    """Room for the answers to a prompt, given back one by one as the engine is done with them."""
+    """Room for the answers to a prompt, given back one by one as the engine is done with them.
+
+    The last one takes the prompt along, once that is scored.
+    """
 
     def __init__(self, admission: Admission, client: str, work: Work) -> None:
         self._admission, self._client, self._work = admission, client, work
-        self._left = work.answers
+        self._running = self._inside = work.answers
+        self._unscored = work.scored
 
     def end(self, answers: int) -> None:
-        """So many more have ended; the last one takes the prompt along."""
-        ended = min(answers, self._left)
-        if ended:
-            self._left -= ended
-            tokens = ended * self._work.made + (0 if self._left else self._work.read)
-            self._admission.leave(self._client, ended, tokens)
+        """So many more have ended."""
+        self._running = max(0, self._running - answers)
+        self._give_back()
+
+    def scored(self) -> None:
+        """The prompt is."""
+        self._unscored = False
+        self._give_back()
 
     def close(self) -> None:
-        """All of them have."""
-        self.end(self._left)
+        """All is done."""
+        self._running, self._unscored = 0, False
+        self._give_back()
+
+    def _give_back(self) -> None:
+        inside = max(self._running, int(self._unscored))
+        done, self._inside = self._inside - inside, inside
+        if done:
+            self._admission.leave(self._client, done, done * self._work.made + (0 if inside else self._work.read))
 
 
 class Admission:

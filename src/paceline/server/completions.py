@@ -77,7 +77,7 @@ class CompletionJob:
     async def answer(self) -> bytes:
         """Everything at once. Raises ApiError."""
         async with self._generation() as generation:
-            await self._make_echoes()
+            await self._make_echoes(generation)
             outputs = await generation.finish() or self._nothing()
         log_request(self.id, outputs, self.body.user)
         entries = generation.made * _entries(self.body) + self._echoed(len(self.echoes))
@@ -134,7 +134,7 @@ class CompletionJob:
         """Documents as the engine makes them. Raises ApiError."""
         letters: dict[int, int] = {}
         async with self._generation() as generation:
-            await self._make_echoes()
+            await self._make_echoes(generation)
             if not self._only_read:
                 async for events in self._growing(generation, letters):
                     yield events
@@ -222,7 +222,7 @@ class CompletionJob:
             return None
         return completion_logprobs(self.context.spelling, delta.logprobs, delta.pieces, offset, top)
 
-    async def _make_echoes(self) -> None:
+    async def _make_echoes(self, generation: Generation) -> None:
         if not self.body.echo:
             return
         pairs = zip(self.requests, self.body.prompts, strict=True)
@@ -232,6 +232,7 @@ class CompletionJob:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         self.echoes = [echo.result() for echo in echoes]
+        generation.scored()
 
     async def _make_echo(self, request: Request, prompt: str | list[int]) -> Echo:
         given = prompt if isinstance(prompt, str) else None

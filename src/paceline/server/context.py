@@ -247,7 +247,7 @@ class Context:
     def _work(self, request: Request, only_read: bool, scored: bool) -> Work:
         size, params = len(request.prompt_token_ids), request.params
         made = 0 if only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
-        return Work(params.answers, made, size * (scored + (not only_read)))
+        return Work(params.answers, made, size * (scored + (not only_read)), scored)
 
     def close(self) -> None:
         """Nothing is begun any more."""

@@ -53,6 +53,11 @@ class Generation:
             assert ticket.request.request_id is not None
             self._service.abort(ticket.request.request_id)
 
+    def scored(self) -> None:
+        """The log-probabilities of the prompts are there: their places end with their answers."""
+        for ticket in self._tickets:
+            ticket.place.scored()
+
     async def updates(self) -> AsyncIterator[Update]:
         """News until everything is finished."""
         while self._open:

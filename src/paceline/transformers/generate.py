@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.hardware import whatever_the_default_device
+from paceline.hardware import whatever_torch_was_told
 from paceline.llm import LLM
 from paceline.models.loading import max_positions
 from paceline.outputs import CompletionOutput, RequestOutput
@@ -29,7 +29,7 @@ _NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_ma
 Allowed = Callable[[int, Tensor], list[int]]
 
 
-@whatever_the_default_device
+@whatever_torch_was_told
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
