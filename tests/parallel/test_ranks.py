@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -226,7 +226,7 @@ class Recording:
     """In place of a CUDA graph: what is captured runs at once, and replays are counted."""
 
     replays = 0
-    kept: weakref.WeakSet[Recording] = weakref.WeakSet()
+    kept: ClassVar[weakref.WeakSet[Recording]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         Recording.kept.add(self)
