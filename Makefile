@@ -49,8 +49,8 @@ bench-peers: $(INSTALLED) ## beside transformers, vLLM, OpenVINO, llama.cpp: ben
 bench-serve: $(INSTALLED) ## the server under load, beside `transformers serve`: benchmarks/results, docs/img/serve.png
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.serve.run $(ARGS)
 
-screenshot: setup ## docs/img/playground.png, by headless chromium (apt-get install chromium)
-	PYTHONPATH=src:. $(BIN)/python -m benchmarks.screenshot
+screenshot: setup ## docs/img/playground.png and trace.png, by headless chromium (apt-get install chromium)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.screenshot $(ARGS)
 
 docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a link that leads nowhere ends it
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["docs"])' \

@@ -1,8 +1,11 @@
-"""``make screenshot``: docs/img/playground.png, the page at / while SmolLM2 answers. Needs chromium on the path."""
+"""``make screenshot``: docs/img/playground.png, the page at / while SmolLM2 answers, and docs/img/trace.png, that of
+``paceline trace``. Needs chromium on the path.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.serve.servers import free_port, running
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 MODEL = "smollm2-135m"
-PICTURE = Path(__file__).parents[1] / "docs" / "img" / "playground.png"
+PICTURES = Path(__file__).parents[1] / "docs" / "img"
 VIEWPORT = {"width": 1360, "height": 960}
+TOP = {"x": 0, "y": 0, "width": 1360, "height": 1900}
 PROMPT = (
     "Write a Python class Stack with the methods push, pop, peek and is_empty. Then write the same class once more, "
     "with a docstring in every method."
@@ -42,19 +46,45 @@ def play(page: Page) -> None:
         page.wait_for_function("n => document.querySelectorAll('.answer.ended').length >= n", arg=ended)
 
 
+def traced(folder: Path) -> Path:
+    """The page of an answer whose guesses branched."""
+    out = folder / "trace.html"
+    program = str(Path(sys.executable).with_name("paceline"))
+    options = ["--speculation-width", "3", "--chat", "--max-tokens", "160", "--temperature", "0.4", "--seed", "1", "-q"]
+    subprocess.run([program, "trace", str(out), MODEL, "--prompt", PROMPT, *options], check=True)
+    return out
+
+
+def playground(browser: Browser) -> None:
+    """The server's page while it answers."""
+    page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
+    with served() as url:
+        page.goto(url)
+        play(page)
+        page.screenshot(path=PICTURES / "playground.png", full_page=True)
+
+
+def trace(browser: Browser) -> None:
+    """Its top: the answer, the tables, the first rounds."""
+    page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
+    with tempfile.TemporaryDirectory() as scratch:
+        page.goto(traced(Path(scratch)).as_uri())
+        page.screenshot(path=PICTURES / "trace.png", full_page=True, clip=TOP)
+
+
+PAGES = {"playground": playground, "trace": trace}
+
+
 def main() -> None:
-    """Start, play, picture."""
+    """Of all pages, or of those that are named."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("no chromium on the path: apt-get install chromium")
-    with served() as url, sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
-        page.goto(url)
-        play(page)
-        PICTURE.parent.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=PICTURE, full_page=True)
-    print(f"wrote {PICTURE}")
+        for name in sys.argv[1:] or PAGES:
+            PAGES[name](browser)
+            print(f"wrote {PICTURES / name}.png")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from paceline.draft import Draft, Verdict
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.native_round import NativeRound
-from toy import ToyModel, make_engine, tiny_native
+from paceline.params import SamplingParams
+from toy import ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,6 +48,17 @@ def test_a_table_comes_from_real_rounds() -> None:
     table = calibration(Grid((1, 3), (0, 2), seconds=0.0)).run()
     assert table.batch_sizes == (1, 3)
     assert all(0 < ms < 60_000 for line in table.verify for ms in line)
+
+
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
+def test_trees_that_were_drafted_to_be_timed_are_in_no_round(drafter: str) -> None:
+    """The first round may be without guesses, and of fewer rows."""
+    target, params = ToyModel(), SamplingParams(max_tokens=6, seed=1, num_speculative_tokens=0)
+    engine = make_engine(target, ToyModel(blur=0.3), drafter=drafter, num_speculative_tokens=2, speculation_width=3)
+    parts = engine.parts
+    Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 4), (0, 2), seconds=0.0)).run()
+    (output,) = run(engine, [[1, 2, 3]], [params])
+    assert output.outputs[0].token_ids == slow_answer(target, [1, 2, 3], params)
 
 
 @pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")

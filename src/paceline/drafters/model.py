@@ -145,6 +145,13 @@ class ModelDrafter(Drafter):
     def describe(self, draft: str | None) -> str:
         return str(draft)
 
+    def join(self, row: int) -> None:
+        """Trees that were drafted for no round (to be timed, or for one that failed) are nobody's."""
+        self._grown = None
+
+    def leave(self, row: int) -> None:
+        self._grown = None
+
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         if self._grown is not None:
             self._grown.keep(verdict)
