@@ -69,6 +69,10 @@ def trace(browser: Browser) -> None:
     page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
     with tempfile.TemporaryDirectory() as scratch:
         page.goto(traced(Path(scratch)).as_uri())
+        for line in page.get_by_text(str(Path.home())).all():
+            line.evaluate(
+                "(line, home) => { line.textContent = line.textContent.replaceAll(home, '~') }", str(Path.home())
+            )
         page.screenshot(path=PICTURES / "trace.png", full_page=True, clip=TOP)
 
 
