@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -73,21 +74,21 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
         assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
 
 
-TOLD: dict[str, Callable[[], object]] = {
-    "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
-    "float64": lambda: torch.set_default_dtype(torch.float64),
-    "meta": lambda: torch.set_default_device("meta"),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+TOLD: dict[str, Callable[[ExitStack], object]] = {
+    "bfloat16": lambda _: torch.set_default_dtype(torch.bfloat16),
+    "float64": lambda _: torch.set_default_dtype(torch.float64),
+    "meta": lambda _: torch.set_default_device("meta"),
+    "autocast": lambda stack: stack.enter_context(torch.autocast("cpu", torch.bfloat16)),
 }
 
 
 @pytest.fixture(params=TOLD)
 def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], object]]:
     """Tells torch, until the test ends: who runs models in bfloat16, or on a GPU, often does."""
-    yield TOLD[request.param]
+    with ExitStack() as stack:
+        yield lambda: TOLD[request.param](stack)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    torch.set_autocast_enabled("cpu", False)
 
 
 EVERYTHING = [
