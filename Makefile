@@ -49,7 +49,7 @@ bench-peers: $(INSTALLED) ## beside transformers, vLLM, OpenVINO, llama.cpp: ben
 bench-serve: $(INSTALLED) ## the server under load, beside `transformers serve`: benchmarks/results, docs/img/serve.png
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.serve.run $(ARGS)
 
-screenshot: setup ## docs/img/playground.png and trace.png, by headless chromium (apt-get install chromium)
+screenshot: setup docs ## docs/img: playground.png, trace.png and site.png, by headless chromium (apt-get install chromium)
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.screenshot $(ARGS)
 
 docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a link that leads nowhere ends it

@@ -1,5 +1,5 @@
 """``make screenshot``: docs/img/playground.png, the page at / while SmolLM2 answers, and docs/img/trace.png, that of
-``paceline trace``. Needs chromium on the path.
+``paceline trace``, and docs/img/site.png, the first page of what ``make docs`` has built. Needs chromium on the path.
 """
 
 from __future__ import annotations
@@ -76,7 +76,14 @@ def trace(browser: Browser) -> None:
         page.screenshot(path=PICTURES / "trace.png", full_page=True, clip=TOP)
 
 
-PAGES = {"playground": playground, "trace": trace}
+def site(browser: Browser) -> None:
+    """The first page of the documentation."""
+    page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
+    page.goto((PICTURES.parents[1] / "build" / "docs" / "index.html").as_uri())
+    page.screenshot(path=PICTURES / "site.png")
+
+
+PAGES = {"playground": playground, "trace": trace, "site": site}
 
 
 def main() -> None:
