@@ -40,7 +40,8 @@ from paceline.params import ServerConfig
 from paceline.server import ending, run
 
 model, hangs = sys.argv[1:]
-run._LAST_WORDS = run._LAST_STEP = 0.5  # seconds after the limit
+assert run.LAST_WORDS > 0.5 and run.LAST_STEP > 0.5
+run.LAST_WORDS = run.LAST_STEP = 0.5  # seconds after the limit
 ending._ALARM = 30  # for a loaded machine: the end itself is tested, not the kernel's
 listen = run.listen
 
