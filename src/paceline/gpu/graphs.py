@@ -52,7 +52,7 @@ class Nobody:
         pass
 
 
-MOST_GRAPHS = 256  # more than the 7 buckets of rows and 17 lengths of two kinds of requests make with ragged attention
+MOST_GRAPHS = 256  # more than 7 buckets of rows and `auto`'s 17 lengths make of two kinds of requests
 _WARM_UPS = 2  # the first compiles and picks kernels; the second finds everything in place
 
 
