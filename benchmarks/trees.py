@@ -4,7 +4,7 @@
     python -m benchmarks.trees smollm2-135m --quantization int8 --widths 1 2 4
 
 Plain decoding, and speculation with each ``speculation_width``, take turns; medians count. Every answer of every side
-must be the same. Times are of whole calls, the reading of prompts included.
+must be the same. Times are of whole calls, whose prompts were read before and are copied.
 """
 
 from __future__ import annotations

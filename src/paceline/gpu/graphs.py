@@ -87,7 +87,7 @@ class Graphs:
         """Run the program, or replay it; the result is valid until the next run of any key."""
         if not self.captures:
             return program()
-        while key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
+        if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
             self._fellows.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
         found = self._graphs.pop(key, None) or self._capture(program)
         self._graphs[key] = graph, result, number = found  # the last used is the last listed
