@@ -533,6 +533,23 @@ def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int)
     assert mean(hurried.ends.values()) < 0.9 * mean(plain.ends.values())
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
+    """Of a draft model that is surer than it is right: verified alone its guesses would pay, drafted they do not."""
+    costs = linear_costs(verify=2.7, token=0.15, draft_once=0.2, draft_step=0.3)
+
+    def seconds(seed: int) -> float:
+        rng = random.Random(seed)
+        simulation = GuessSimulation(
+            costs, lambda _row: [(0.6, rng.random() < 0.3) for _ in range(8)], rows, tokens=96, seed=seed
+        )
+        policy = AutoLength(CostModel(costs), [simulation.reader], copies=False, clock=simulation.clock)
+        return simulation.play(policy, draining=True)
+
+    plain = 96 * costs.verify_ms(rows, 0) / 1000
+    assert plain / mean(seconds(seed) for seed in range(8)) > 0.968
+
+
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guess pays, so none is verified; but what rows gain shows that the guesses were right."""
     monkeypatch.setattr("paceline.lengths.belief.SHARE", 0.0)

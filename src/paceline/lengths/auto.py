@@ -64,6 +64,7 @@ CLUELESS_TRIALS = 4  # guesses that the chance of any guess weighs at first, and
 FADE = 0.98  # what the evidence about any guess is worth a round later
 SEARCH_HOPE = 0.2  # tokens a row that a search for copies is believed to bring, before any
 CAUTION = 0.2  # of a plain round: what guesses may take before any was judged, and for each that was
+CREDIT = 0.5  # plain rounds that guesses may cost a batch that drains: at 0 it often gives up guesses that pay
 CHEAPER = 0.5  # the true time of guesses may be so much of the one believed: worth finding out
 
 
@@ -200,7 +201,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         now.feed = self.costs.feed_ms(sum(backlog) - spared)
         left = max(now.batch.limits[row] - now.batch.lengths[row] for row in range(now.rows))
         value = self._best_length()[0] if self.costs.whole else (brings.value + doubt * brings.error) * now.rows
-        if value > now.rate * now.feed / max(left, 1):
+        if value > now.rate * now.feed / max(left, 1) and not self._is_held_up():
             now.reviews = self._reviews_plain(value / now.rate)
             if not now.reviews:
                 return True
@@ -211,6 +212,11 @@ class AutoLength(RowKeepers, LengthPolicy):
                 return True
         now.source, now.asked, now.feed = None, None, 0.0
         return False
+
+    def _is_held_up(self) -> bool:
+        """Whether guesses have brought less than they took in a batch that drains: nothing repays it later."""
+        now = self._round
+        return now.batch.draining and now.rows > 1 and self._paces.earned(now.rows) < -CREDIT
 
     def _reviews_plain(self, loss: float) -> bool:
         """Whether to see what a plain round takes, which loses so many ms, unless that is far from what is believed."""
@@ -425,7 +431,10 @@ class AutoLength(RowKeepers, LengthPolicy):
         if self.times:
             self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
         self._guessed = now.guesses > 0
-        self._paces.learn(accepted, now.expected or accepted, 1 + now.times.more(now.guesses) / now.times.plain)
+        verifying = 1 + now.times.more(now.guesses) / now.times.plain
+        drafts = now.source is not None and not now.trial  # trials are paid by savings, and what is read serves long
+        before = max(0.0, drafting - now.feed) / now.times.plain if drafts else 0.0
+        self._paces.learn(accepted, now.expected or accepted, verifying, before)
         if now.source is not None:
             self._learn_worth(now.source, verdict, ms, drafting)
             self._learn_chances(now.source, verdict)
