@@ -288,6 +288,18 @@ def test_the_rounds_that_trees_save_are_those_that_were_counted(who: str) -> Non
     ]
 
 
+def test_the_kinds_of_heads_are_those_that_were_trained() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    runs = load("train-kinds-smollm2-epyc-zen5")["runs"]
+    assert len({run["data"]["tokens_made"] for run in runs}) == 1
+    assert f"{runs[0]['data']['tokens_made']:,} tokens" in page
+    for run in runs:
+        last, millions = run["acceptance"][-1], [run["head"]["weights_trained"] / 1e6, run["passes"] / 1e6]
+        assert run["seconds_of_training"] == pytest.approx(7 * 60, rel=0.01)
+        figures = [*(f"{many:.2f} million" for many in millions), *(f"{kept:.2f}" for kept in last["conditional"][:3])]
+        assert f"| `{run['training']['kind']}` | {' | '.join(figures)} | {last['length'][2]:.2f} |\n" in page
+
+
 CLOCKED = {
     "copies and the pair's draft model": "trees-qwen",
     "copies, SmolLM2 alone": "trees-smollm2-ngram",
