@@ -26,7 +26,7 @@ from paceline.outputs import RequestOutput
 from paceline.params import ServerConfig
 from paceline.server import limits
 from paceline.server.batch.forms import FormReader, Part
-from paceline.server.batch.runner import BEHIND
+from paceline.server.batch.runner import BEHIND, Runner
 from paceline.server.batch.store import Store
 from paceline.server.errors import ApiError
 from paceline.server.security import Upload
@@ -546,6 +546,28 @@ def test_a_server_that_is_started_again_goes_on(tiny: str, tmp_path: Path, monke
         assert batch.request_counts.completed == 200
     assert counts == sorted(counts)
     assert counts[-1] < 200
+
+
+def test_batches_that_wait_for_their_turn_tell_what_was_answered_before(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server that was killed: the count on disk is older than the answers."""
+    lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(60)]
+    config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
+    play = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), play(engine))[1])
+    for live in start(config, tiny):
+        api = official(live.url)
+        name = begin(api, lines).id
+        wait_until(lambda: api.batches.retrieve(name).request_counts.completed > 1)  # noqa: B023
+    stopped = next((tmp_path / "batches").glob("*.json"))
+    document = json.loads(stopped.read_text())
+    assert document["document"]["status"] == "in_progress"
+    document["document"]["request_counts"]["completed"] = 0
+    stopped.write_text(json.dumps(document))
+    monkeypatch.setattr(Runner, "_ready", lambda _self: asyncio.sleep(3600))  # the engine is being loaded
+    for live in start(config, tiny):
+        wait_until(lambda: official(live.url).batches.retrieve(name).request_counts.completed > 1)  # noqa: B023
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ class Runner:
     async def _run(self, kept: KeptBatch) -> None:
         document = kept.document
         try:
+            await self._count(kept)  # its turn may come late
             async with self._turns[kept.owner]:
                 while is_open(kept):
                     await self._step(kept)
@@ -169,10 +170,14 @@ class Runner:
             self.store.content(document.input_file_id).open("rb") as lines,
             OutputFile("batch_dir", answers) as output,
         ):
-            counts = document.request_counts
-            counts.failed = await asyncio.to_thread(_failures, answers)
-            counts.completed = len(output.done) - counts.failed
+            await self._count(kept)
             await self._play_lines(kept, lines, output)
+
+    async def _count(self, kept: KeptBatch) -> None:
+        """What was answered so far, by an earlier server, too."""
+        answers, counts = self.store.answers(kept.document.id), kept.document.request_counts
+        if answers.exists():
+            counts.completed, counts.failed = await asyncio.to_thread(_counted, answers)
 
     async def _play_lines(self, kept: KeptBatch, lines: BinaryIO, output: OutputFile) -> None:
         context, counts = self._context, kept.document.request_counts
@@ -270,9 +275,11 @@ def _is_good(line: bytes) -> bool:
     return b',"response":{"status_code":200,' in line
 
 
-def _failures(answers: Path) -> int:
+def _counted(answers: Path) -> tuple[int, int]:
+    """Good lines and bad ones; one that was being written when the server ended is neither."""
     with answers.open("rb") as file:
-        return sum(not _is_good(line) for line in file)
+        good = [_is_good(line) for line in file if line.endswith(b"\n")]
+    return sum(good), len(good) - sum(good)
 
 
 def _split(answers: Path, good: Path, bad: Path) -> tuple[int, int]:
