@@ -550,6 +550,41 @@ def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
     assert plain / mean(seconds(seed) for seed in range(8)) > 0.968
 
 
+def resting() -> tuple[Simulation, AutoLength, list[float]]:
+    """After many rounds of eight rows whose guesses were all wrong, and what was looked up of costs since."""
+    costs = linear_costs(draft_step=4.0)
+    simulation = Simulation(costs, lambda row, place: 0.0)
+    simulation.rows(8)
+    policy = AutoLength(CostModel(costs), [Reader(16)], copies=False, clock=simulation.clock)  # type: ignore[list-item]
+    simulation.play(policy, 100)
+    looked: list[float] = []
+    times = policy.costs.times
+    policy.costs.times = lambda rows, context: (looked.append(rows), times(rows, context))[1]  # type: ignore[func-returns-value, method-assign]
+    return simulation, policy, looked
+
+
+def test_where_nothing_pays_it_rests_until_a_trial_can_be_paid() -> None:
+    """Thinking takes time, too: of a small model's rounds some percent."""
+    simulation, policy, looked = resting()
+    simulation.asked.clear()
+    simulation.play(policy, 200)
+    assert len(looked) < 50
+    assert any(simulation.asked)  # it still tries
+
+
+def test_other_rows_end_a_rest() -> None:
+    simulation, policy, looked = resting()
+    while not policy._rest > 1:
+        simulation.play(policy)
+    for change in (lambda: policy.join(7), lambda: policy.leave(7), lambda: simulation.rows(9)):
+        before = len(looked)
+        change()
+        simulation.play(policy)
+        assert len(looked) > before
+        while not policy._rest > 1:
+            simulation.play(policy)
+
+
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guess pays, so none is verified; but what rows gain shows that the guesses were right."""
     monkeypatch.setattr("paceline.lengths.belief.SHARE", 0.0)

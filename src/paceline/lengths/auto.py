@@ -52,7 +52,7 @@ from paceline.lengths.belief import (
     bins_of_draft,
     judge,
 )
-from paceline.lengths.cost import CostModel, RoundTimes
+from paceline.lengths.cost import REFRESH, CostModel, RoundTimes
 from paceline.row_keeper import RowKeeper, RowKeepers
 
 Clock: TypeAlias = Callable[[], float]  # seconds
@@ -167,6 +167,9 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._search_ms = 0.0  # what the last search for copies took
         self._guessed = False  # whether guesses were verified in the last round
         self._unasked = 0  # rounds without guesses since the last with any
+        self._rest = 0  # rounds in which nothing is asked for, as plain rounds change nothing that asking hangs on
+        self._rests_from = math.inf  # seconds
+        self._kind = (0, False)  # of the batch that rests: rows, whether it drains
         self._round: Round
         self._chosen: deque[Round] = deque()  # and not observed yet; the last is ``_round``
 
@@ -178,7 +181,12 @@ class AutoLength(RowKeepers, LengthPolicy):
     # --- before the round ------------------------------------------------------------
 
     def choose(self, batch: Batch) -> Wish:
+        if self._rest and self._kind == (batch.rows, batch.draining):
+            self._rest -= 1
+            self._unasked += 1
+            return Wish(0)
         began = self.clock()
+        self._wake(began)
         times = self.costs.times(batch.rows, batch.longest)
         self._round = Round(batch, began, began, times, self._paces.worth_of_tokens(batch))
         while len(self._chosen) > (not self.times):  # the round before failed
@@ -192,6 +200,11 @@ class AutoLength(RowKeepers, LengthPolicy):
                 break
         self._unasked += 1
         return Wish(0)
+
+    def _wake(self, now: float) -> None:
+        self._rest = 0
+        self._save(max(0.0, 1000 * (now - self._rests_from)))
+        self._rests_from = math.inf
 
     def _pays(self, source: Source) -> bool:
         """Whether to ask for guesses: by what they brought lately, or because it is time to see."""
@@ -420,6 +433,8 @@ class AutoLength(RowKeepers, LengthPolicy):
     # --- after the round ---------------------------------------------------------------
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
+        if not self._chosen:  # a round of rest
+            return
         now, ended = self._chosen.popleft(), self.clock()
         self._round = now
         accepted, ms = verdict.host.accepted, 1000 * (ended - now.began)
@@ -438,10 +453,16 @@ class AutoLength(RowKeepers, LengthPolicy):
         if now.source is not None:
             self._learn_worth(now.source, verdict, ms, drafting)
             self._learn_chances(now.source, verdict)
-        for savings in (self._savings, *(source.savings for source in self._sources)):
-            savings.save(ms)
+        self._save(ms)
         if now.source is self.copied:
             self._search_ms = drafting + 1000 * (self.clock() - ended)
+        elif now.source is None and not now.reviews and self.times and self._sources:  # nothing more is known till then
+            self._rest = min(REFRESH, *(source.savings.rounds(ms) for source in self._sources))
+            self._rests_from, self._kind = ended, (batch.rows, batch.draining)
+
+    def _save(self, ms: float) -> None:
+        for savings in (self._savings, *(source.savings for source in self._sources)):
+            savings.save(ms)
 
     def _learn_costs(self, ms: float) -> None:
         now = self._round
@@ -486,6 +507,14 @@ class AutoLength(RowKeepers, LengthPolicy):
         return [min(now.k, allowed) if row in asked else 0 for row, allowed in enumerate(most)]
 
     # --- rows ----------------------------------------------------------------------------
+
+    def join(self, row: int) -> None:
+        self._rest = 0
+        super().join(row)
+
+    def leave(self, row: int) -> None:
+        self._rest = 0
+        super().leave(row)
 
     def lost(self) -> None:
         if self._chosen:

@@ -259,6 +259,10 @@ class Savings:
         """Of a round that took so long."""
         self._ms = min(self._ms + SHARE * ms, self._price)
 
+    def rounds(self, ms: float) -> int:
+        """After how many rounds of so many ms there is enough for what was thought of last."""
+        return math.ceil(max(0.0, self._price - self._ms) / (SHARE * ms))
+
     def pay(self, price: float) -> bool:
         """Whether there are so many milliseconds; if so, they are spent."""
         self._price = price
