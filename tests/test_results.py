@@ -300,6 +300,39 @@ def test_the_kinds_of_heads_are_those_that_were_trained() -> None:
         assert f"| `{run['training']['kind']}` | {' | '.join(figures)} | {last['length'][2]:.2f} |\n" in page
 
 
+@pytest.mark.parametrize("run", ["drafters-smollm2-epyc-zen5", "drafters-qwen-epyc-zen5"])
+def test_the_tables_of_drafters_are_what_was_measured(run: str) -> None:
+    page, found = (ROOT / "docs" / "drafters.md").read_text(), load(run)
+    below = page.split("### Two targets")[1].split(f"results/{run}.json")[1].split("\n\n")[1].splitlines()[2:]
+    told = dict.fromkeys((each["drafter"], each["temperature"]) for each in found["acceptance"])
+    assert len(below) == len(told)
+    for line, who in zip(below, told, strict=True):
+        counted = [each for each in found["acceptance"] if (each["drafter"], each["temperature"]) == who]
+        timed = {
+            each["batch_size"]: f"{each['speed_up']:.2f}"
+            for each in found["speeds"]
+            if (each["drafter"], each["temperature"]) == who
+        }
+        lengths = [f"{each['mean_acceptance_length']:.2f}" for each in counted]
+        ratios = [timed.get(rows, "-") for rows in found["plan"]["batch_sizes"]]
+        assert line == f"| {who[0]} | {who[1]:g} | {' | '.join([*lengths, *ratios])} |"
+
+
+def test_temperature_costs_the_head_little() -> None:
+    def kept(place: int, temperature: float) -> str:
+        rates = [
+            each["by_position"][place]
+            for each in load("drafters-smollm2-epyc-zen5")["acceptance"]
+            if (each["drafter"], each["temperature"]) == ("head", temperature)
+        ]
+        return f"{statistics.mean(rates):.2f}"
+
+    greedy, sampled = ([kept(place, temperature) for place in (0, 1)] for temperature in (0.0, 0.8))
+    said = " ".join((ROOT / "docs" / "drafters.md").read_text().split())
+    told = f"{greedy[0]} of first and {greedy[1]} of second guesses when greedy, {sampled[0]} and {sampled[1]} at 0.8"
+    assert told in said
+
+
 CLOCKED = {
     "copies and the pair's draft model": "trees-qwen",
     "copies, SmolLM2 alone": "trees-smollm2-ngram",
