@@ -38,7 +38,8 @@ import torch
 
 from paceline.batch import Batch, RowStart, Wish
 from paceline.bench.sets import SETS, SetName
-from paceline.drafters.branches import BESIDE, Branches
+from paceline.draft import BESIDE
+from paceline.drafters.branches import Branches
 from paceline.drafters.growth import candidates
 from paceline.drafters.lookup import Beside, make_lookup
 from paceline.drafters.model import ModelDrafter

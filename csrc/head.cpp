@@ -1,5 +1,5 @@
-// A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call. A parallel one
-// reads masks behind the text in the same pass. What is read and said is src/paceline/heads/feature.py's; how guesses are drawn is
+// A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call, as chains or as
+// trees. A parallel one reads masks behind the text in the same pass. What is read and said is src/paceline/heads/feature.py's; how guesses are drawn is
 // sampling.cpp's.
 #include <algorithm>
 #include <cstring>
@@ -61,25 +61,39 @@ class Fed {
     return entering_.data() + entering_.size() - width_;
   }
 
+  // Likewise, of a tree: where it goes, and which of these tokens it follows (-1: the row's text).
+  float* branch(int64_t token, int64_t row, int64_t position, int64_t slot, int64_t parent) {
+    slots_.push_back(slot);
+    parents_.push_back(parent);
+    return add(token, row, position);
+  }
+
   void clear() {
     tokens_.clear();
     rows_.clear();
     positions_.clear();
     entering_.clear();
+    slots_.clear();
+    parents_.clear();
+    read_ = 0;
   }
 
   int count() const { return static_cast<int>(tokens_.size()); }
 
   const char* run(double* seconds) {
-    const Tokens tokens = {tokens_.data(), rows_.data(), positions_.data(), nullptr, nullptr, count(), entering_.data()};
+    const bool tree = !parents_.empty();
+    const Tokens tokens = {tokens_.data(), rows_.data(), positions_.data(), tree ? slots_.data() : nullptr,
+                           tree ? parents_.data() : nullptr, count(), entering_.data(), read_};
     if (const char* problem = head_.problem_with(tokens, cache_)) return problem;
     const int64_t last = head_.spec.layer_count;
     hidden_.resize(entering_.size());
     left_.resize(entering_.size());
     head_.forward(pool_, tokens, cache_, Streams{hidden_.data(), &last, 1, left_.data()}, seconds);
+    if (tree) read_ = count();  // what comes next follows these
     return nullptr;
   }
 
+  // Of the i-th token that the last pass read.
   const float* hidden(int i) const { return hidden_.data() + static_cast<size_t>(i) * width_; }
   // What the next step reads.
   const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : left_).data() + static_cast<size_t>(i) * width_; }
@@ -89,37 +103,64 @@ class Fed {
   Pool& pool_;
   const Cache& cache_;
   const size_t width_;
-  std::vector<int64_t> tokens_, rows_, positions_;
+  int read_ = 0;  // of a tree's tokens, in passes before
+  std::vector<int64_t> tokens_, rows_, positions_, slots_, parents_;
   std::vector<float> entering_, hidden_, left_;
 };
 
+// What chains and trees have in common.
 class Drafting {
  public:
   Drafting(Model& head, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds)
-      : head_(head), pool_(pool), call_(call), seconds_(seconds), width_(static_cast<size_t>(head.spec.width)), fed_(head, pool, cache) {}
+      : head_(head), pool_(pool), call_(call), cache_(cache), seconds_(seconds), width_(static_cast<size_t>(head.spec.width)),
+        fed_(head, pool, cache) {}
 
-  const char* run() {
+ protected:
+  // What rows lack of their texts.
+  const char* read() {
     if (const char* problem = wrong()) return problem;
     read_text();
-    if (fed_.count() == 0) return nullptr;
-    if (const char* problem = fed_.run(seconds_)) return problem;
-    if (!call_.counts) return nullptr;
-    for (int64_t step = 0;; ++step) {
-      say();
-      if (call_.look && !call_.look()) return nullptr;
-      draw(step);
-      if (call_.goes_on && !call_.goes_on()) return nullptr;
-      stay(step + 1);
-      if (rows_.empty()) return nullptr;
-      if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
-        for (int& last : lasts_) ++last;
-        continue;
-      }
-      follow(step);
-      if (const char* problem = fed_.run(seconds_)) return problem;
-      for (size_t i = 0; i < lasts_.size(); ++i) lasts_[i] = static_cast<int>(i);
-    }
+    return fed_.count() == 0 ? nullptr : fed_.run(seconds_);
   }
+
+  // What follows some of the tokens that the last pass read: logits of the head's own vocabulary.
+  void logits_after(const std::vector<int>& tokens) {
+    hidden_.resize(tokens.size() * width_);
+    logits_.resize(tokens.size() * static_cast<size_t>(head_.vocabulary()));
+    for (size_t i = 0; i < tokens.size(); ++i) std::memcpy(hidden_.data() + i * width_, fed_.hidden(tokens[i]), sizeof(float) * width_);
+    head_.logits(pool_, hidden_.data(), static_cast<int>(tokens.size()), logits_.data());
+  }
+
+  // Of them the i-th's, as those of the target's vocabulary.
+  void tell(size_t i, float* to) const {
+    const size_t said = static_cast<size_t>(head_.vocabulary());
+    const float* from = logits_.data() + i * said;
+    for (size_t token = 0; token < said; ++token) to[head_.spec.fusion->targets[token]] = from[token];
+  }
+
+  DrawCall drawing() const {
+    DrawCall draw = {};
+    draw.by = call_.by;
+    draw.guesses = call_.guesses;
+    draw.parents = call_.parents;
+    draw.rows = call_.rows;
+    draw.block = 1;
+    draw.stride = draw.vocabulary = head_.spec.fusion->vocabulary;
+    draw.guess_stride = call_.guess_stride;
+    draw.purpose = call_.purpose;
+    return draw;
+  }
+
+  Model& head_;
+  Pool& pool_;
+  const DraftCall& call_;
+  const Cache& cache_;
+  double* seconds_;
+  const size_t width_;
+  Fed fed_;
+  std::vector<int64_t> rows_;  // that are still to be guessed for
+  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next guess was
+  std::vector<float> states_;
 
  private:
   const char* wrong() const {
@@ -156,33 +197,45 @@ class Drafting {
     }
   }
 
-  // The logits of the next guess of every row that is still there.
-  void say() {
-    const Fusion& fusion = *head_.spec.fusion;
-    const size_t said = static_cast<size_t>(head_.vocabulary());
-    hidden_.resize(rows_.size() * width_);
-    logits_.resize(rows_.size() * said);
-    for (size_t i = 0; i < rows_.size(); ++i) std::memcpy(hidden_.data() + i * width_, fed_.hidden(lasts_[i]), sizeof(float) * width_);
-    head_.logits(pool_, hidden_.data(), static_cast<int>(rows_.size()), logits_.data());
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      float* to = call_.logits + rows_[i] * fusion.vocabulary;
-      const float* from = logits_.data() + i * said;
-      for (size_t token = 0; token < said; ++token) to[fusion.targets[token]] = from[token];
+  std::vector<float> hidden_, logits_;
+};
+
+class Chains : public Drafting {
+ public:
+  using Drafting::Drafting;
+
+  const char* run() {
+    if (const char* problem = read()) return problem;
+    if (fed_.count() == 0 || !call_.counts) return nullptr;
+    for (int64_t step = 0;; ++step) {
+      say();
+      if (call_.look && !call_.look()) return nullptr;
+      draw(step);
+      if (call_.goes_on && !call_.goes_on()) return nullptr;
+      stay(step + 1);
+      if (rows_.empty()) return nullptr;
+      if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
+        for (int& last : lasts_) ++last;
+        continue;
+      }
+      follow(step);
+      if (const char* problem = fed_.run(seconds_)) return problem;
+      for (size_t i = 0; i < lasts_.size(); ++i) lasts_[i] = static_cast<int>(i);
     }
   }
 
+ private:
+  // The logits of the next guess of every row that is still there.
+  void say() {
+    logits_after(lasts_);
+    for (size_t i = 0; i < rows_.size(); ++i) tell(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
+  }
+
   void draw(int64_t step) {
-    DrawCall draw = {};
-    draw.by = call_.by;
+    DrawCall draw = drawing();
     draw.logits = call_.logits;
     draw.instead = call_.instead;
-    draw.guesses = call_.guesses;
-    draw.rows = call_.rows;
-    draw.block = 1;
-    draw.stride = draw.vocabulary = head_.spec.fusion->vocabulary;
-    draw.guess_stride = call_.guess_stride;
     draw.first = step;
-    draw.purpose = call_.purpose;
     draw_guesses(head_.kernels, pool_, draw, rows_, call_.guesses, call_.chances, call_.laws);
     for (const int64_t row : rows_) call_.drawn[row] = step + 1;
   }
@@ -210,16 +263,159 @@ class Drafting {
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
     }
   }
+};
 
-  Model& head_;
-  Pool& pool_;
-  const DraftCall& call_;
-  double* seconds_;
-  const size_t width_;
-  Fed fed_;
-  std::vector<int64_t> rows_;  // that are still to be guessed for
-  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next guess was
-  std::vector<float> hidden_, logits_, states_;
+// As src/paceline/drafters/growth.py grows them.
+class Trees : public Drafting {
+ public:
+  using Drafting::Drafting;
+
+  const char* run() {
+    if (const char* problem = read()) return problem;
+    plant();
+    for (int64_t step = 0; !new_.empty(); ++step) {
+      say();
+      if (call_.look && !call_.look()) return nullptr;
+      spread();
+      if (call_.goes_on && !call_.goes_on()) return nullptr;
+      stay(step + 1);
+      if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
+        for (Node& node : new_) node.read = ++node.before;
+        continue;
+      }
+      if (const char* problem = follow(step)) return problem;
+    }
+    return nullptr;
+  }
+
+ private:
+  // A guess that is new, or a row's text (-1).
+  struct Node {
+    int64_t row, guess;
+    int read;    // where in the last pass it was, or the mask behind it
+    int before;  // likewise what it follows
+  };
+
+  struct Candidate {
+    int64_t parent, token, rank;
+    float chance;
+    double survival;  // of it and all that it follows
+    int before;
+  };
+
+  void plant() {
+    for (size_t i = 0; i < rows_.size(); ++i) new_.push_back({rows_[i], -1, lasts_[i], -1});
+    const size_t rows = static_cast<size_t>(call_.rows), guesses = rows * static_cast<size_t>(call_.guess_stride);
+    chain_.assign(rows, -1);
+    survivals_.assign(guesses, 0.0);
+    numbers_.assign(guesses, -1);
+  }
+
+  // The logits after what is new, those of a row side by side. What guesses of a parallel head share is said once.
+  void say() {
+    lasts_.clear();
+    std::vector<size_t> said;
+    for (const Node& node : new_) {
+      if (said.empty() || lasts_.back() != node.read) lasts_.push_back(node.read);
+      said.push_back(lasts_.size() - 1);
+    }
+    logits_after(lasts_);
+    forks_.clear();
+    lines_.clear();
+    for (size_t i = 0; i < new_.size(); ++i) {
+      const bool beside = i > 0 && new_[i - 1].row == new_[i].row;
+      lines_.push_back(beside ? lines_.back() + 1 : new_[i].row * call_.width);
+      forks_.push_back({new_[i].row, new_[i].guess, call_.logits + lines_.back() * head_.spec.fusion->vocabulary});
+      tell(said[i], forks_.back().logits);
+    }
+  }
+
+  void spread() {
+    for (size_t i = 0; call_.instead && i < forks_.size(); ++i) {
+      if (float* instead = call_.instead[lines_[i]]) forks_[i].logits = instead;
+    }
+    const size_t width = static_cast<size_t>(call_.width);
+    tokens_.resize(forks_.size() * width);
+    chances_.resize(forks_.size() * width);
+    draw_leaders(head_.kernels, pool_, drawing(), forks_, call_.width, tokens_.data(), chances_.data());
+    std::vector<Node> grown;
+    for (size_t first = 0, stop = 0; first < new_.size(); first = stop) {
+      while (stop < new_.size() && new_[stop].row == new_[first].row) ++stop;
+      grow(new_[first].row, candidates(first, stop), grown);
+    }
+    new_ = grown;
+  }
+
+  // The leaders of all, then the seconds, and so on.
+  std::vector<Candidate> candidates(size_t first, size_t stop) const {
+    std::vector<Candidate> found;
+    for (int64_t rank = 0; rank < call_.width; ++rank) {
+      for (size_t i = first; i < stop; ++i) {
+        const size_t at = i * static_cast<size_t>(call_.width) + static_cast<size_t>(rank);
+        const double before = new_[i].guess < 0 ? 1.0 : survivals_[place(new_[i].row, new_[i].guess)];
+        if (!(chances_[at] > 0.0f)) continue;  // nothing is left that may be drawn there
+        found.push_back({new_[i].guess, tokens_[at], rank, chances_[at], before * static_cast<double>(chances_[at]), new_[i].read});
+      }
+    }
+    return found;
+  }
+
+  // The likeliest become guesses, the chain of leaders always. Each takes a place in the cache.
+  void grow(int64_t row, std::vector<Candidate> found, std::vector<Node>& grown) {
+    int64_t& count = call_.drawn[row];
+    const int64_t room = std::min(call_.guess_stride, cache_.capacity - call_.stop[row]) - count;
+    const size_t most = static_cast<size_t>(std::max<int64_t>(0, std::min(call_.width, room)));
+    const int64_t chain = chain_[static_cast<size_t>(row)];
+    const auto leads = [&](const Candidate& each) { return each.parent == chain && each.rank == 0; };
+    std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.survival > b.survival; });
+    const auto others = std::stable_partition(found.begin(), found.end(), leads);
+    if (others != found.begin() && most > 0) chain_[static_cast<size_t>(row)] = count;
+    found.resize(std::min(found.size(), most));
+    for (const Candidate& each : found) {
+      const size_t at = place(row, count);
+      call_.guesses[at] = each.token;
+      call_.parents[at] = each.parent;
+      call_.ranks[at] = each.rank;
+      call_.chances[at] = each.chance;
+      survivals_[at] = each.survival;
+      grown.push_back({row, count++, -1, each.before});
+    }
+  }
+
+  // Guesses of rows that are to have deeper ones.
+  void stay(int64_t depth) {
+    const auto ends = [&](const Node& node) { return call_.counts[node.row] <= depth; };
+    new_.erase(std::remove_if(new_.begin(), new_.end(), ends), new_.end());
+  }
+
+  // The guesses just drawn are read, each with the state at what it follows: it has no streams yet.
+  const char* follow(int64_t step) {
+    states_.resize(new_.size() * width_);
+    for (size_t i = 0; i < new_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(new_[i].before), sizeof(float) * width_);
+    if (step == 0) fed_.clear();
+    for (size_t i = 0; i < new_.size(); ++i) {
+      Node& node = new_[i];
+      const size_t at = place(node.row, node.guess);
+      const int64_t parent = call_.parents[at], base = call_.stop[node.row] - 1;
+      numbers_[at] = fed_.count();
+      float* entering = fed_.branch(call_.guesses[at], call_.places[node.row], base + step, base + node.guess,
+                                    parent < 0 ? -1 : numbers_[place(node.row, parent)]);
+      std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
+      node.read = static_cast<int>(i);
+    }
+    return new_.empty() ? nullptr : fed_.run(seconds_);
+  }
+
+  size_t place(int64_t row, int64_t guess) const { return static_cast<size_t>(row * call_.guess_stride + guess); }
+
+  std::vector<Node> new_;           // row after row
+  std::vector<int64_t> lines_;      // where their logits are, in the call's
+  std::vector<Fork> forks_;
+  std::vector<int64_t> tokens_;     // drawn after each
+  std::vector<float> chances_;
+  std::vector<int64_t> chain_;      // the last of each row's leaders of leaders
+  std::vector<double> survivals_;   // of each guess
+  std::vector<int64_t> numbers_;    // among all that were read
 };
 
 }  // namespace
@@ -242,5 +438,6 @@ PL_EXPORT void pl_keep_streams(Model* head, Pool* pool, const Kept* kept, const 
 
 // Reads and guesses; returns what is wrong, or null.
 PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
-  return Drafting(*head, *pool, *call, *cache, seconds).run();
+  if (call->counts && call->width > 1) return Trees(*head, *pool, *call, *cache, seconds).run();
+  return Chains(*head, *pool, *call, *cache, seconds).run();
 }

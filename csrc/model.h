@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 16;
+constexpr int kAbiVersion = 17;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -129,13 +129,16 @@ struct DraftCall {
   int64_t guess_stride;
   int64_t* guesses;        // [rows][guess_stride]
   int64_t* drawn;          // of each row: guesses; none after a text of one token, which has no streams yet
-  float* chances;          // [rows][guess_stride], or null: the softmax at each guess
+  float* chances;          // [rows][guess_stride], or null: the softmax at each guess; never null in trees
   float* laws;             // [guess_stride][rows][vocabulary], or null: what each was drawn from
-  float* logits;           // [rows][vocabulary], a probability of 0 wherever the head says nothing
-  float* const* instead;   // or null; of each row where the logits lie that count in their place, or null: what `look` leaves there
+  float* logits;           // [rows][width][vocabulary], a probability of 0 wherever the head says nothing
+  float* const* instead;   // [rows][width], or null: where the logits lie that count in their place, or null: what `look` leaves there
   int32_t (*look)();       // called before each draw of all rows; null: nobody looks. 0: nothing more is drawn
   int32_t (*goes_on)();    // asked after each guess of all rows; null: always
   uint32_t purpose;
+  int64_t width;           // 1: chains. Else trees: so many leaders follow each guess, and so many guesses a row stay of each depth.
+                           // counts are depths then, and the guesses of the last depth have the row's logits in their order
+  int64_t *parents, *ranks;  // [rows][guess_stride], of trees: the guess that each follows, -1: the text; which of its leaders it is
 };
 
 // A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed.
@@ -249,6 +252,18 @@ class Model {
 // Draws the next guess of these rows, in their places' order: `call` has one place a row. chances, laws: as in DraftCall.
 void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
                   float* chances, float* laws);
+
+// Behind this guess of a row, or behind its text (-1), leaders are drawn. logits: the whole vocabulary's, changed while they are
+// read, then as before.
+struct Fork {
+  int64_t row, guess;
+  float* logits;
+};
+
+// Draws `width` tokens of each fork, each without those before it, and the chance of each to be what the target draws there:
+// tokens, chances [forks][width]. Of the call no logits are read and no counts; its parents are not null.
+void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<Fork>& forks, int64_t width,
+                  int64_t* tokens, float* chances);
 
 // Fuses the streams of tokens and keeps them.
 void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);

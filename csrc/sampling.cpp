@@ -1,10 +1,17 @@
 // Which tokens follow: what src/paceline/sampling.py says, place by place. A row's places are its own: nothing here depends on
 // other rows, and rows are shared out over the threads.
+#include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "model.h"
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
+
+#if defined(__x86_64__) && defined(__GLIBC__)  // draw.h says why
+__asm__(".symver log, log@GLIBC_2.2.5");
+__asm__(".symver exp, exp@GLIBC_2.2.5");
+#endif
 
 namespace paceline {
 namespace {
@@ -39,6 +46,7 @@ class Workspace {
 
   std::vector<int64_t> seen;                      // the tokens that were
   std::vector<std::pair<int64_t, float>> before;  // logits as they were
+  std::vector<std::pair<int64_t, float>> taken;   // likewise, of tokens that were drawn
 
   static Workspace& own() {
     static thread_local Workspace workspace;
@@ -211,7 +219,63 @@ void at_places(Pool& pool, const DrawCall& call, Visit visit) {
   for_every_row(pool, call.rows, [&](int64_t row) { at_places_of(call, row, starts[static_cast<size_t>(row)], visit); });
 }
 
+// growth.candidates: the leaders of these logits and their probabilities.
+void lead(const Kernels& kernels, const Draw& draw, float* logits, int64_t width, int64_t* tokens, float* chances,
+          std::vector<std::pair<int64_t, float>>& taken) {
+  float left = 1.0f;
+  for (int64_t rank = 0; rank < width; ++rank) {
+    const int64_t token = kernels.draw(draw);
+    const float chance = kernels.likelihood(draw, token);
+    tokens[rank] = token;
+    chances[rank] = (std::isnan(chance) ? 0.0f : chance) * left;  // nothing is left
+    left = std::max(left - chances[rank], 0.0f);
+    taken.emplace_back(token, logits[token]);
+    logits[token] = -__builtin_inff();
+  }
+  for (; !taken.empty(); taken.pop_back()) logits[taken.back().first] = taken.back().second;
+}
+
+// growth._shares: each token's part of the weights of all, noise included; what is not there weighs as much as the last.
+void share(const Draw& draw, int64_t width, const int64_t* tokens, float* chances) {
+  constexpr double kLeastTemperature = 1e-30;
+  std::vector<double> weights(static_cast<size_t>(width));
+  double top = -__builtin_inf(), all = 0.0;
+  for (int64_t rank = 0; rank < width; ++rank) {
+    const uint32_t hash = mix(mix(draw.key[0] ^ static_cast<uint32_t>(tokens[rank])) ^ draw.key[1]) >> 8;
+    const double noise = -std::log(-std::log((static_cast<double>(hash) + 0.5) * 0x1p-24));
+    const double temperature = std::max(static_cast<double>(draw.temperature), kLeastTemperature);
+    weights[static_cast<size_t>(rank)] = std::log(static_cast<double>(chances[rank])) / temperature + noise;
+    top = std::max(top, weights[static_cast<size_t>(rank)]);
+  }
+  for (double& weight : weights) all += weight = std::exp(weight - top);
+  all += weights.back();
+  for (int64_t rank = 0; rank < width; ++rank) {
+    const double part = weights[static_cast<size_t>(rank)] / all;
+    chances[rank] = std::isnan(part) ? 0.0f : static_cast<float>(part);
+  }
+}
+
 }  // namespace
+
+void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<Fork>& forks, int64_t width,
+                  int64_t* tokens, float* chances) {
+  const int64_t most = std::min(width, call.vocabulary);
+  for_every_row(pool, static_cast<int64_t>(forks.size()), [&](int64_t i) {
+    const Fork& fork = forks[static_cast<size_t>(i)];
+    Workspace& workspace = Workspace::own();
+    Adjustments adjustments(call.by, fork.row, call.vocabulary, workspace);
+    int64_t position = call.by.length[fork.row];
+    for (int64_t at = fork.guess; at >= 0; at = call.parents[fork.row * call.guess_stride + at], ++position) {
+      adjustments.follow(call.guesses[fork.row * call.guess_stride + at]);
+    }
+    adjustments.apply(fork.logits, position);
+    const Draw draw = draw_of(call, fork.row, position, fork.logits, workspace.lists(call.vocabulary));
+    std::fill(chances + i * width, chances + (i + 1) * width, 0.0f);
+    lead(kernels, draw, fork.logits, most, tokens + i * width, chances + i * width, workspace.taken);
+    if (draw.temperature > 0.0f) share(draw, most, tokens + i * width, chances + i * width);
+    adjustments.restore(fork.logits);
+  });
+}
 
 void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
                   float* chances, float* laws) {

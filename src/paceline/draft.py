@@ -14,6 +14,9 @@ from paceline.errors import ParameterError
 from paceline.nodes import Tree
 
 KINDS = 8  # most kinds of guesses that a drafter may tell apart
+BESIDE = (
+    KINDS // 2
+)  # more than its kind would be, of a guess that stands beside a better one: right where that is wrong
 
 
 def real_places(counts: Tensor, width: int) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.batch import Batch, RowStart, Wish
-from paceline.drafters.branches import BESIDE
+from paceline.draft import BESIDE
 from paceline.drafters.lookup import OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
 from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams

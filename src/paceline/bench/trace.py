@@ -13,9 +13,9 @@ from html import escape
 
 from paceline.batch import Batch, Wish
 from paceline.bench.recording import Recorder
-from paceline.draft import Draft, Verdict, stands_beside
+from paceline.draft import BESIDE, Draft, Verdict, stands_beside
 from paceline.drafters.base import Drafter
-from paceline.drafters.branches import BESIDE, Branches
+from paceline.drafters.branches import Branches
 from paceline.outputs import CompletionOutput
 
 Show = Callable[[int], str]  # a token's text

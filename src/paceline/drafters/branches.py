@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.draft import KINDS, Draft, branching
+from paceline.draft import BESIDE, Draft, branching
 from paceline.params import MAX_SPECULATION_LENGTH
-
-BESIDE = (
-    KINDS // 2
-)  # more than its kind would be, of a guess that stands beside a better one: right where that is wrong
 
 
 @dataclass

@@ -37,7 +37,7 @@ class FeatureDrafter(ModelDrafter):
         self.head = decoder
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
-        self.uses_torch = self._natively is None or self._independent
+        self.uses_torch = self._natively is None or self._independent or width > 1  # what branches is played in parts
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> FeatureDrafter:
@@ -63,7 +63,8 @@ class FeatureDrafter(ModelDrafter):
         if self._natively is not None:
             self._lag(batch)
             laws = self._independent and not batch.sampling.all_greedy
-            return self._natively.draft(batch, wish.counts(batch), wish.enough, laws=laws)
+            counts = wish.counts(batch)
+            return self._natively.draft(batch, counts, wish.enough, laws=laws, width=self.width)
         if self._model.most_guesses is not None:
             wish = replace(wish, k=min(wish.k, self._model.most_guesses))
         draft = super()._propose(batch, wish)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.batch import Batch
 from paceline.decoder import Decoder
-from paceline.draft import Verdict
-from paceline.drafters.branches import BESIDE, Branches, draft_of
+from paceline.draft import BESIDE, Verdict
+from paceline.drafters.branches import Branches, draft_of
 from paceline.params import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
 from paceline.sampling import Choices, Purpose, noise_key, uniform
 

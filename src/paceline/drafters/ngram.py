@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.batch import Batch, Family, Member, Wish
-from paceline.draft import Draft, ReadDraft
+from paceline.draft import BESIDE, Draft, ReadDraft
 from paceline.drafters.base import Drafter, Equipment
-from paceline.drafters.branches import BESIDE, Branches, draft_of
+from paceline.drafters.branches import Branches, draft_of
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way, make_lookup
 from paceline.params import MAX_SPECULATION_LENGTH
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from paceline.attention import AttentionBackend
 from paceline.batch import Batch, Enough
-from paceline.draft import Draft, ReadDraft
+from paceline.draft import BESIDE, Draft, ReadDraft, branching
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
 from paceline.heads.feature import FeatureHead
@@ -26,6 +26,7 @@ from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_config, check_spec
 from paceline.models.packing import PackedDecoder, packed_size
+from paceline.params import MAX_SPECULATION_LENGTH
 from paceline.sampling import Purpose
 
 T = TypeVar("T")
@@ -171,8 +172,11 @@ class NativeHeadDecoder(HeadDecoder):
         self._head, self.streams = model, NativeStreams(model, rows, positions)
         self._cache = abi.CCache.of(self.cache)
         self._seen = self.seen.numpy().data
-        # What it cannot say stays as it is.
-        self._logits = torch.full((rows, model.vocab_size), NEVER, dtype=torch.float32)
+        self._logits = self._nothing_said(rows)
+
+    def _nothing_said(self, lines: int) -> Tensor:
+        """Logits [lines, V]; those of what it cannot say stay as they are."""
+        return torch.full((lines, self.model.vocab_size), NEVER, dtype=torch.float32)
 
     def rewind(self, batch: Batch) -> None:
         """Guesses never count as seen; a token that was seen last and is wanted again is read again."""
@@ -189,28 +193,33 @@ class NativeHeadDecoder(HeadDecoder):
         for row, _, stop in parts:
             self._seen[row] = max(1, stop)
 
-    def draft(self, batch: Batch, counts: Sequence[int], enough: Enough | None, *, laws: bool) -> Draft:
+    def draft(self, batch: Batch, counts: Sequence[int], enough: Enough | None, *, laws: bool, width: int = 1) -> Draft:
         """counts [B]: guesses of each row, not all 0. laws: they are drawn with noise of their own, and say from what.
 
         A row of one token gets none. enough: asked after each guess of all rows whether to stop there.
+        width: more than 1: trees as ``Growth`` grows them, counts [B] deep, without laws.
         """
-        rows, width = batch.rows, max(counts)
+        rows, deepest = batch.rows, max(counts)
+        most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
         lengths, first = batch.lengths[:rows], batch.first
         places = range(first, first + rows)
         given = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
-        numbers = array("q", [*given, *bytes(rows * (1 + width))])
-        chances = None if enough is None else array("f", bytes(4 * rows * width))
-        said = torch.zeros(width, rows, self.vocab_size, dtype=torch.float32) if laws else None
-        found = _Found(memoryview(numbers)[4 * rows :], chances, rows, width)
+        tables = 1 if width == 1 else 3
+        numbers = array("q", [*given, *bytes(rows * (1 + tables * most))])
+        chances = None if enough is None and width == 1 else array("f", bytes(4 * rows * most))
+        said = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if laws else None
+        found = (_Found if width == 1 else _FoundTrees)(memoryview(numbers)[4 * rows :], chances, rows, most)
         call = self._call(batch, rows, numbers)
+        call.guess_stride, call.laws = most, abi.address(said)
+        if width > 1:
+            self._branch(call, rows, width)
         self._ask(call, batch, Purpose.GUESS if laws else Purpose.DRAW)
-        call.guess_stride, call.laws = width, abi.address(said)
         call.chances = None if chances is None else chances.buffer_info()[0]
         questions = _Questions()
         if enough is not None:
-            call.goes_on = questions.callback(lambda: not enough(batch, found.scores))
+            call.goes_on = questions.callback(lambda: not enough(batch, found.scores, found.follows))
         if batch.sampling.any_constraint:
-            held = _Held(batch, counts, found, self._logits)
+            held = _Held(batch, counts, found, self._logits, width)
             call.look, call.instead = questions.callback(held.look), held.addresses.buffer_info()[0]
         self._run(call, rows)
         questions.raise_failure()
@@ -236,6 +245,14 @@ class NativeHeadDecoder(HeadDecoder):
             drawn=more[1],
             guesses=more[2],
         )
+
+    def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
+        """Behind the guesses are what each follows and its rank."""
+        call.width = width
+        call.parents = call.guesses + 8 * rows * call.guess_stride
+        call.ranks = call.parents + 8 * rows * call.guess_stride
+        if len(self._logits) < rows * width:
+            self._logits = self._nothing_said(rows * width)
 
     def _ask(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
         call.by = batch.sampling.drawing(batch.tokens, batch.length).described
@@ -267,6 +284,15 @@ class _Found:
     def guesses(self) -> list[list[int]]:
         return self._lines(self._guesses)
 
+    @property
+    def follows(self) -> list[list[int]] | None:
+        """Of trees, what each guess follows."""
+        return None
+
+    def ways(self, row: int, known: int) -> list[list[int]]:
+        """The guesses on the way to each that is new: so many of the row's were there before."""
+        return [self.guesses[row]]
+
     def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
         """laws [width, B, V]."""
         scores = None if self._chances is None else self.scores
@@ -276,32 +302,58 @@ class _Found:
         return Draft(read.tokens, read.counts, laws[: read.k].transpose(0, 1).contiguous(), scores)
 
 
+class _FoundTrees(_Found):
+    """Behind the guesses stand what each follows and its rank among what was drawn there."""
+
+    def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
+        super().__init__(numbers, chances, rows, width)
+        size = rows * width
+        self._parents, self._ranks = self._guesses[size : 2 * size], self._guesses[2 * size :]
+
+    @property
+    def follows(self) -> list[list[int]]:
+        return self._lines(self._parents)
+
+    def ways(self, row: int, known: int) -> list[list[int]]:
+        ways: list[list[int]] = [[]]
+        for token, parent in zip(self.guesses[row], self.follows[row], strict=True):
+            ways.append([*ways[parent + 1], token])
+        return ways[1 + known :] if len(ways) > 1 else ways
+
+    def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
+        kinds = [[BESIDE if rank else 0 for rank in line] for line in self._lines(self._ranks)]
+        return branching(self.guesses, self.follows, batch.device, self.scores, kinds)
+
+
 class _Held:
     """Rows with a constraint draw from copies of their logits without what it forbids.
 
-    addresses: of each row where its copy lies; 0: nowhere.
+    addresses [B, width]: where the copies lie for the guesses after which it draws; 0: nowhere.
     """
 
-    def __init__(self, batch: Batch, counts: Sequence[int], found: _Found, logits: Tensor) -> None:
+    def __init__(self, batch: Batch, counts: Sequence[int], found: _Found, logits: Tensor, width: int) -> None:
         self._constraints, self._counts = batch.sampling.constraints[: batch.rows], counts
-        self._found, self._logits, self._step = found, logits, 0
+        self._found, self._logits, self._width, self._step = found, logits, width, 0
+        self._known = [0] * batch.rows  # guesses when it looked last
         self._copies: dict[int, Tensor] = {}
-        self.addresses = array("q", bytes(8 * batch.rows))
+        self.addresses = array("q", bytes(8 * batch.rows * width))
 
     def look(self) -> bool:
         """Before each draw; all questions are sent before the first answer is waited for."""
-        lines, step = self._found.guesses, self._step
         asked = {
-            row: constraint.ask(lines[row], step, 1)
+            self._width * row + number: constraint.ask(way, self._step, 1)
             for row, constraint in enumerate(self._constraints)
-            if constraint is not None and self._counts[row] > step == len(lines[row])
+            if constraint is not None and self._counts[row] > self._step
+            for number, way in enumerate(self._found.ways(row, self._known[row]))
+            if len(way) == self._step
         }
         for question in asked.values():
             question.send()
-        for row, question in asked.items():
-            copy = self._copies[row] = self._logits[row : row + 1].clone()
+        for line, question in asked.items():
+            copy = self._copies[line] = self._logits[line : line + 1].clone()
             question.mask(copy)
-            self.addresses[row] = copy.data_ptr()
+            self.addresses[line] = copy.data_ptr()
+        self._known = [len(guesses) for guesses in self._found.guesses]
         self._step += 1
         return True
 

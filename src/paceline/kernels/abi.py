@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 16  # of model.h: it changes with the structs and functions
+ABI_VERSION = 17  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -215,6 +215,9 @@ class CDraft(Structure):
         ("look", Callback),
         ("goes_on", Callback),
         ("purpose", c_uint32),
+        ("width", c_int64),
+        ("parents", c_void_p),
+        ("ranks", c_void_p),
     )
 
 
