@@ -100,6 +100,7 @@ TRANSFER_HEADS: dict[str, Callable[[], HeadModel]] = {
 DRAFTERS += ["head", "head hybrid", "parallel", "transfer"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
 BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid"]
+BRANCHING_NATIVELY = [*BRANCHING_IN_TORCH, "parallel", "parallel hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
@@ -888,7 +889,7 @@ def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, mod
 
 
 @needs_kernels
-@pytest.mark.parametrize("drafter", BRANCHING)
+@pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
 def test_drafted_trees_between_rounds_of_one_native_call_equal_plain_decoding(drafter: str) -> None:
     engine = speculative_engine("native", drafter, 4, "mixed", speculation_width=2, prefill_chunk=7)
     kept = count_siblings(engine)
@@ -899,13 +900,25 @@ def test_drafted_trees_between_rounds_of_one_native_call_equal_plain_decoding(dr
 
 @needs_kernels
 @pytest.mark.parametrize("width", [1, "auto"])
-@pytest.mark.parametrize("drafter", BRANCHING)
+@pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
 def test_chains_are_played_in_one_native_call_whatever_the_width(drafter: str, width: int | str) -> None:
     engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
     kept, played = count_siblings(engine), count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
     assert (kept["trees"] == 0) == (engine.parts.drafter.width == 1)
     assert played["by the host"] == kept["trees"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
+@pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel"])
+def test_trees_of_a_head_of_the_kernels_equal_plain_decoding(
+    drafter: str, width: int, length: int | str, family: str
+) -> None:
+    engine = speculative_engine("native", drafter, length, family, speculation_width=width, prefill_chunk=7)
+    kept = count_siblings(engine)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
+    assert kept["trees"] > 0 or length == "budget"
 
 
 @pytest.mark.parametrize("model", MODELS)

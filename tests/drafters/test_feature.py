@@ -25,7 +25,6 @@ from head_support import (
     reading_of,
     speculators_config,
     tiny_head,
-    tiny_native_head,
     tiny_transfer_head,
     write,
 )
@@ -190,7 +189,6 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there() -
 
 
 CHAINS: dict[str, tuple[Callable[[AnyModel, int], HeadModel], str]] = {
-    "on the kernels": (tiny_native_head, "on the CPU kernels"),
     "parallel": (KINDS["parallel"], "in one pass"),
     "hidden_transfer": (KINDS["hidden_transfer"], "in one pass"),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch.nn.functional import pad
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
 from paceline.attention.reference import ReferenceAttention
 from paceline.batch import Batch, RowStart, Wish
+from paceline.decoder import Decoder
 from paceline.draft import Draft
+from paceline.drafters.branches import Branches
 from paceline.drafters.feature import FeatureDrafter
+from paceline.drafters.growth import Growth
 from paceline.engine import Engine
 from paceline.errors import ParameterError
 from paceline.heads.decoder import TorchHead
@@ -27,6 +31,7 @@ from paceline.kernels.pack import INPUT_MULTIPLE, Format, dequantise, quantise
 from paceline.memory import plan_memory
 from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization
 from paceline.params import EngineConfig, SamplingParams
+from paceline.rows import Constraint
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, make_request, run, tiny_llama, tiny_native
 
 pytestmark = [
@@ -448,3 +453,111 @@ def test_memory_counts_what_a_head_of_the_kernels_keeps() -> None:
     torchs = plan_memory(target, tiny_head(target, STREAM), config, 3, POSITIONS)
     tokens = 3 * (config.most_guesses + 1)
     assert plan.workspace - torchs.workspace == 4 * (3 * VOCAB + tokens * len(TAPS) * STREAM)
+
+
+# --- trees: what ``Growth`` grows from the same logits, node by node --------------------------------------------------
+
+ROWS_OF_TREES, COUNTS = [0, 1, 2, 3, 3], [3, 4, 1, 2, 0]  # the first text is a single token: it gets no guess
+TREE_PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=20),
+    "sampled": SamplingParams(temperature=0.8, max_tokens=20),
+    "penalties": SamplingParams(
+        temperature=0.8,
+        presence_penalty=1.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.3,
+        logit_bias={3: 2.0},
+        max_tokens=20,
+    ),
+    "cuts": SamplingParams(temperature=1.0, top_k=7, top_p=0.8, max_tokens=20),
+}
+
+
+class Along:
+    """A constraint that allows one way only, and keeps the logits that it was shown at each step."""
+
+    def __init__(self, way: list[int]) -> None:
+        self._way, self._step = way, 0
+        self.seen: dict[int, Tensor] = {}
+
+    def ask(self, guesses: list[int], first: int, places: int) -> Along:
+        self._step = len(guesses)
+        return self
+
+    def send(self) -> None:
+        pass
+
+    def mask(self, logits: Tensor) -> None:
+        self.seen[self._step] = logits.clone()
+        if self._step < len(self._way):
+            token = self._way[self._step]
+            kept = logits[:, token].clone()
+            logits.fill_(-torch.inf)
+            logits[:, token] = kept
+
+
+def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor:
+    """Of the chain that is forced along ``way``, which the tests of chains hold to an independent reading."""
+    along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
+    batch.sampling.constraints[0] = cast(Constraint, along)
+    batch.set_rows(1)
+    decoder_of(head, [which]).draft(batch, [k], None, laws=False)
+    return along.seen[len(way)]
+
+
+def grown(head: NativeHead, which: int, params: SamplingParams, width: int, depth: int, k: int) -> Branches:
+    cache = cast(Decoder, SimpleNamespace(cache=SimpleNamespace(positions=POSITIONS)))
+    growth = Growth(cache, batch_of([which], params), width)
+    for _ in range(depth):
+        if growth.new:
+            ways = [growth.rows[0].way(guess) for _, guess in growth.new]
+            growth.spread(torch.cat([logits_after(head, which, way, k) for way in ways]))
+    return growth.rows[0]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("params", TREE_PARAMS)
+@pytest.mark.parametrize("kind", ["plain", "two layers", "parallel"])
+def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -> None:
+    head = natively(feature_head(**KINDS[kind]))
+    decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])
+    decoder.prefill_rows(batch, [3], [0], [9])  # rows lag by different numbers of tokens
+    for _ in range(2):  # the second time over what the first has left in the cache
+        draft = decoder.draft(batch, COUNTS, None, laws=False, width=width)
+        assert draft.kinds is not None
+        assert draft.confidence is not None
+        for row, (which, depth) in enumerate(zip(ROWS_OF_TREES, COUNTS, strict=True)):
+            if which == 0 or depth == 0:
+                assert draft.drafted[row] == 0
+                continue
+            twin = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
+            chain = list(range(-1, draft.drafted[row] - 1))
+            assert draft.guesses[row] == twin.tokens
+            follows = chain if draft.follows is None else draft.follows[row][: len(chain)]
+            assert follows == twin.follows
+            assert list(draft.kinds[row]) == twin.kinds
+            assert draft.confidence[row] == pytest.approx(twin.scores, abs=1e-6)
+
+
+def test_a_tree_ends_where_the_policy_has_enough_and_asks_with_its_shape() -> None:
+    head = natively(feature_head())
+    decoder, batch, asked = decoder_of(head, [1, 3]), batch_of([1, 3], TREE_PARAMS["sampled"]), []
+
+    def enough(_batch: Any, scores: list[list[float]], follows: list[list[int]]) -> bool:
+        asked.append([list(line) for line in follows])
+        assert [len(line) for line in scores] == [len(line) for line in follows]
+        return len(asked) == 2
+
+    draft = decoder.draft(batch, [5, 5], enough, laws=False, width=2)
+    assert len(asked) == 2
+    assert draft.follows == asked[-1]
+    assert draft.drafted == [4, 4]
+
+
+def test_a_tree_takes_no_more_than_the_cache_has_room_for() -> None:
+    head = natively(feature_head())
+    decoder = decoder_of(head, [3])
+    batch = batch_of([3], TREE_PARAMS["sampled"])
+    room = decoder.cache.positions - batch.lengths[0]
+    draft = decoder.draft(batch, [16], None, laws=False, width=4)
+    assert 0 < draft.drafted[0] <= min(32, room)

@@ -24,7 +24,7 @@ class FeatureDrafter(ModelDrafter):
 
     What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
     A row whose text is one token has no streams yet and gets no guess. In torch an EAGLE-3 head's guesses may branch as
-    a draft model's do; on the CPU kernels, and of one pass, they are chains.
+    a draft model's do, and those of either on the CPU kernels; those of one pass in torch are chains.
     """
 
     name = "feature"
@@ -46,8 +46,11 @@ class FeatureDrafter(ModelDrafter):
             allowed = f"'model' or 'hybrid' with {decoder.model.name}, which is no trained head"
             raise ParameterError("drafter", cls.name, allowed)
         width = equipment.width(cls)
-        if width > 1 and (chains := _why_chains(decoder)):
-            raise ParameterError("speculation_width", width, f"1 or 'auto' with a trained head {chains}")
+        if width > 1 and cast(HeadModel, decoder.model).one_pass and not isinstance(decoder, NativeHeadDecoder):
+            allowed = (
+                "1 or 'auto' with a trained head that makes all guesses in one pass in torch: it drafts chains there"
+            )
+            raise ParameterError("speculation_width", width, allowed)
         return cls(decoder, equipment.acceptance, width)
 
     @property
@@ -77,14 +80,6 @@ class FeatureDrafter(ModelDrafter):
             return super()._reading(batch, k)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
         return lambda guesses: self.head.logits(hidden[:, guesses.shape[1]])[:, None]
-
-
-def _why_chains(decoder: HeadDecoder) -> str:
-    """Why a head's guesses cannot branch; "" if they can."""
-    if isinstance(decoder, NativeHeadDecoder):
-        return "on the CPU kernels, which draft chains"
-    one_pass = cast(HeadModel, decoder.model).one_pass
-    return "that makes all guesses in one pass: it reads none of them, so it drafts chains" if one_pass else ""
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:

@@ -447,8 +447,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
         self._guessed = now.guesses > 0
         verifying = 1 + now.times.more(now.guesses) / now.times.plain
-        drafts = now.source is not None and not now.trial  # trials are paid by savings, and what is read serves long
-        before = max(0.0, drafting - now.feed) / now.times.plain if drafts else 0.0
+        before = self._owed(drafting) / now.times.plain
         self._paces.learn(accepted, now.expected or accepted, verifying, before)
         if now.source is not None:
             self._learn_worth(now.source, verdict, ms, drafting)
@@ -459,6 +458,17 @@ class AutoLength(RowKeepers, LengthPolicy):
         elif now.source is None and not now.reviews and self.times and self._sources:  # nothing more is known till then
             self._rest = min(REFRESH, *(source.savings.rounds(ms) for source in self._sources))
             self._rests_from, self._kind = ended, (batch.rows, batch.draining)
+
+    def _owed(self, drafting: float) -> float:
+        """Of so many ms before verification those of this round's guesses. Pauses of the machine are nobody's fault.
+
+        Trials are paid by savings, and what is read first serves many rounds.
+        """
+        now = self._round
+        if now.source is None or now.trial:
+            return 0.0
+        usual = self._passes_ms(now.rows, len(now.passes)) if now.passes else self._search_ms
+        return min(max(0.0, drafting - now.feed), usual)
 
     def _save(self, ms: float) -> None:
         for savings in (self._savings, *(source.savings for source in self._sources)):
