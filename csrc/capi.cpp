@@ -38,23 +38,6 @@ PL_EXPORT void pl_arena_free(void* memory, size_t bytes) {
 PL_EXPORT Model* pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return new Model(*spec, *kernels); }
 PL_EXPORT void pl_model_free(Model* model) { delete model; }
 
-// What is wrong with the trees of a call, or null.
-static const char* wrong_with_trees(const Tokens& t, int64_t capacity) {
-  std::vector<int64_t> text(static_cast<size_t>(t.count));  // of each token, the position at which its row's text ends
-  for (int i = 0; i < t.count; ++i) {
-    const int64_t parent = t.parents[i];
-    if (parent < -1 || parent >= i) return "a token comes before what it follows";
-    if (parent >= 0 && (t.rows[parent] != t.rows[i] || t.positions[parent] + 1 != t.positions[i])) return "a token does not follow its parent";
-    text[static_cast<size_t>(i)] = parent < 0 ? t.positions[i] : text[static_cast<size_t>(parent)];
-    if (t.slots[i] < text[static_cast<size_t>(i)] || t.slots[i] >= capacity) return "a slot is in the row's text or outside the cache";
-    for (int j = i - 1; j >= 0 && t.rows[j] == t.rows[i]; --j) {
-      if (t.slots[j] == t.slots[i]) return "two tokens share a slot";
-      if (text[static_cast<size_t>(j)] != text[static_cast<size_t>(i)]) return "two tokens of a row follow texts of different lengths";
-    }
-  }
-  return nullptr;
-}
-
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
                                  const int64_t* slots, const int64_t* parents, int count, int read,
                                  const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds) {
@@ -63,7 +46,7 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
   if (const char* problem = model->problem_with(nodes, *cache)) return problem;
   if (parents && !slots) return "a tree needs slots";
   if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been read before";
-  if (const char* problem = parents ? wrong_with_trees(nodes, cache->capacity) : nullptr) return problem;
+  if (const char* problem = parents ? problem_with_trees(nodes, cache->capacity) : nullptr) return problem;
   model->forward(*pool, nodes, *cache, Streams{hidden, taps, tap_count, features}, seconds);
   return nullptr;
 }

@@ -427,6 +427,14 @@ void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows
   for (int i = 0; i < count; ++i) keep(kept, place_of(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
 }
 
+void move_streams(const Model& head, const Kept& kept, const std::vector<Move>& moves) {
+  const size_t width = static_cast<size_t>(head.spec.width), item = kept.bf16 ? 2 : 4;
+  for (const Move& move : moves) {
+    const uint8_t* from = kept.streams + place_of(kept, move.row, move.from, width) * item;
+    std::memcpy(kept.streams + place_of(kept, move.row, move.to, width) * item, from, width * item);
+  }
+}
+
 }  // namespace paceline
 
 using namespace paceline;

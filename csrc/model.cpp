@@ -19,6 +19,22 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
   return nullptr;
 }
 
+const char* problem_with_trees(const Tokens& t, int64_t capacity) {
+  std::vector<int64_t> text(static_cast<size_t>(t.count));  // of each token, the position at which its row's text ends
+  for (int i = 0; i < t.count; ++i) {
+    const int64_t parent = t.parents[i];
+    if (parent < -1 || parent >= i) return "a token comes before what it follows";
+    if (parent >= 0 && (t.rows[parent] != t.rows[i] || t.positions[parent] + 1 != t.positions[i])) return "a token does not follow its parent";
+    text[static_cast<size_t>(i)] = parent < 0 ? t.positions[i] : text[static_cast<size_t>(parent)];
+    if (t.slots[i] < text[static_cast<size_t>(i)] || t.slots[i] >= capacity) return "a slot is in the row's text or outside the cache";
+    for (int j = i - 1; j >= 0 && t.rows[j] == t.rows[i]; --j) {
+      if (t.slots[j] == t.slots[i]) return "two tokens share a slot";
+      if (text[static_cast<size_t>(j)] != text[static_cast<size_t>(i)]) return "two tokens of a row follow texts of different lengths";
+    }
+  }
+  return nullptr;
+}
+
 void Buffer::grow(size_t bytes) {
   if (bytes <= bytes_) return;
   std::free(data_);

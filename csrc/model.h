@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 17;
+constexpr int kAbiVersion = 18;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -141,17 +141,20 @@ struct DraftCall {
   int64_t *parents, *ranks;  // [rows][guess_stride], of trees: the guess that each follows, -1: the text; which of its leaders it is
 };
 
-// A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed.
+// A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed. Guesses lie side
+// by side behind the text; of trees those that are kept then move to where they would lie without the others.
 struct RoundCall {
   DrawRows by;
   TextRows text;
   const int64_t* places;   // of the rows in the cache
   const int64_t* guesses;  // [rows][guess_stride]
   const int64_t* counts;   // less than `block`
+  const int64_t* parents;  // [rows][guess_stride]: the guess that each follows, one before it, -1: the unseen token; null: chains
   int64_t guess_stride, rows, block;
   int64_t* tokens;    // [rows][block]: what is drawn, up to the first that is not the guess
   int64_t* accepted;  // of each row: guesses kept
   int64_t* gained;    // of each row: tokens, as TextRows::gain says
+  int64_t* path;      // [rows][guess_stride], of trees: the guesses kept, in their order
   float* hidden;      // [room][width] and [room][vocabulary], to be used up
   float* logits;
   int64_t room;       // for the unseen tokens and the guesses of all rows
@@ -267,6 +270,15 @@ void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, cons
 
 // Fuses the streams of tokens and keeps them.
 void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);
+
+// A guess of a row that was kept: from its slot to the one where the text has it.
+struct Move {
+  int64_t row, from, to;
+};
+
+void move_streams(const Model& head, const Kept& kept, const std::vector<Move>& moves);
+
+const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; `problem_with` has found none
 
 // The share of `thread` in `count` things.
 struct Share : Range {

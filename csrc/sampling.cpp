@@ -2,6 +2,7 @@
 // other rows, and rows are shared out over the threads.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 #include "model.h"
@@ -370,59 +371,125 @@ PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block,
 
 namespace {
 
+// The guess that each guess of a row follows.
+struct Follows {
+  Follows(const RoundCall& call, int64_t row) : parents(call.parents ? call.parents + row * call.guess_stride : nullptr) {}
+  int64_t operator[](int64_t guess) const { return parents ? parents[guess] : guess - 1; }
+  const int64_t* parents;
+};
+
 // The tokens of a round: each row's last one, which the target has not seen, and its guesses.
 class RoundTokens {
  public:
-  explicit RoundTokens(const RoundCall& call) {
+  explicit RoundTokens(const RoundCall& call) : is_tree_(call.parents != nullptr) {
     for (int64_t row = 0; row < call.rows; ++row) {
-      const int64_t last = call.text.length[row] - 1, *guesses = call.guesses + row * call.guess_stride;
-      for (int64_t j = 0; j <= call.counts[row]; ++j) {
-        tokens_.push_back(j ? guesses[j - 1] : call.text.text[row * call.text.text_stride + last]);
-        rows_.push_back(call.places[row]);
-        lines_.push_back(row);
-        positions_.push_back(last + j);
+      const int64_t last = call.text.length[row] - 1, root = static_cast<int64_t>(tokens_.size());
+      const Follows follows(call, row);
+      add(call, row, call.text.text[row * call.text.text_stride + last], last, last, -1);
+      for (int64_t guess = 0; guess < call.counts[row]; ++guess) {
+        const int64_t parent = root + 1 + follows[guess], before = positions_[static_cast<size_t>(parent)];
+        add(call, row, call.guesses[row * call.guess_stride + guess], before + 1, last + 1 + guess, parent);
       }
     }
   }
-  Tokens view() const { return {tokens_.data(), rows_.data(), positions_.data(), nullptr, nullptr, static_cast<int>(tokens_.size())}; }
+  Tokens view() const {
+    return {tokens_.data(), rows_.data(), positions_.data(), is_tree_ ? slots_.data() : nullptr, is_tree_ ? parents_.data() : nullptr,
+            static_cast<int>(tokens_.size())};
+  }
   const int64_t* lines() const { return lines_.data(); }  // of each token: its row
+  const int64_t* slots() const { return slots_.data(); }  // of chains, too
 
  private:
-  std::vector<int64_t> tokens_, rows_, lines_, positions_;
+  void add(const RoundCall& call, int64_t row, int64_t token, int64_t position, int64_t slot, int64_t parent) {
+    tokens_.push_back(token);
+    rows_.push_back(call.places[row]);
+    lines_.push_back(row);
+    positions_.push_back(position);
+    slots_.push_back(slot);
+    parents_.push_back(parent);
+  }
+
+  const bool is_tree_;
+  std::vector<int64_t> tokens_, rows_, lines_, positions_, slots_, parents_;
 };
 
-bool counts_fit(const RoundCall& call) {
+// What is wrong with the shape of a round's guesses, or null.
+const char* problem_with_guesses(const RoundCall& call) {
   for (int64_t row = 0; row < call.rows; ++row) {
-    if (call.text.length[row] < 1 || call.counts[row] < 0 || call.counts[row] >= call.block) return false;
+    const int64_t count = call.counts[row];
+    if (call.text.length[row] < 1) return "a row has no text";
+    if (count < 0 || count >= call.block || count > call.guess_stride) return "a row's guesses do not fit";
+    const Follows follows(call, row);
+    for (int64_t guess = 0; guess < count; ++guess) {
+      if (follows[guess] < -1 || follows[guess] >= guess) return "a token comes before what it follows";
+    }
   }
-  return true;
+  return nullptr;
+}
+
+// Of trees: the guesses that were kept and lie elsewhere than where the text will have them. A guess is never before its place on
+// the path, so moved in this order none is overwritten that is still to move.
+std::vector<Move> moves_of(const RoundCall& call) {
+  std::vector<Move> moves;
+  for (int64_t row = 0; call.parents && row < call.rows; ++row) {
+    const int64_t behind = call.text.length[row], *path = call.path + row * call.guess_stride;
+    for (int64_t place = 0; place < call.accepted[row]; ++place) {
+      if (path[place] != place) moves.push_back({row, behind + path[place], behind + place});
+    }
+  }
+  return moves;
+}
+
+// The twin of src/paceline/row_tables.py's RowTables.keep. places: of the rows in the cache.
+void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const int64_t* places, const std::vector<Move>& moves) {
+  const int64_t item = cache.bf16 ? 2 : 4;
+  in_parallel(pool, [&](int thread) {
+    const Share share(model.spec.layer_count, thread, pool.threads());
+    for (int64_t layer = share.first; layer < share.last; ++layer) {
+      for (int64_t head = 0; head < model.spec.kv_heads; ++head) {
+        for (const Move& move : moves) {
+          const int64_t first = layer * cache.layer_stride + places[move.row] * cache.row_stride + head * cache.head_stride;
+          for (uint8_t* table : {cache.keys, cache.values}) {
+            std::memcpy(table + (first + move.to * cache.position_stride) * item, table + (first + move.from * cache.position_stride) * item,
+                        static_cast<size_t>(model.spec.dim * item));
+          }
+        }
+      }
+    }
+  });
 }
 
 }  // namespace
 
-// Verifies the guesses, accepts them while they are the target's own draws, and commits. Returns what is wrong, or null.
+// Verifies the guesses, accepts them while they are the target's own draws, keeps what was read of those, and commits. Returns what
+// is wrong, or null.
 PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
-  if (!counts_fit(*call)) return "a row has no text, or its guesses do not fit";
+  if (const char* problem = problem_with_guesses(*call)) return problem;
   const RoundTokens fed(*call);
   const Tokens tokens = fed.view();
   if (tokens.count > call->room) return "there is no room for the logits of so many tokens";
   if (const char* problem = model->problem_with(tokens, *cache)) return problem;
+  if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
   const Streams out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
   model->forward(*pool, tokens, *cache, out, seconds);
-  if (call->head) keep_streams(*call->head, *pool, call->kept, fed.lines(), tokens.positions, call->features, tokens.count);
+  if (call->head) keep_streams(*call->head, *pool, call->kept, fed.lines(), fed.slots(), call->features, tokens.count);
   model->logits(*pool, call->hidden, tokens.count, call->logits);
   DrawCall draw = {};
   draw.by = call->by;
   draw.logits = call->logits;
   draw.guesses = call->guesses;
   draw.counts = call->counts;
+  draw.parents = call->parents;
   draw.rows = call->rows;
   draw.block = call->block;
   draw.stride = draw.vocabulary = model->vocabulary();
   draw.guess_stride = call->guess_stride;
   draw.packed = 1;
   draw.purpose = call->purpose;
-  pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, nullptr, nullptr, nullptr);
+  pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
+  const std::vector<Move> moves = moves_of(*call);
+  if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, call->places, moves);
+  if (call->head) move_streams(*call->head, call->kept, moves);
   pl_gain(&call->text, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from paceline.draft import Draft, HostVerdict, JudgedTree, ReadDraft, branching
+from paceline.draft import Draft, HostVerdict, JudgedTree, ReadDraft, ReadVerdict, Verdict, branching
 
 GUESSES = [[5, 6, 7], [], [8]]
 KINDS = [[0, 0, 0], [], [1]]
@@ -87,6 +88,41 @@ def test_of_a_tree_the_cap_is_its_depth(caps: list[int], left: list[int]) -> Non
     assert cut.kinds is not None
     assert [TREE[0][kind] for kind in cut.kinds[0]] == left
     assert list(cut.confidence[0]) == [scores[0][kind] for kind in cut.kinds[0]]
+
+
+CHANGES: dict[str, Callable[[Draft], Draft]] = {
+    "as they are": lambda draft: draft,
+    "the first": lambda draft: draft.first([4, 1]),
+    "not so deep": lambda draft: draft.capped([2, 0]),
+    "of more rows": lambda draft: draft.spread(1, 4),
+    "in another order": lambda draft: draft.ordered([[3, 0, 4, 1, 2], [0]]),
+    "without scores": lambda draft: replace(draft, confidence=None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_trees_of_tensors_and_of_lists_are_the_same(change: str) -> None:
+    tokens, parents = torch.tensor([TREE[0], [4, 0, 0, 0, 0]]), torch.tensor([FOLLOWS[0], [-1] * 5])
+    scores, kinds = [[0.9, 0.8, 0.7, 0.1, 0.05], [0.6]], [[0, 0, 0, 4, 4], [1]]
+    made = Draft(tokens, torch.tensor([5, 1]), confidence=scores, parents=parents, kinds=kinds)
+    one, other = map(CHANGES[change], (made, branching(TREE, FOLLOWS, CPU, scores, kinds)))
+    assert (one.k, one.guesses, one.follows) == (other.k, other.guesses, other.follows)
+    assert (one.confidence, one.kinds) == (other.confidence, other.kinds)
+    assert (one.ways, one.probabilities) == (other.ways, other.probabilities)
+    assert one.parents is not None
+    assert other.parents is not None
+    for table, another in ((one.tokens, other.tokens), (one.counts, other.counts), (one.parents, other.parents)):
+        assert torch.equal(table, another)
+        assert table.dtype == another.dtype == torch.int64
+
+
+def test_of_a_verdict_that_was_read_the_path_is_that_of_tensors() -> None:
+    host = HostVerdict([[6, 7, 8], [1]], [2, 0], [4, 1])
+    read, path = ReadVerdict(host, [[1, 3], []]), torch.tensor([[1, 3, 2, 3], [0, 1, 2, 3]])
+    assert read.path is not None
+    assert torch.equal(read.path, path)
+    assert Verdict(torch.zeros(2, 5), torch.tensor([2, 0]), torch.tensor([4, 1]), path=path).kept == read.kept
+    assert (ReadVerdict(host).path, Verdict(read.tokens, read.accepted, read.drafted).kept) == (None, None)
 
 
 def test_a_part_of_a_batch_with_trees_leaves_the_other_rows_without_guesses() -> None:

@@ -890,23 +890,36 @@ def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, mod
 
 @needs_kernels
 @pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-def test_drafted_trees_between_rounds_of_one_native_call_equal_plain_decoding(drafter: str) -> None:
+def test_drafted_trees_whoever_plays_the_round_equal_plain_decoding(drafter: str) -> None:
     engine = speculative_engine("native", drafter, 4, "mixed", speculation_width=2, prefill_chunk=7)
-    kept = count_siblings(engine)
+    kept, played = count_siblings(engine), count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert kept["sibling"] > 0
-    assert "rounds by the kernels (part by part: guesses that branch)" in engine.describe()
+    assert min(played["natively"], played["by the host"]) > 0
+    assert "rounds by the kernels;" in engine.describe()
 
 
 @needs_kernels
-@pytest.mark.parametrize("width", [1, "auto"])
+@pytest.mark.parametrize("width", [1, "auto", 2, 4])
 @pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-def test_chains_are_played_in_one_native_call_whatever_the_width(drafter: str, width: int | str) -> None:
+def test_rounds_are_played_in_one_native_call_whatever_the_width(drafter: str, width: int | str) -> None:
     engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
     kept, played = count_siblings(engine), count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
     assert (kept["trees"] == 0) == (engine.parts.drafter.width == 1)
-    assert played["by the host"] == kept["trees"]
+    assert not played["by the host"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("script", ["never", "always", "sometimes"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_in_rounds_of_one_native_call_equal_plain_decoding(shape: str, script: str, family: str) -> None:
+    engine = tree_engine("native", script, shape, family, prefill_chunk=7)
+    played = count_native_rounds(engine)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
+    assert played["natively"] > 0
+    assert family != "greedy" or not played["by the host"]
 
 
 @needs_kernels

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from head_support import tiny_feature_head
+from kernels.tools import random_spec
+from paceline.acceptance import RULES
 from paceline.batch import Batch, Wish
-from paceline.draft import Draft, ReadDraft
+from paceline.draft import Draft, ReadDraft, ReadVerdict, branching, depths_of
 from paceline.drafters import Drafter
 from paceline.engine import Engine
 from paceline.errors import ParameterError
+from paceline.heads.native import NativeHead, NativeStreams
 from paceline.kernels import native
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.memory import plan_memory
+from paceline.models.native import NativeModel, Quantization
 from paceline.native_round import NativeRound, kept_bytes
 from paceline.params import EngineConfig, SamplingParams
 from simulation import linear_costs
-from toy import POSITIONS, VOCAB, ToyModel, answers, make_engine, run, tiny_native
+from toy import POSITIONS, SHAPES, VOCAB, ToyModel, answers, make_engine, make_request, run, tiny_native, truth_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -188,3 +196,175 @@ def test_no_tensor_is_made_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     run(engine, [[1, 2, 3, 4, 5] * 6] * 4, PARAMS)
     assert any(drafted)
     assert not asked
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+MANY = 9  # more than rows, so that rows leave and others come while trees are played
+TREE_PROMPTS = [[(3 * row + 5 * i * i) % VOCAB for i in range(2 + 3 * row)] for row in range(MANY)]
+LAWS: dict[str, Callable[[int], SamplingParams]] = {
+    "greedy": lambda row: SamplingParams(temperature=0, max_tokens=20, seed=row),
+    "penalties and cuts": lambda row: SamplingParams(
+        temperature=(0.0, 0.6, 1.4)[row % 3],
+        top_k=(0, 7)[row % 2],
+        top_p=(1.0, 0.8)[row % 2],
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={row: 1.5},
+        min_tokens=4,
+        stop_token_ids=(row,),
+        max_tokens=12 + row,
+        seed=row,
+    ),
+}
+
+
+class SomeRight:
+    """Random trees, in which a guess is often right for its depth, whatever it follows, and equal to its siblings."""
+
+    def __init__(self, truth: Mapping[int, Sequence[int]], shape: str) -> None:
+        self._truth, self._shape, self._rng = truth, SHAPES[shape], random.Random(shape)
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        guesses, follows, rng = [], [], self._rng
+        for seed, length in zip(batch.sampling.seed[: batch.rows].tolist(), batch.lengths, strict=False):
+            right, parents = [*self._truth[seed][length:], *[0] * 32], self._shape(rng, rng.randint(0, wish.k))
+            depths = [depth - 1 for depth in depths_of(parents)]
+            guesses.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
+            follows.append(parents)
+        return branching(guesses, follows, batch.device)
+
+
+def model_of(quantization: Quantization | None, cache: torch.dtype) -> NativeModel:
+    spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, seed=1)
+    model = NativeModel(spec, "tiny", quantization=quantization, threads=2)
+    model.dtype = cache
+    return model
+
+
+def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, params: list[SamplingParams]) -> Engine:
+    """kept: of the streams that a head reads; None: there is no head."""
+    head = None
+    if kept is not None:
+        head = NativeHead(tiny_feature_head(VOCAB, 72, (0, 1), dim=16).to(kept), "tiny head", (0, 1), POSITIONS)
+    drafter = "ngram" if head is None else "feature"
+    engine = make_engine(model, head, drafter=drafter, num_speculative_tokens=9, prefill_chunk=16, max_model_len=64)
+    truth = truth_of(TREE_PROMPTS, params, answers(run(make_engine(model, max_model_len=64), TREE_PROMPTS, params)))
+    engine.parts.drafter.propose = SomeRight(truth, shape).propose  # type: ignore[method-assign]
+    for prompt, each in zip(TREE_PROMPTS, params, strict=True):
+        engine.add(make_request(prompt, each))
+    return engine
+
+
+def assert_the_same(engine: Engine, other: Engine) -> None:
+    """What the round decided, and all that is kept of rows."""
+    verdicts = [each.last_verdict for each in (engine, other)]
+    if verdicts[0] is not None and verdicts[1] is not None:
+        assert verdicts[0].host == verdicts[1].host
+        paths = [None if verdict.path is None else verdict.path.tolist() for verdict in verdicts if verdict]
+        assert paths[0] == paths[1]
+    for one, another in zip(kept_of(engine), kept_of(other), strict=True):
+        assert torch.equal(one, another)
+
+
+def kept_of(engine: Engine) -> list[torch.Tensor]:
+    target = engine.parts.target
+    streams = [target.reader.fused] if isinstance(target.reader, NativeStreams) else []
+    return [engine.batch.tokens, engine.batch.length, target.cache.keys, target.cache.values, *streams]
+
+
+WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
+    ("int8", torch.bfloat16),
+    ("int4", torch.float32),
+    (None, torch.bfloat16),
+    (None, torch.float32),
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
+@pytest.mark.parametrize("shape", ["random", "chain and siblings"])
+def test_rounds_of_trees_are_those_of_the_hosts_parts(
+    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, law: str
+) -> None:
+    """Verdicts, texts, caches and streams, to the bit after every round, while rows come and go."""
+    model, params = model_of(quantization, cache), [LAWS[law](row) for row in range(MANY)]
+    engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
+    parts.parts.native, played = None, Counter[str]()
+    while engine.busy:
+        engine.step()
+        parts.step()
+        assert_the_same(engine, parts)
+        if engine.last_verdict is not None and engine.last_verdict.kept is not None:
+            played["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.kept)
+            played["deep"] += any(len(path) > 1 for path in engine.last_verdict.kept)
+            played["natively"] += isinstance(engine.last_verdict, ReadVerdict)
+    assert not parts.busy
+    assert played["natively"] > played["moved"] > 2 < played["deep"]
+
+
+WRONG = {
+    "itself": [-1, 1, 0],
+    "one that comes later": [-1, 2, 0],
+    "none of the row's": [-1, 7, 0],
+    "less than nothing": [-1, -2, 0],
+}
+
+
+@pytest.mark.parametrize("follows", WRONG)
+def test_a_guess_that_follows_none_before_it_is_refused(follows: str) -> None:
+    right, wrong = [-1, -1, 0], WRONG[follows]
+    engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=torch.tensor([right, wrong])))
+    with pytest.raises(ParameterError, match="a token comes before what it follows"):
+        run(engine, PROMPTS[:2], PARAMS[:2])
+    assert engine.batch.length.tolist()[:2] == list(map(len, PROMPTS[:2])), "no row has gained anything"
+
+
+def test_guesses_that_have_no_slot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains what lies beyond the cache goes nowhere; of trees a guess at any slot may count."""
+    star = torch.full((2, 12), -1)
+    engine = engine_with(lambda rows, _: Draft(tokens(rows, 12), counts(rows, 12), parents=star), max_model_len=14)
+    monkeypatch.setattr(engine.batch, "fitting", lambda draft: draft)
+    with pytest.raises(ParameterError, match="outside the cache"):
+        run(engine, PROMPTS[:2], PARAMS[:2])
+
+
+def test_a_rule_that_knows_no_trees_refuses_them_by_name() -> None:
+    star = torch.full((4, 3), -1)
+    engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=star), acceptance="rejection")
+    assert player_of(engine).suits(RULES["rejection"], Draft.empty(4, engine.batch.device))
+    with pytest.raises(ParameterError, match=r"acceptance='rejection'.*trees"):
+        run(engine, PROMPTS, PARAMS)
+
+
+class Operators(TorchDispatchMode):
+    """Counts those of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_rounds_of_copies_that_branch_use_no_operator_of_torchs() -> None:
+    engine = make_engine(tiny_native(1), drafter="ngram", speculation_width=3)
+    params = SamplingParams(temperature=0.8, max_tokens=60, seed=2)
+    for _ in range(4):
+        engine.add(make_request([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], params))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    trees = 0
+    with Operators() as operators:
+        for _ in range(30):
+            assert engine._goes_without_torch()
+            engine.step()
+            assert engine.last_verdict is not None
+            trees += engine.last_verdict.host.trees is not None
+    assert trees > 3
+    assert operators.count == 0

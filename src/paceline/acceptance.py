@@ -118,6 +118,11 @@ def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:
 RULES: dict[str, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}
 
 
+def knows_trees(rule: AcceptanceRule) -> bool:
+    """Of the rules above; the others refuse trees by name."""
+    return rule is RULES["coupled"]
+
+
 def make_rule(acceptance: str) -> AcceptanceRule:
     """The rule of ``EngineConfig.acceptance``, which has checked it."""
     if acceptance.startswith(SYNTHETIC):

@@ -197,7 +197,7 @@ class Batch:
 
     def fitting(self, draft: Draft) -> Draft:
         """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
-        if draft.parents is None:
+        if draft.follows is None:
             return draft
         rows = range(self.rows)
         room = [max(0, self.slots_for(self.limits[row]) - self.lengths[row]) for row in rows]

@@ -103,10 +103,8 @@ class Running:
     def _describe_kernels_rounds(self) -> str:
         if why := why_host(self.parts.target, self.parts.accept):
             return f"rounds by the host ({why})"
-        drafter = self.parts.drafter
-        parted = {"guesses that branch": drafter.width > 1, "guesses drawn by a law of their own": drafter.has_laws}
-        left = ", ".join(guesses for guesses, possible in parted.items() if possible)
-        return f"rounds by the kernels (part by part: {left})" if left else "rounds by the kernels"
+        left = " (part by part: guesses drawn by a law of their own)" if self.parts.drafter.has_laws else ""
+        return f"rounds by the kernels{left}"
 
 
 def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:

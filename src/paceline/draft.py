@@ -124,9 +124,7 @@ class Draft:
         if self.follows is not None:
             follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
             return branching(
-                [line[: len(tree)] for line, tree in zip(self.guesses, follows, strict=True)],
-                follows,
-                self.tokens.device,
+                [line[: len(tree)] for line, tree in zip(self.guesses, follows, strict=True)], follows, self._device
             )
         chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
         chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
@@ -136,29 +134,26 @@ class Draft:
         """Of a tree: row i without what stands deeper than depths[i]."""
         assert self.follows is not None
         kept = [
-            [place for place, way in enumerate(ways[1 : 1 + count]) if len(way) <= depth]
-            for ways, count, depth in zip(self.ways, self.drafted, depths, strict=True)
+            [place for place, depth in enumerate(depths_of(line[:count])) if depth <= most]
+            for line, count, most in zip(self.follows, self.drafted, depths, strict=True)
         ]
-
-        def of(table: Sequence[Sequence[Any]]) -> list[list[Any]]:
-            return [[line[place] for place in places] for line, places in zip(table, kept, strict=True)]
-
-        new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
-        follows = [[places[old] for old in line] for places, line in zip(new, of(self.follows), strict=True)]
-        scores = None if self.confidence is None else of(self.confidence)
-        kinds = None if self.kinds is None else of(self.kinds)
-        return branching(of(self.guesses), follows, self.tokens.device, scores, kinds)
+        scores = None if self.confidence is None else _taken(self.confidence, kept)
+        kinds = None if self.kinds is None else _taken(self.kinds, kept)
+        return branching(_taken(self.guesses, kept), self._follows_among(kept), self._device, scores, kinds)
 
     def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
         """Of a tree: row i has its real guesses in the order orders[i], in which none comes before what it follows."""
-        assert self.parents is not None
-        order = torch.arange(self.k).repeat(len(orders), 1)
-        for line, new in zip(order, orders, strict=True):
-            line[: len(new)] = torch.tensor(new, dtype=torch.int64)
-        order = order.to(self.tokens.device)
-        parents, place = self.parents.gather(1, order), order.argsort(1)
-        parents = torch.where(parents < 0, parents, place.gather(1, parents.clamp(min=0)))
-        return Draft(self.tokens.gather(1, order), self.counts, parents=parents)
+        return ReadDraft.of(_taken(self.guesses, orders), self._device, follows=self._follows_among(orders))
+
+    def _follows_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What each of these guesses follows among them."""
+        assert self.follows is not None
+        new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
+        return [[places[old] for old in line] for places, line in zip(new, _taken(self.follows, kept), strict=True)]
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return self.tokens.device
 
     def spread(self, first: int, rows: int) -> Draft:
         """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
@@ -180,7 +175,7 @@ class Draft:
 
 
 class ReadDraft(Draft):
-    """A draft of chains that the host has from the start; its tensors are made if anybody asks for them."""
+    """A draft that the host has from the start; its tensors are made if anybody asks for them."""
 
     @staticmethod
     def of(
@@ -188,15 +183,20 @@ class ReadDraft(Draft):
         device: torch.device,
         confidence: Sequence[Sequence[float]] | None = None,
         kinds: Sequence[Sequence[int]] | None = None,
+        follows: Sequence[Sequence[int]] | None = None,
     ) -> ReadDraft:
-        """guesses: of each row."""
+        """guesses: of each row. follows: of trees, what each of them follows."""
         draft = ReadDraft.__new__(ReadDraft)
         draft.guesses, draft._device, draft.confidence, draft.kinds = guesses, device, confidence, kinds
+        k = draft.k
+        draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
         return draft
 
     @cached_property
-    def _device(self) -> torch.device:
-        return self.tokens.device
+    def parents(self) -> Tensor | None:  # type: ignore[override]
+        if self.follows is None:
+            return None
+        return torch.tensor(self.follows, dtype=torch.int64, device=self._device).view(len(self.follows), self.k)
 
     @property
     def k(self) -> int:
@@ -204,10 +204,12 @@ class ReadDraft(Draft):
         return max(map(len, self.guesses), default=0) if known is None else known.shape[1]
 
     def capped(self, caps: Sequence[int] | None) -> Draft:
-        return self if caps is None else ReadDraft.of(self._lines(caps), self._device, self.confidence, self.kinds)
+        if caps is None or self.follows is not None:
+            return super().capped(caps)
+        return ReadDraft.of(self._lines(caps), self._device, self.confidence, self.kinds)
 
     def first(self, counts: Sequence[int]) -> Draft:
-        return ReadDraft.of(self._lines(counts), self._device)
+        return ReadDraft.of(self._lines(counts), self._device) if self.follows is None else super().first(counts)
 
     def spread(self, first: int, rows: int) -> Draft:
         after = rows - first - len(self.guesses)
@@ -215,7 +217,7 @@ class ReadDraft(Draft):
         def widen(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
             return [*([] for _ in range(first)), *map(list, lines), *([] for _ in range(after))]
 
-        tables = (None if table is None else widen(table) for table in (self.confidence, self.kinds))
+        tables = (None if table is None else widen(table) for table in (self.confidence, self.kinds, self.follows))
         return ReadDraft.of(widen(self.guesses), self._device, *tables)
 
     def _lines(self, counts: Sequence[int]) -> list[list[int]]:
@@ -240,17 +242,24 @@ def branching(
     device: torch.device,
     confidence: Sequence[Sequence[float]] | None = None,
     kinds: Sequence[Sequence[int]] | None = None,
-) -> Draft:
+) -> ReadDraft:
     """Trees: of each row its guesses and what each follows. Where no row has a branch they are chains."""
     if all(line == list(range(-1, len(line) - 1)) for line in follows):
         return ReadDraft.of(guesses, device, confidence, kinds)
-    k = max(map(len, guesses))
-    tokens = torch.tensor([line + [0] * (k - len(line)) for line in guesses], device=device)
-    filled = [line + [-1] * (k - len(line)) for line in follows]
-    counts = torch.tensor([len(line) for line in guesses], device=device)
-    draft = Draft(tokens, counts, None, confidence, parents=torch.tensor(filled, device=device), kinds=kinds)
-    draft.guesses, draft.follows = guesses, filled
-    return draft
+    return ReadDraft.of(guesses, device, confidence, kinds, follows)
+
+
+def _taken(table: Sequence[Sequence[Any]], kept: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """Of each row the entries at these places."""
+    return [[line[place] for place in places] for line, places in zip(table, kept, strict=True)]
+
+
+def depths_of(follows: Sequence[int]) -> list[int]:
+    """How deep each guess of a row stands, from 1 on. follows: the guess that each follows, or -1."""
+    depths: list[int] = []
+    for parent in follows:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 @cache
@@ -293,11 +302,8 @@ class JudgedTree(NamedTuple):
     @staticmethod
     def of(follows: Sequence[int], path: Sequence[int]) -> JudgedTree:
         """follows: the guess that each guess follows, or -1. path: the guesses kept."""
-        depths: list[int] = []
-        for parent in follows:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
         saved_at = next((place for place, guess in enumerate(path) if stands_beside(follows, guess)), None)
-        return JudgedTree(depths, saved_at, (path[-1] if path else -1) not in follows)
+        return JudgedTree(depths_of(follows), saved_at, (path[-1] if path else -1) not in follows)
 
     @property
     def depth(self) -> int:
@@ -387,20 +393,34 @@ class Verdict:
             drafted=[line[-1] for line in table],
         )
 
+    @cached_property
+    def kept(self) -> list[list[int]] | None:
+        """``path`` on the host, of each row the guesses kept alone; None of chains."""
+        if self.path is None:
+            return None
+        return [path[:good] for path, good in zip(self.path.tolist(), self.host.accepted, strict=True)]
+
     def note_trees(self, draft: Draft) -> None:
         """Of a draft of trees, what became of them, for all who count."""
-        if draft.follows is None or self.path is None:
+        if draft.follows is None or self.kept is None:
             return
-        kept = zip(self.path.tolist(), self.host.accepted, strict=True)
-        trees = zip(draft.follows, draft.drafted, kept, strict=True)
-        self.host.trees = [JudgedTree.of(line[:count], path[:good]) for line, count, (path, good) in trees]
+        trees = zip(draft.follows, draft.drafted, self.kept, strict=True)
+        self.host.trees = [JudgedTree.of(line[:count], path) for line, count, path in trees]
 
 
 class ReadVerdict(Verdict):
     """A verdict that the host has from the start; its tensors are made if anybody asks for them."""
 
-    def __init__(self, host: HostVerdict) -> None:
-        self.host, self.logprobs, self.path = host, None, None
+    def __init__(self, host: HostVerdict, kept: list[list[int]] | None = None) -> None:
+        self.host, self.logprobs, self.kept = host, None, kept
+
+    @cached_property
+    def path(self) -> Tensor | None:  # type: ignore[override]
+        if self.kept is None:
+            return None
+        width = max(self.host.drafted)
+        lines = [[*path, *range(len(path), width)] for path in self.kept]
+        return torch.tensor(lines, dtype=torch.int64).view(len(lines), width)
 
     def __getattr__(self, name: str) -> Tensor:
         if name in ("accepted", "drafted"):

@@ -13,7 +13,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from paceline.acceptance import RULES, AcceptanceRule
+from paceline.acceptance import RULES, AcceptanceRule, knows_trees
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Draft, HostVerdict, ReadVerdict, Verdict
@@ -36,9 +36,9 @@ class NativeRound:
     ) -> None:
         self._target, self._model, self._batch, self._rule, self._threads = target, model, batch, rule, threads
         rows = batch.length.shape[0]
-        record = array("q", bytes(8 * rows * (_BLOCK + 2)))
+        record = array("q", bytes(8 * rows * (2 * _BLOCK + 2)))
         self._record = memoryview(record)
-        self._accepted, self._gained = rows * _BLOCK, rows * (_BLOCK + 1)
+        self._accepted, self._gained, self._path = rows * _BLOCK, rows * (_BLOCK + 1), rows * (_BLOCK + 2)
         tokens, size = record.buffer_info()[0], record.itemsize
         self._call = CRound(
             text=batch.described,
@@ -46,6 +46,7 @@ class NativeRound:
             tokens=tokens,
             accepted=tokens + size * self._accepted,
             gained=tokens + size * self._gained,
+            path=tokens + size * self._path,
             purpose=Purpose.DRAW,
         )
         self._drawing: Rows | None = None  # whom the call describes
@@ -72,8 +73,12 @@ class NativeRound:
         return None if why_host(target, rule) else NativeRound(target, model, batch, rule, threads)
 
     def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:
-        """Whether it can play the next round: one that needs no host, of chains whose guesses have no law."""
-        return not self.needs_host(rule) and draft.probabilities is None and draft.parents is None
+        """Whether it can play the next round: one that needs no host, of guesses that have no law.
+
+        Rules that know no trees say so on the host.
+        """
+        shape = draft.follows is None or knows_trees(rule)
+        return shape and not self.needs_host(rule) and draft.probabilities is None
 
     def needs_host(self, rule: AcceptanceRule) -> bool:
         """Whether the rows want what only the host can do: another rule, a grammar, log-probabilities."""
@@ -81,25 +86,28 @@ class NativeRound:
         return rule is not self._rule or rows.any_constraint or rows.logprobs is not None
 
     def play(self, draft: Draft) -> Verdict:
-        """Raises ParameterError if a guess is no token; then no row has gained any."""
-        verdict = self._play(draft)
-        self._batch.note_gains(verdict.gained)
-        return ReadVerdict(verdict)
+        """Raises ParameterError if a guess is no token or follows none; then no row has gained any."""
+        self._play(draft)
+        verdict = self._read(draft)
+        self._batch.note_gains(verdict.host.gained)
+        verdict.note_trees(draft)
+        return verdict
 
-    def _play(self, draft: Draft) -> HostVerdict:
-        batch, call, guesses, drafted = self._batch, self._call, draft.guesses, draft.drafted
+    def _play(self, draft: Draft) -> None:
+        batch, call, drafted = self._batch, self._call, draft.drafted
         rows, width = batch.rows, max(drafted)
         numbers = [*self._target.places(rows), *drafted]
-        for line in guesses:
-            numbers += line if len(line) == width else [*line, *[0] * (width - len(line))]
+        for table in (draft.guesses, draft.follows or ()):
+            for line in table:
+                numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
         given = array("q", numbers)
         self._describe_rows()
         self._make_room(rows + sum(drafted))
         call.places = place = given.buffer_info()[0]
         call.counts, call.guesses = place + 8 * rows, place + 16 * rows
+        call.parents = None if draft.follows is None else call.guesses + 8 * rows * width
         call.guess_stride, call.rows = width, rows
         self._model.play(call, self._target.cache, self._threads)
-        return self._read(drafted)
 
     def _describe_rows(self) -> None:
         drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
@@ -115,11 +123,18 @@ class NativeRound:
             self._work = tuple(torch.empty(call.room, width, dtype=torch.float32) for width in widths)
             call.hidden, call.logits, call.features = (memory.data_ptr() for memory in self._work)
 
-    def _read(self, drafted: list[int]) -> HostVerdict:
-        record, rows = self._record, len(drafted)
+    def _read(self, draft: Draft) -> ReadVerdict:
+        record, drafted = self._record, draft.drafted
+        rows, width = len(drafted), max(drafted)
         accepted = record[self._accepted : self._accepted + rows].tolist()
-        lines = [record[row * _BLOCK : row * _BLOCK + kept + 1].tolist() for row, kept in enumerate(accepted)]
-        return HostVerdict(lines, accepted, drafted, record[self._gained : self._gained + rows].tolist())
+
+        def of_each(first: int, stride: int, more: int) -> list[list[int]]:
+            starts = ((first + row * stride, kept + more) for row, kept in enumerate(accepted))
+            return [record[start : start + size].tolist() for start, size in starts]
+
+        gained = record[self._gained : self._gained + rows].tolist()
+        host = HostVerdict(of_each(0, _BLOCK, 1), accepted, drafted, gained)
+        return ReadVerdict(host, None if draft.follows is None else of_each(self._path, width, 0))
 
 
 def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:

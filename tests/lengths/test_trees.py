@@ -130,6 +130,11 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
             assert [[guesses[step] for step in path_to(follows, place)] for place in range(len(guesses))] == ways
 
 
+def real_ways(draft: Draft) -> list[list[list[int]]]:
+    """Padding means nothing."""
+    return [ways[: 1 + count] for ways, count in zip(draft.ways, draft.drafted, strict=True)]
+
+
 @given(st.lists(trees, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random.Random) -> None:
     orders = []
@@ -141,7 +146,7 @@ def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random
         orders.append(order)
     draft = draft_of(trees)
     new = draft.ordered(orders)
-    assert sorted(map(sorted, new.ways)) == sorted(map(sorted, draft.ways))
+    assert list(map(sorted, real_ways(new))) == list(map(sorted, real_ways(draft)))
     assert new.guesses == [[line[guess] for guess in order] for line, order in zip(draft.guesses, orders, strict=True)]
 
 

@@ -37,7 +37,7 @@ class FeatureDrafter(ModelDrafter):
         self.head = decoder
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
-        self.uses_torch = self._natively is None or self._independent or width > 1  # what branches is played in parts
+        self.uses_torch = self._natively is None or self._independent
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> FeatureDrafter:

@@ -47,12 +47,12 @@ class NgramDrafter(Drafter):
     name = "ngram"
     sources = ("own text", "references", "siblings", "documents")  # in the order of ``lookup``
     copies = True
+    uses_torch = False
     auto_width = 1  # of few guesses verified, branches bring -4 to 6 % of tokens a round (benchmarks/tree_gain.py)
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True, width: int = 1) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
         self._documents, self._siblings, self.width = len(documents) > 0, siblings, width
-        self.uses_torch = width > 1  # rounds with branches are played part by part
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
     @classmethod

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 17  # of model.h: it changes with the structs and functions
+ABI_VERSION = 18  # of model.h: it changes with the structs and functions
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -227,9 +227,9 @@ class CRound(Structure):
     _fields_ = (
         ("by", CDrawRows),
         ("text", CTextRows),
-        *((name, c_void_p) for name in ("places", "guesses", "counts")),
+        *((name, c_void_p) for name in ("places", "guesses", "counts", "parents")),
         *((name, c_int64) for name in ("guess_stride", "rows", "block")),
-        *((name, c_void_p) for name in ("tokens", "accepted", "gained", "hidden", "logits")),
+        *((name, c_void_p) for name in ("tokens", "accepted", "gained", "path", "hidden", "logits")),
         ("room", c_int64),
         ("purpose", c_uint32),
         ("head", c_void_p),
