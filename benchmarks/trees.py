@@ -77,6 +77,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--draft-model")
+    parser.add_argument("--drafter", default="auto")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--draft-quantization", default="same")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -97,6 +98,7 @@ def main() -> None:
     llm = LLM(
         options.model,
         options.draft_model,
+        drafter=options.drafter,
         quantization=options.quantization,
         draft_quantization=options.draft_quantization,
         max_batch_size=max(options.rows),
