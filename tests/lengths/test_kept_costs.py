@@ -72,11 +72,11 @@ def test_of_weights_without_files_nothing_is_kept(cache: Path) -> None:
 
 
 def test_another_machine_or_version_has_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {HERE.path, replace(HERE, max_batch_size=8).path}
+    paths = {HERE.table.path, replace(HERE, max_batch_size=8).table.path}
     monkeypatch.setattr(kept_costs, "__version__", "another")
-    paths.add(HERE.path)
+    paths.add(HERE.table.path)
     monkeypatch.setattr(kept_costs, "cpu_signature", lambda: "cpu family : 26")
-    paths.add(HERE.path)
+    paths.add(HERE.table.path)
     assert len(paths) == 4
 
 
@@ -115,10 +115,10 @@ def damaged(**changes: object) -> str:
     ],
 )
 def test_a_damaged_file_is_measured_anew_with_a_warning(content: str, caplog: pytest.LogCaptureFixture) -> None:
-    HERE.save(linear_costs())
-    assert HERE.load() == linear_costs()
-    HERE.path.write_bytes(content.encode(errors="surrogateescape"))
-    assert HERE.load() is None
+    HERE.table.save(linear_costs().as_json())
+    assert HERE.table.load() == linear_costs()
+    HERE.table.path.write_bytes(content.encode(errors="surrogateescape"))
+    assert HERE.table.load() is None
     assert "measuring anew" in caplog.text
 
 
@@ -127,13 +127,13 @@ def test_where_nothing_can_be_written_the_engine_says_so_and_runs(
 ) -> None:
     cache.write_text("a file where the folder should be")
     engine_on(from_a_file(tmp_path / "model.gguf"))
-    assert "the costs of rounds are not kept" in caplog.text
+    assert "the costs are not kept" in caplog.text
 
 
 def test_it_can_be_turned_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kept_costs.VARIABLE, "off")
-    HERE.save(linear_costs())
+    HERE.table.save(linear_costs().as_json())
     assert not cache.exists()
     monkeypatch.setenv(kept_costs.VARIABLE, "of")
     with pytest.raises(ParameterError, match="PACELINE_COST_CACHE='of' is not allowed: 'on' or 'off'"):
-        HERE.load()
+        HERE.table.load()

@@ -25,7 +25,7 @@ def test_in_a_batch_that_drains_tokens_of_late_rows_are_worth_more_and_all_one_o
     batch = batch_of([100, 200, 200])
     batch.draining, paces = True, Paces()
     for _ in range(30):
-        paces.learn([0, 0, 3], [0, 0, 3], 1.0)  # the last row gains four tokens a round, the others one
+        paces.learn([0, 0, 3], 1.0)  # the last row gains four tokens a round, the others one
     early, late, fast = paces.worth_of_tokens(batch)
     assert late > early > fast
     assert early + late + fast == pytest.approx(3)

@@ -88,7 +88,7 @@ def test_a_tile_that_is_no_candidate_is_never_run_and_other_models_tiles_stay(ke
 
 
 def test_other_gpus_and_formats_have_files_of_their_own() -> None:
-    names = {KeptTiles(*key).path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))}  # type: ignore[arg-type]
+    names = {KeptTiles(*key).document.path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))}  # type: ignore[arg-type]
     assert len(names) == 3
 
 

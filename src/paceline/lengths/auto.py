@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from operator import itemgetter
+from statistics import fmean
 from typing import TypeAlias
 
 from paceline.batch import Batch, Wish
@@ -122,7 +123,6 @@ class Round:
     guesses: int = 0  # verified, of all rows
     feed: float = 0.0  # what the draft model reads first takes
     passes: list[float] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)  # guesses of each row that should be kept; empty: unknown
     drafts: list[tuple[Source, Draft]] = field(default_factory=list)  # all that was seen of them
 
     def __post_init__(self) -> None:
@@ -168,8 +168,6 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._guessed = False  # whether guesses were verified in the last round
         self._unasked = 0  # rounds without guesses since the last with any
         self._rest = 0  # rounds in which nothing is asked for, as plain rounds change nothing that asking hangs on
-        self._rests_from = math.inf  # seconds
-        self._kind = (0, False)  # of the batch that rests: rows, whether it drains
         self._round: Round
         self._chosen: deque[Round] = deque()  # and not observed yet; the last is ``_round``
 
@@ -181,12 +179,12 @@ class AutoLength(RowKeepers, LengthPolicy):
     # --- before the round ------------------------------------------------------------
 
     def choose(self, batch: Batch) -> Wish:
-        if self._rest and self._kind == (batch.rows, batch.draining):
+        if self._rest and self._round.rows == batch.rows:
             self._rest -= 1
             self._unasked += 1
+            self._save(self._round.times.plain)
             return Wish(0)
-        began = self.clock()
-        self._wake(began)
+        self._rest, began = 0, self.clock()
         times = self.costs.times(batch.rows, batch.longest)
         self._round = Round(batch, began, began, times, self._paces.worth_of_tokens(batch))
         while len(self._chosen) > (not self.times):  # the round before failed
@@ -200,11 +198,6 @@ class AutoLength(RowKeepers, LengthPolicy):
                 break
         self._unasked += 1
         return Wish(0)
-
-    def _wake(self, now: float) -> None:
-        self._rest = 0
-        self._save(max(0.0, 1000 * (now - self._rests_from)))
-        self._rests_from = math.inf
 
     def _pays(self, source: Source) -> bool:
         """Whether to ask for guesses: by what they brought lately, or because it is time to see."""
@@ -229,7 +222,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _is_held_up(self) -> bool:
         """Whether guesses have brought less than they took in a batch that drains: nothing repays it later."""
         now = self._round
-        return now.batch.draining and now.rows > 1 and self._paces.earned(now.rows) < -CREDIT
+        return now.batch.draining and now.rows > 1 and fmean(self._paces.ahead(now.rows)) < -CREDIT
 
     def _reviews_plain(self, loss: float) -> bool:
         """Whether to see what a plain round takes, which loses so many ms, unless that is far from what is believed."""
@@ -372,8 +365,9 @@ class AutoLength(RowKeepers, LengthPolicy):
         most = plain * (1 + CAUTION * (1 + source.judged / now.rows)) if source is self.copied else math.inf
         value, counts = now.times.best(lines, rate, now.batch.deadlines, most)
         if now.batch.draining and len(lines) == now.rows > 1:  # it ends with its last row, which must gain by them
-            row, ahead = self._paces.last(now.rows)
-            gain = max(0.0, ahead) + sum(lines[row][: counts[row]]) / now.worth[row]
+            ahead = self._paces.ahead(now.rows)
+            row = ahead.index(min(ahead))
+            gain = max(0.0, ahead[row]) + sum(lines[row][: counts[row]]) / now.worth[row]
             value, counts = now.times.best(lines, rate, now.batch.deadlines, min(most, plain * (1 + gain)))
         return value, counts
 
@@ -412,7 +406,6 @@ class AutoLength(RowKeepers, LengthPolicy):
         if draft.probabilities is None and not (now.trial and now.source is self.drafted):
             draft, lines = self._ranked(now.source, draft)
             counts = self._worth_verifying(now.source, lines)
-            now.expected = [sum(line[:n]) / w for line, n, w in zip(lines, counts, now.worth, strict=True)]
         now.ready = self.clock()
         return draft.first(counts)
 
@@ -446,29 +439,26 @@ class AutoLength(RowKeepers, LengthPolicy):
         if self.times:
             self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
         self._guessed = now.guesses > 0
-        verifying = 1 + now.times.more(now.guesses) / now.times.plain
-        before = self._owed(drafting) / now.times.plain
-        self._paces.learn(accepted, now.expected or accepted, verifying, before)
+        spent = self._spent(drafting)
+        self._paces.learn(accepted, 1 + (0.0 if now.trial else spent / now.times.plain))
         if now.source is not None:
-            self._learn_worth(now.source, verdict, ms, drafting)
+            self._learn_worth(now.source, verdict, ms, spent)
             self._learn_chances(now.source, verdict)
         self._save(ms)
         if now.source is self.copied:
             self._search_ms = drafting + 1000 * (self.clock() - ended)
         elif now.source is None and not now.reviews and self.times and self._sources:  # nothing more is known till then
             self._rest = min(REFRESH, *(source.savings.rounds(ms) for source in self._sources))
-            self._rests_from, self._kind = ended, (batch.rows, batch.draining)
 
-    def _owed(self, drafting: float) -> float:
-        """Of so many ms before verification those of this round's guesses. Pauses of the machine are nobody's fault.
-
-        Trials are paid by savings, and what is read first serves many rounds.
-        """
+    def _spent(self, drafting: float) -> float:
+        """Milliseconds that guesses took; of one row, as if all had been asked. What is read first serves many."""
         now = self._round
-        if now.source is None or now.trial:
-            return 0.0
-        usual = self._passes_ms(now.rows, len(now.passes)) if now.passes else self._search_ms
-        return min(max(0.0, drafting - now.feed), usual)
+        spent = now.times.more(round(now.scale * now.guesses))
+        if now.passes:
+            return spent + self._passes_ms(now.rows, len(now.passes))
+        if now.source is self.copied:
+            spent += min(drafting, self._search_ms)  # pauses of the machine hold up nobody
+        return spent
 
     def _save(self, ms: float) -> None:
         for savings in (self._savings, *(source.savings for source in self._sources)):
@@ -482,7 +472,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         if now.feed < ms:  # else the time says little about such rounds
             self.costs.observe(now.rows, now.guesses, now.context, ms)
 
-    def _learn_worth(self, source: Source, verdict: Verdict, ms: float, drafting: float) -> None:
+    def _learn_worth(self, source: Source, verdict: Verdict, ms: float, spent: float) -> None:
         """The rate that the round reached, and what it brought; of one row, as if all had been asked."""
         now, accepted = self._round, verdict.host.accepted
         kept = sum(worth * good for worth, good in zip(now.worth, accepted, strict=self.times))
@@ -490,11 +480,6 @@ class AutoLength(RowKeepers, LengthPolicy):
             kept *= now.rows / max(1, sum(map(bool, verdict.host.tokens)))
         if not now.trial:
             source.rates.setdefault(now.rows, Rate()).learn(sum(now.worth) + kept, ms - now.feed)
-        spent = now.times.more(round(now.scale * now.guesses))
-        if now.passes:
-            spent += sum(now.passes) if now.asked is None else self._passes_ms(now.rows, len(now.passes))
-        elif source is self.copied:
-            spent += drafting
         self._brings(source).learn((now.scale * kept - now.rate * spent) / now.rows)
 
     def _learn_chances(self, source: Source, verdict: Verdict) -> None:
@@ -517,14 +502,6 @@ class AutoLength(RowKeepers, LengthPolicy):
         return [min(now.k, allowed) if row in asked else 0 for row, allowed in enumerate(most)]
 
     # --- rows ----------------------------------------------------------------------------
-
-    def join(self, row: int) -> None:
-        self._rest = 0
-        super().join(row)
-
-    def leave(self, row: int) -> None:
-        self._rest = 0
-        super().leave(row)
 
     def lost(self) -> None:
         if self._chosen:

@@ -278,8 +278,7 @@ class _Pace:
 
     tokens: float = PRIOR_ROUNDS
     rounds: float = PRIOR_ROUNDS
-    ahead: float = 0.0  # plain rounds by which its guesses should have brought it ahead of plain decoding
-    earned: float = 0.0  # by which they have, what came before verification taken off
+    ahead: float = 0.0  # plain rounds by which its guesses have brought it ahead of plain decoding
 
 
 class Paces:
@@ -293,18 +292,12 @@ class Paces:
     def __init__(self) -> None:
         self.rows: PerRow[_Pace] = PerRow()
 
-    def learn(
-        self, accepted: Sequence[int], expected: Sequence[float], verifying: float, drafting: float = 0.0
-    ) -> None:
-        """From a round: guesses kept and expected to be, and what it took, over a plain one's time.
-
-        What a row is ahead judges single guesses, and bad luck is no debt there.
-        """
-        for row, (kept, promised) in enumerate(zip(accepted, expected, strict=True)):
+    def learn(self, accepted: Sequence[int], took: float) -> None:
+        """From a round: guesses kept, and its time over a plain one's."""
+        for row, kept in enumerate(accepted):
             pace = self.rows.setdefault(row, _Pace())
             pace.tokens = PRIOR_ROUNDS + (pace.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
-            pace.ahead += promised + 1 - verifying
-            pace.earned += kept + 1 - verifying - drafting
+            pace.ahead += kept + 1 - took
             pace.rounds = PRIOR_ROUNDS + (pace.rounds - PRIOR_ROUNDS) * ROW_FADE + 1
 
     def worth_of_tokens(self, batch: Batch) -> list[float]:
@@ -315,14 +308,9 @@ class Paces:
         total = sum(worth)
         return [batch.rows * each / total for each in worth]
 
-    def last(self, rows: int) -> tuple[int, float]:
-        """The row that is least ahead, and by how many plain rounds that is."""
-        ahead = [pace.ahead if (pace := self.rows.get(row)) else 0.0 for row in range(rows)]
-        return ahead.index(min(ahead)), min(ahead)
-
-    def earned(self, rows: int) -> float:
-        """Plain rounds by which guesses have brought the rows ahead of plain decoding, on average."""
-        return sum(pace.earned for row in range(rows) if (pace := self.rows.get(row))) / rows
+    def ahead(self, rows: int) -> list[float]:
+        """Plain rounds by which guesses have brought each row ahead of plain decoding."""
+        return [pace.ahead if (pace := self.rows.get(row)) else 0.0 for row in range(rows)]
 
     def _rounds_a_token(self, row: int) -> float:
         pace = self.rows.get(row)

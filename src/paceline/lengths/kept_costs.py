@@ -1,30 +1,23 @@
 """Costs that were measured once are kept on disk: measuring them takes a second or more, which a short job feels.
 
-They are kept for models that come from files, beside those in paceline's cache, a small file each. What was measured on
-another machine, for other weights or by another version has another name and is never read. A file that cannot be read
-is measured and written anew. ``PACELINE_COST_CACHE=off`` keeps nothing.
+They are kept (``models.kept``) for models that come from files. What was measured on another machine, for other weights
+or by another version is never read. ``PACELINE_COST_CACHE=off`` keeps nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from paceline import __version__
-from paceline.errors import ParameterError
-from paceline.files import write_text
 from paceline.hardware import cpu_signature
 from paceline.lengths.calibration import Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
-from paceline.models.hub import cache_directory
+from paceline.models.kept import Kept
 
 log = logging.getLogger("paceline")
 
@@ -45,24 +38,9 @@ class KeptCosts:
     max_model_len: int
 
     @property
-    def path(self) -> Path:
+    def table(self) -> Kept[CostTable]:
         versions = METHOD, __version__, torch.__version__, cpu_signature()
-        digest = hashlib.sha256(json.dumps([asdict(self), versions]).encode()).hexdigest()[:16]
-        return cache_directory() / "costs" / f"{digest}.json"
-
-    def load(self) -> CostTable | None:
-        """The table; None if there is none that can be used."""
-        if _is_off():
-            return None
-        try:
-            table = CostTable.from_json(json.loads(self.path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-            log.warning("the costs kept in %s cannot be used (%r): measuring anew", self.path, error)
-            return None
-        log.info("costs of rounds read from %s", self.path)
-        return table
+        return Kept("costs", VARIABLE, [asdict(self), versions], CostTable.from_json)
 
     def agrees(self, table: CostTable, plain_ms: float) -> bool:
         """Whether a round without guesses for one row, timed now, is not much faster than the table says.
@@ -72,18 +50,8 @@ class KeptCosts:
         told = table.verify_ms(1, 0)
         if plain_ms * FASTER >= told:
             return True
-        log.info("the costs kept in %s were measured on a busy machine (%.2f ms, now %.2f)", self.path, told, plain_ms)
+        log.info("the costs kept were measured on a busy machine (%.2f ms, now %.2f)", told, plain_ms)
         return False
-
-    def save(self, table: CostTable) -> None:
-        """Keep the table; warns if that is not possible."""
-        if _is_off():
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps(table.as_json()) + "\n")
-        except OSError as error:
-            log.warning("the costs of rounds are not kept in %s: %s", self.path, error)
 
 
 def kept_or_measured(calibration: Calibration, keep: KeptCosts | None) -> CostTable:
@@ -91,7 +59,7 @@ def kept_or_measured(calibration: Calibration, keep: KeptCosts | None) -> CostTa
 
     keep: where; None: nowhere.
     """
-    kept = None if keep is None else keep.load()
+    kept = None if keep is None else keep.table.load()
     if keep is not None and kept is not None and keep.agrees(kept, calibration.plain_ms()):
         return kept
     started = time.perf_counter()
@@ -104,12 +72,5 @@ def kept_or_measured(calibration: Calibration, keep: KeptCosts | None) -> CostTa
         costs.batch_sizes[-1],
     )
     if keep is not None:
-        keep.save(costs)
+        keep.table.save(costs.as_json())
     return costs
-
-
-def _is_off() -> bool:
-    choice = os.environ.get(VARIABLE, "on")
-    if choice not in ("on", "off"):
-        raise ParameterError(VARIABLE, choice, "'on' or 'off'")
-    return choice == "off"

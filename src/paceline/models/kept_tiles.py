@@ -7,29 +7,25 @@ another version or on another GPU has another name and is never read. What a loa
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import triton
 
 from paceline import __version__
-from paceline.errors import ParameterError
-from paceline.files import write_text
 from paceline.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
 from paceline.hardware import machine_name
-from paceline.models.hub import cache_directory
+from paceline.models.kept import Kept
 
 log = logging.getLogger("paceline")
 
 VARIABLE = "PACELINE_TILE_CACHE"
 SECONDS = 60.0  # most that a load takes for this; kernels are compiled for it, a second each
+Tiles: TypeAlias = dict[Shape, LinearTile | None]
 METHOD = 1  # one more whenever a kernel changes: choices of another one are not read
 
 
@@ -49,34 +45,21 @@ class KeptTiles:
     dtype: str
 
     @property
-    def path(self) -> Path:
+    def document(self) -> Kept[Tiles]:
         versions = METHOD, __version__, torch.__version__, triton.__version__, [asdict(tile) for tile in CANDIDATES]
-        digest = hashlib.sha256(json.dumps([asdict(self), versions]).encode()).hexdigest()[:16]
-        return cache_directory() / "tiles" / f"{digest}.json"
+        return Kept("tiles", VARIABLE, [asdict(self), versions], _read)
 
-    def load(self) -> dict[Shape, LinearTile | None]:
+    def load(self) -> Tiles:
         """What is known; nothing if it cannot be read."""
-        if _is_off():
-            return {}
-        try:
-            lines = json.loads(self.path.read_text(encoding="utf-8"))
-            return {(n, k, m): None if tile is None else LinearTile(**tile) for n, k, m, tile in lines}
-        except FileNotFoundError:
-            return {}
-        except (OSError, TypeError, ValueError, RecursionError) as error:
-            log.warning("the tiles kept in %s cannot be used (%r): timing anew", self.path, error)
-            return {}
+        return self.document.load() or {}
 
-    def save(self, tiles: dict[Shape, LinearTile | None]) -> None:
+    def save(self, tiles: Tiles) -> None:
         """Keep the choices; warns if that is not possible."""
-        if _is_off():
-            return
-        lines = [(*shape, None if tile is None else asdict(tile)) for shape, tile in sorted(tiles.items())]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps(lines) + "\n")
-        except OSError as error:
-            log.warning("the fastest tiles are not kept in %s: %s", self.path, error)
+        self.document.save([(*shape, None if tile is None else asdict(tile)) for shape, tile in sorted(tiles.items())])
+
+
+def _read(lines: Any) -> Tiles:
+    return {(n, k, m): None if tile is None else LinearTile(**tile) for n, k, m, tile in lines}
 
 
 def tune(
@@ -105,10 +88,3 @@ def tune(
         kept.save(found | linears.tiles)
         left = len(wanted.keys() - linears.tiles.keys())
         log.info("timed the tiles of %d products in %.1f s; %d are left", timed, time.perf_counter() - began, left)
-
-
-def _is_off() -> bool:
-    choice = os.environ.get(VARIABLE, "on")
-    if choice not in ("on", "off"):
-        raise ParameterError(VARIABLE, choice, "'on' or 'off'")
-    return choice == "off"

@@ -28,11 +28,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import __version__
-from paceline.errors import ModelFormatError, ParameterError
+from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import LAYOUT_VERSION
 from paceline.models import hub, loading
 from paceline.models.boundary import reading
+from paceline.models.kept import is_on
 from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.weights import shapes
 from paceline.params import AttentionName, QuantizationName
@@ -65,10 +66,7 @@ def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quanti
 
     dtype: what the checkpoint is loaded in before it is packed. Raises as ``load_model``, and ParameterError.
     """
-    choice = os.environ.get(VARIABLE) or "on"
-    if choice not in ("on", "off"):
-        raise ParameterError(VARIABLE, choice, "'on' or 'off'")
-    if choice == "off" or not isinstance(source, (str, os.PathLike)):
+    if not is_on(VARIABLE) or not isinstance(source, (str, os.PathLike)):
         return None
     return PackedFile(hub.resolve(source), dtype, quantization)
 
