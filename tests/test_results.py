@@ -336,6 +336,7 @@ def test_temperature_costs_the_head_little() -> None:
 CLOCKED = {
     "copies and the pair's draft model": "trees-qwen",
     "copies, SmolLM2 alone": "trees-smollm2-ngram",
+    "SmolLM2's trained head alone": "trees-smollm2-head",
 }
 
 
