@@ -99,8 +99,8 @@ TRANSFER_HEADS: dict[str, Callable[[], HeadModel]] = {
 }
 DRAFTERS += ["head", "head hybrid", "parallel", "transfer"]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
-BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid"]
-BRANCHING_NATIVELY = [*BRANCHING_IN_TORCH, "parallel", "parallel hybrid"]
+BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid", "parallel", "transfer"]
+BRANCHING_NATIVELY = [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
 BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
@@ -323,7 +323,8 @@ def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, famil
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kind", "width"), [("feature", 1), ("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("kind", ["feature", "parallel", "hidden_transfer"])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
 def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(
     drafter: str, kind: str, width: int

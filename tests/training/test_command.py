@@ -19,7 +19,7 @@ from paceline.cli.main import app
 from paceline.cli.train_draft import FILES
 from paceline.heads.checkpoint import read_head_config
 from paceline.llm import LLM
-from paceline.params import DRAFT_KINDS, EngineOptions, SamplingParams
+from paceline.params import HEAD_KINDS, EngineOptions, SamplingParams
 from training.conftest import SIZES, save_target
 
 
@@ -54,7 +54,7 @@ def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path,
     assert "learning_rate" in other.stderr
 
 
-@pytest.mark.parametrize("kind", DRAFT_KINDS[1:])
+@pytest.mark.parametrize("kind", HEAD_KINDS[1:])
 def test_a_head_of_another_kind_is_trained_on_the_same_data_and_drafts(
     kind: str, whole: Path, target: str, tmp_path: Path
 ) -> None:
@@ -86,7 +86,9 @@ def test_a_run_of_the_first_kind_is_written_down_as_before_there_were_others(who
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--kind", "model"], "other kinds are known and not built"),
+        (["--kind", "model", "--mlp-width", "9"], "whose layers are the target's"),
+        (["--kind", "model", "--layers", "9"], "at most the target's 8"),
+        (["--layers", "2"], "left out but with --kind model"),
         (["--kind", "hidden_transfer", "--mlp-width", "9"], "whose layers are the target's"),
         (["--kind", "features"], "'feature'"),
         (["--tokens", "0"], "tokens"),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.training.run import Plan, Watcher
 
 DATA, TRAINING = "Data", "Training"
-KINDS_NOT_BUILT = ("model",)
 WITHOUT = {
     "draft_model", "drafter", "num_speculative_tokens", "profile", "acceptance", "rounds", "draft_dtype",
     "draft_quantization", "deterministic", "reference_document", "max_batch_size", "max_model_len",
@@ -45,7 +44,8 @@ def train_draft(
         typer.Option(
             "--kind",
             help="feature: a head that guesses token by token (EAGLE-3); parallel: all in one pass (P-EAGLE); "
-            "hidden_transfer: with the target's last layers, all in one pass.",
+            "hidden_transfer: with the target's last layers, all in one pass; model: a draft model of some of the "
+            "target's layers.",
         ),
     ] = DraftTraining.kind,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --output ended.")] = False,
@@ -69,6 +69,9 @@ def train_draft(
     minutes: Annotated[
         float | None, _of_training("--minutes", text="Train for so long instead; data not counted.")
     ] = DraftTraining.minutes,
+    layers: Annotated[
+        int | None, _of_training("--layers", text="Of a draft model. Default: one for eight of the target's.")
+    ] = DraftTraining.layers,
     vocab: Annotated[int, _of_training("--vocab", text="Tokens that the head can say.")] = DraftTraining.vocab,
     mlp_width: Annotated[
         int | None, _of_training("--mlp-width", text="Default: the target's.")
@@ -86,11 +89,11 @@ def train_draft(
     ] = DraftTraining.checkpoint_every,
     quiet: Quiet = False,
 ) -> None:
-    """Train a head that drafts for a target: it writes its own data, with the precision that it is run with here.
+    """Train a head or a draft model for a target: it writes its own data, with the precision that it is run with here.
 
-    A run that was killed goes on with --resume, and ends as if nothing had been. The head is a checkpoint of the
-    speculators layout; the last line of stdout is the report as one JSON document. Processes that torchrun starts
-    learn together, on CPUs.
+    A run that was killed goes on with --resume, and ends as if nothing had been. A head is a checkpoint of the
+    speculators layout, a draft model one of transformers; the last line of stdout is the report as one JSON document.
+    Processes that torchrun starts learn together, on CPUs.
     """
     _check_kind(kind)
     data = DraftData(
@@ -98,8 +101,9 @@ def train_draft(
         shard=shard, disk_budget=disk_budget,
     )  # fmt: skip
     training = DraftTraining(
-        kind=kind, epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width, learning_rate=learning_rate,
-        batch_tokens=batch_tokens, unroll=unroll, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
+        kind=kind, layers=layers, epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width,
+        learning_rate=learning_rate, batch_tokens=batch_tokens, unroll=unroll, evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
     )  # fmt: skip
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
@@ -130,8 +134,6 @@ def _check_device(device: str) -> None:
 
 def _check_kind(kind: str) -> None:
     kinds = " or ".join(map(repr, DRAFT_KINDS))
-    if kind in KINDS_NOT_BUILT:
-        raise ParameterError("--kind", kind, f"{kinds}: other kinds are known and not built")
     if kind not in DRAFT_KINDS:
         raise ParameterError("--kind", kind, kinds)
 
@@ -159,7 +161,8 @@ def _follow(plan: Plan, model: str, options: EngineOptions, together: Fellows) -
     from paceline.training.run import follow
     from paceline.training.target import Target
 
-    follow(plan, Target.load(model, plan.training.kind), together, options["threads"] or default_threads())
+    training = plan.training
+    follow(plan, Target.load(model, training.kind, training.layers), together, options["threads"] or default_threads())
 
 
 def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quiet: bool) -> None:
@@ -170,7 +173,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
     from paceline.training.target import Target
 
     with working(f"loading {model}"):
-        target = Target.load(model, plan.training.kind)
+        target = Target.load(model, plan.training.kind, plan.training.layers)
         check_room(plan, target, resolve_device(options["device"]))
         llm = LLM(model, **options)
     engine, computer = llm.engine.describe(), machine(llm.engine.threads)
@@ -180,7 +183,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
         found = train(plan, llm, target, bars.watcher, together)
     about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
     told = about | found
-    if not draw(told, plan.output / FILES[2], f"A head for {model}. {engine}"):
+    if not draw(told, plan.output / FILES[2], f"A drafter for {model}. {engine}"):
         note('no plot: it needs matplotlib (pip install "paceline[bench]")')
     write_text(plan.output / FILES[1], as_markdown(told))
     end(told, plan.output / FILES[0])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
+
+from torch import Tensor
 
 from paceline.batch import Batch, Wish
 from paceline.decoder import Reader
 from paceline.draft import Draft
 from paceline.drafters.base import Equipment
+from paceline.drafters.growth import Growth
 from paceline.drafters.model import ModelDrafter, Read
 from paceline.errors import ParameterError
 from paceline.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
@@ -23,8 +27,8 @@ class FeatureDrafter(ModelDrafter):
     there before the first is drawn.
 
     What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
-    A row whose text is one token has no streams yet and gets no guess. In torch an EAGLE-3 head's guesses may branch as
-    a draft model's do, and those of either on the CPU kernels; those of one pass in torch are chains.
+    A row whose text is one token has no streams yet and gets no guess. Guesses may branch as a draft model's do; those
+    of one pass are a lattice, at each depth the same candidates after whatever stands there, of which a tree is kept.
     """
 
     name = "feature"
@@ -45,13 +49,7 @@ class FeatureDrafter(ModelDrafter):
         if not isinstance(decoder, HeadDecoder):
             allowed = f"'model' or 'hybrid' with {decoder.model.name}, which is no trained head"
             raise ParameterError("drafter", cls.name, allowed)
-        width = equipment.width(cls)
-        if width > 1 and cast(HeadModel, decoder.model).one_pass and not isinstance(decoder, NativeHeadDecoder):
-            allowed = (
-                "1 or 'auto' with a trained head that makes all guesses in one pass in torch: it drafts chains there"
-            )
-            raise ParameterError("speculation_width", width, allowed)
-        return cls(decoder, equipment.acceptance, width)
+        return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
     def reader(self) -> Reader:
@@ -80,6 +78,12 @@ class FeatureDrafter(ModelDrafter):
             return super()._reading(batch, k)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
         return lambda guesses: self.head.logits(hidden[:, guesses.shape[1]])[:, None]
+
+    def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
+        if not self._model.one_pass:
+            return super()._branching(batch, k, grown)
+        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
+        return lambda depth: self.head.logits(hidden[[row for row, _ in grown.new], depth])
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:

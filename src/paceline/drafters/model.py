@@ -86,12 +86,17 @@ class ModelDrafter(Drafter):
 
     def _trees(self, batch: Batch, wish: Wish) -> Draft:
         self._grown = grown = Growth(self.decoder, batch, self.width)
-        grown.spread(self.decoder.logits(self._read_up(batch)))
-        for _ in range(1, wish.k):
+        after = self._branching(batch, wish.k, grown)
+        grown.spread(after(0))
+        for depth in range(1, wish.k):
             if not grown.new or (wish.enough is not None and wish.enough(batch, *grown.scores)):
                 break
-            grown.spread(self.decoder.logits(grown.read()))
+            grown.spread(after(depth))
         return draft_of(grown.rows, batch.device)
+
+    def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
+        """What gives the logits [N, V] after what is new, depth by depth, in trees of a depth of k at most."""
+        return lambda depth: self.decoder.logits(grown.read() if depth else self._read_up(batch))
 
     def _chains(self, batch: Batch, wish: Wish) -> Draft:
         laws: list[Tensor] = []

@@ -27,11 +27,11 @@ class Head(nn.Module):
     target's tokens it can say.
 
     late: how many places behind the text the first guess of a draft is drawn. at_any_size: whether training may bring
-    the streams to another size.
+    the streams to another size. unrolls: whether training has it read its own guesses.
     """
 
     late = 0
-    at_any_size = True
+    at_any_size = unrolls = True
     d2t: Tensor
     t2d: Tensor
 
@@ -102,6 +102,17 @@ class Head(nn.Module):
         streams up to i, and guesses token i + 2 + s. Its last s places mean nothing.
         """
         raise NotImplementedError
+
+    def drafts(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """``states`` of texts as they are, token i and its streams both at place i: [B, T - 1, H], of drafts behind
+        token i + 1.
+        """
+        return self.states(tokens[:, 1:], features[:, :-1], steps)
+
+    @property
+    def weights_read(self) -> int:
+        """By a pass: all but the embedding, of which it looks a line up."""
+        return sum(weight.numel() for name, weight in self.named_parameters() if name != "embed_tokens.weight")
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """The logits [B, T, Vd] of ``states``."""

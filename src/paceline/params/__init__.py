@@ -36,7 +36,7 @@ from paceline.params.limits import (
 )
 from paceline.params.sampling import SamplingParams, StructuredOutputs
 from paceline.params.server import ServerConfig
-from paceline.params.training import DRAFT_KINDS, DraftData, DraftTraining
+from paceline.params.training import DRAFT_KINDS, HEAD_KINDS, DraftData, DraftTraining
 
 __all__ = [
     "COMPLETION_MAX_TOKENS",
@@ -44,6 +44,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "DEFAULT_SPECULATION_LENGTH",
     "DRAFT_KINDS",
+    "HEAD_KINDS",
     "LOOKS_UP",
     "MAX_ANSWERS",
     "MAX_COUNT",

@@ -8,7 +8,8 @@ from typing import Annotated
 from paceline.params.limits import MAX_COUNT, MAX_PREFILL_CHUNK, MAX_ROWS, MAX_SECONDS, Count, Share
 from paceline.ranges import Number, OneOf, Whole, check_fields
 
-DRAFT_KINDS = ("feature", "parallel", "hidden_transfer")
+HEAD_KINDS = ("feature", "parallel", "hidden_transfer")
+DRAFT_KINDS = (*HEAD_KINDS, "model")
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,13 @@ class DraftTraining:
     """How a head learns.
 
     kind: feature reads its own guesses one by one (EAGLE-3), parallel a mask for each, all in one pass (P-EAGLE).
-        hidden_transfer maps a late hidden state of the target to pseudo states of the next tokens (2404.12022).
+        hidden_transfer maps a late hidden state of the target to pseudo states of the next tokens (2404.12022). model
+        is no head: some of the target's layers are distilled to a draft model.
+    layers: of a draft model; None: one for eight of the target's, two at least. Of other kinds it is not asked.
     epochs: how often it sees every text. minutes: train for so long instead, however often that is; the head then
         depends on the machine's speed, too.
-    vocab: tokens that it can say, the most frequent ones. mlp_width: None is the target's.
+    vocab: tokens that it can say, the most frequent ones; a draft model can say all, and looks at these as it learns.
+        mlp_width: None is the target's.
     learning_rate: AdamW's highest, after a warm-up over the first ``warm_up`` of all work; then half a cosine down.
     batch_tokens: of a step. clip: the longest gradient.
     unroll: guesses of a draft that are learnt (test-time training), each weighing ``decay`` of the one before; one
@@ -55,6 +59,7 @@ class DraftTraining:
     kind: Annotated[str, OneOf(DRAFT_KINDS)] = "feature"
     epochs: Annotated[float, Number(1e-3, 1e6)] = 8.0
     minutes: Annotated[float, Number(1e-3, MAX_SECONDS / 60)] | None = None
+    layers: Annotated[int, Whole(1, MAX_COUNT)] | None = None
     vocab: Annotated[int, Whole(2, MAX_COUNT)] = 8192
     mlp_width: Annotated[int, Whole(1, MAX_COUNT)] | None = None
     learning_rate: Annotated[float, Number(1e-7, 1)] = 2e-3

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.heads.head import Head
 from paceline.lengths.cost import CostTable
 from paceline.training.batches import Batch, Lessons
-from paceline.training.objective import ahead, guesses
+from paceline.training.objective import Learner, ahead, guesses
 
 STEPS = 4  # guesses of a draft
 
@@ -40,7 +39,7 @@ class Acceptance:
 
 
 @torch.inference_mode()
-def measure(head: Head, lessons: Lessons, scale: Tensor, batch_tokens: int, autocast: torch.autocast) -> Acceptance:
+def measure(head: Learner, lessons: Lessons, scale: Tensor, batch_tokens: int, autocast: torch.autocast) -> Acceptance:
     """Over all of ``lessons``, whose answers are the target's greedy ones: what it says next is the next token."""
     begun, kept = torch.zeros(STEPS), torch.zeros(STEPS)
     gained, rounds = [0] * STEPS, [0] * STEPS
@@ -62,7 +61,7 @@ def measure(head: Head, lessons: Lessons, scale: Tensor, batch_tokens: int, auto
     return Acceptance(conditional, lengths, int(begun[0]))
 
 
-def _right(head: Head, batch: Batch, scale: Tensor) -> Tensor:
+def _right(head: Learner, batch: Batch, scale: Tensor) -> Tensor:
     """[B, T - 1, STEPS]: 1 where a step guesses the next token, 0 where another, -1 where there is none to guess."""
     rows, width = batch.tokens.shape
     right = torch.full((rows * (width - 1), STEPS), -1)

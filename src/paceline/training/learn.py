@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,11 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.files import written_whole
 from paceline.hardware import native_bfloat16
-from paceline.heads.head import Head
-from paceline.heads.kinds import make_head
 from paceline.params import DraftTraining
 from paceline.training.acceptance import Acceptance, measure
 from paceline.training.batches import Batch, Lessons
 from paceline.training.fellows import Fellows
-from paceline.training.objective import Divergence, loss
+from paceline.training.objective import Divergence, Learner, loss
 
 _BETAS = 0.9, 0.95
 _BYTES_CHECKPOINT = 12  # of a weight and its two moments
@@ -56,7 +55,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: Head,
+        head: Learner,
         lessons: Lessons,
         held: Lessons,
         scale: Tensor,
@@ -145,7 +144,7 @@ class Trainer:
     def _asked(self) -> tuple[list[float], Divergence]:
         """The weights of the steps of a draft, and what they are measured by."""
         plan, share = self.plan, self.share
-        steps = plan.unroll if share >= plan.alone else 1
+        steps = plan.unroll if self.head.unrolls and share >= plan.alone else 1
         weights = [plan.decay**step for step in range(steps)]
         return weights, "total_variation" if share >= 1 - plan.total_variation else "kl"
 
@@ -178,10 +177,9 @@ class Trainer:
             raise PacelineError(f"{path} is no checkpoint of this head: remove it to begin again ({error})") from error
 
     @torch.no_grad()
-    def finished(self) -> Head:
+    def finished(self) -> Learner:
         """A copy of the head that takes the streams as they are."""
-        head = make_head(self.head.config)
-        head.load_state_dict(self.head.state_dict())
+        head = deepcopy(self.head).cpu()
         head.absorb(self.scale.cpu())
         return head.bfloat16()
 
@@ -216,7 +214,7 @@ def schedule(share: float, warm_up: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (share - warm_up) / max(1e-9, 1 - warm_up)))
 
 
-def scale_for(head: Head, lessons: Lessons) -> Tensor:
+def scale_for(head: Learner, lessons: Lessons) -> Tensor:
     """[S]: what the streams are multiplied by before this head reads them."""
     usual = unit_scale(lessons)
     return usual if head.at_any_size else torch.ones_like(usual)
@@ -231,19 +229,19 @@ def unit_scale(lessons: Lessons, some: int = 64) -> Tensor:
     return 1 / torch.cat(sizes).median(0).values.clamp(min=1e-6)
 
 
-def trained_weights(head: Head) -> int:
+def trained_weights(head: Learner) -> int:
     """How many weights are learnt; those of the target are not."""
     return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
-def training_bytes(head: Head, plan: DraftTraining) -> int:
+def training_bytes(head: Learner, plan: DraftTraining) -> int:
     """Memory that training takes beside data and target: the head, its gradients and moments, logits of a step."""
     learnt = trained_weights(head)
     held: int = sum(tensor.numel() for tensor in head.state_dict().values())
-    logits = plan.batch_tokens * head.config.draft_vocab_size
+    logits = plan.batch_tokens * head.lm_head.out_features
     return 4 * (held + 3 * learnt + (1 + _LOGITS_COPIES * plan.unroll) * logits)
 
 
-def checkpoint_bytes(head: Head) -> int:
+def checkpoint_bytes(head: Learner) -> int:
     """Of ``Trainer.save``."""
     return _BYTES_CHECKPOINT * trained_weights(head)

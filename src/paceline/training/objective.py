@@ -8,7 +8,7 @@ token drafts begin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch.nn import functional
 
 from paceline.heads.head import Head
 from paceline.training.batches import Batch
+from paceline.training.student import Student
 
+Learner: TypeAlias = Head | Student
 Divergence = Literal["kl", "total_variation"]
 
 
@@ -27,10 +29,10 @@ class Guess(NamedTuple):
     logits: Tensor
 
 
-def guesses(head: Head, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
+def guesses(head: Learner, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
     """The steps of a draft from every place that counts. scale [S]: the streams are multiplied by it."""
-    features = batch.features[:, :-1].to(head.dtype) * scale[:, None]
-    for step, normed in enumerate(head.states(batch.tokens[:, 1:], features, steps)):
+    features = batch.features.to(head.dtype) * scale[:, None]
+    for step, normed in enumerate(head.drafts(batch.tokens, features, steps)):
         place = counted(batch, step)
         yield Guess(place, head.logits(normed.flatten(0, 1)[place]))
 
@@ -51,7 +53,7 @@ def ahead(batch: Batch, place: Tensor, by: int) -> Tensor:
 class Teacher:
     """The target's law of a batch over the tokens that the head can say; what it gives to others is missing in it."""
 
-    def __init__(self, head: Head, batch: Batch) -> None:
+    def __init__(self, head: Learner, batch: Batch) -> None:
         self._batch = batch
         place = ahead(batch, counted(batch, 0), 1)
         with torch.no_grad():
@@ -67,7 +69,7 @@ class Teacher:
 
 
 def loss(
-    head: Head,
+    head: Learner,
     batch: Batch,
     scale: Tensor,
     weights: list[float],

@@ -14,8 +14,6 @@ import torch
 from paceline.errors import CapacityError, MissingPackageError
 from paceline.hardware import available_memory, torch_threads
 from paceline.heads.checkpoint import save_head
-from paceline.heads.head import Head
-from paceline.heads.kinds import make_head
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostTable
 from paceline.params import DraftData, DraftTraining
@@ -24,9 +22,11 @@ from paceline.training.batches import Lessons
 from paceline.training.collect import Collector, check_disk, settings_of
 from paceline.training.fellows import Fellows
 from paceline.training.learn import Trainer, checkpoint_bytes, scale_for, trained_weights, training_bytes
+from paceline.training.objective import Learner
 from paceline.training.prompts import Question
 from paceline.training.shards import HELD_OUT, Shard, Shards, check_settings, path_of
 from paceline.training.streams import taps_of
+from paceline.training.student import Student
 from paceline.training.target import Target, coverage, most_frequent
 
 if TYPE_CHECKING:
@@ -64,14 +64,12 @@ class Plan:
 def check_room(plan: Plan, target: Target, device: torch.device) -> None:
     """Raise ParameterError or CapacityError for what the disk or the memory will not hold; before any long work."""
     taps, training = taps_of(target.config.layers), plan.training
-    shape = target.shape(taps, training)
-    with torch.device("meta"):
-        head = make_head(shape)
+    head = target.sketch(training, taps)
     needed, free = training_bytes(head, training), available_memory(device)
     if needed > free:
         raise CapacityError(
-            f"training takes {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free: lower --batch-tokens, --vocab "
-            "or --mlp-width"
+            f"training takes {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free: lower --batch-tokens, "
+            "--vocab, --mlp-width or --layers"
         )
     check_disk(plan.output, plan.data, target.config.width, len(taps), checkpoint_bytes(head))
 
@@ -94,12 +92,15 @@ def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fello
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
     if plan.training.kind == DraftTraining.kind:
         del settings["kind"]  # as in directories of runs that began when there was one kind
+    if plan.training.layers is None:
+        del settings["layers"]  # likewise
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
     check_settings(plan.output / "training.json", wanted, resume=plan.resume)
     held, shards = collect(plan, llm, watcher)
     rows = tuple(size for size in ROWS if size <= llm.config.max_batch_size)
     costs = llm.engine.measure_costs(Grid(rows, (0, 1, 2, 4), seconds=1.0))
     device, weights, threads = llm.engine.models.target.device, _weights(llm), llm.engine.threads
+    tokenizer = llm.tokenizer
     llm.close()
     del llm
     gc.collect()  # caches and weights: training needs the room
@@ -108,7 +109,12 @@ def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fello
         trainer = _trainer(plan, target, held, shards, device, fellows)
         trainer.run(plan.checkpoint, lambda: watcher.learnt(trainer))
     head = trainer.finished()
-    save_head(head, plan.output)
+    if isinstance(head, Student):
+        assert tokenizer is not None, "models that have a name have a tokenizer"
+        tokenizer.huggingface.save_pretrained(plan.output)
+        head.save(plan.output, target.rows)
+    else:
+        save_head(head, plan.output)
     return _told(plan, trainer, held, shards) | {"speed_up": _speed_ups(trainer, costs, head, weights)}
 
 
@@ -128,9 +134,9 @@ def _weights(llm: LLM) -> int:
 def _trainer(
     plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device, fellows: Fellows
 ) -> Trainer:
-    config = target.shape(taps_of(target.config.layers), plan.training)
-    says = most_frequent(shards, target.config.vocab_size, config.draft_vocab_size)
-    head = target.head(config, says, plan.data.seed).to(device)
+    vocabulary = target.config.vocab_size
+    says = most_frequent(shards, vocabulary, min(plan.training.vocab, vocabulary))
+    head = target.learner(plan.training, taps_of(target.config.layers), says, plan.data.seed).to(device)
     lessons = Lessons(shards)
     scale = scale_for(head, lessons).to(device)
     return Trainer(head, lessons, Lessons([held]), scale, plan.training, plan.data.seed, fellows)
@@ -149,7 +155,7 @@ def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) ->
         "training": asdict(plan.training),
         "head": {
             "weights_trained": trained_weights(head),
-            "vocabulary": head.config.draft_vocab_size,
+            "vocabulary": len(head.targets),
             "coverage_of_held_out": coverage(held, head.targets.cpu()),
         },
         "seconds_of_training": progress.seconds,
@@ -159,18 +165,17 @@ def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) ->
     }
 
 
-def _speed_ups(trainer: Trainer, costs: CostTable, head: Head, weights: int) -> list[dict[str, float]]:
+def _speed_ups(trainer: Trainer, costs: CostTable, head: Learner, weights: int) -> list[dict[str, float]]:
     """Expected of greedy answers, by the costs measured: a draft's pass takes what its bytes take of the target's.
 
     That is a head of the kernels' speed in the target's precision; what drafts cost here is for a benchmark to say.
     """
-    read = sum(weight.numel() for name, weight in head.named_parameters() if name != "embed_tokens.weight")
     last = {
         name: tuple(value) for name, value in trainer.progress.looks[-1].items() if isinstance(value, (list, tuple))
     }
     acceptance = Acceptance(last["conditional"], last["length"], trainer.progress.looks[-1]["places"])
-    passes = STEPS if head.config.kind == "feature" else 1
-    found = {rows: speed_up(acceptance, costs, rows, read / weights, passes) for rows in costs.batch_sizes}
+    passes = STEPS if trainer.plan.kind in ("feature", "model") else 1
+    found = {rows: speed_up(acceptance, costs, rows, head.weights_read / weights, passes) for rows in costs.batch_sizes}
     return [{"rows": rows, "speed_up": factor, "guesses": k} for rows, (factor, k) in found.items()]
 
 
@@ -200,16 +205,18 @@ def as_markdown(told: dict[str, Any]) -> str:
     last, data, head = told["acceptance"][-1], told["data"], told["head"]
     rates = " | ".join("never came to it" if math.isnan(rate) else f"{rate:.3f}" for rate in last["conditional"])
     lengths = " | ".join(f"{length:.2f}" for length in last["length"])
+    model = told["training"]["kind"] == "model"
+    what, says = ("draft model", "was taught") if model else ("head", "can say")
     lines = [
-        f"# A head for {told['target']}",
+        f"# A {what} for {told['target']}",
         "",
         f"`{told['command']}`",
         "",
         f"* data: {data['conversations']} conversations, {data['tokens_made']} tokens; seed {data['seed']}",
         f"* training: {told['passes']} tokens seen in {told['seconds_of_training'] / 60:.1f} minutes",
         f"* machine: {told['machine']['cpu']}, {told['machine']['threads']} threads",
-        f"* head: {head['weights_trained'] / 1e6:.2f} M weights trained",
-        f"* it can say {head['vocabulary']} tokens: {head['coverage_of_held_out']:.1%} of the held-out answers",
+        f"* {what}: {head['weights_trained'] / 1e6:.2f} M weights trained",
+        f"* it {says} {head['vocabulary']} tokens: {head['coverage_of_held_out']:.1%} of the held-out answers",
         "",
         f"Greedy drafts on {data['held_out']} held-out answers ({last['places']} places):",
         "",

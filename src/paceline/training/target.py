@@ -1,4 +1,4 @@
-"""What a head takes from its target: the embedding, the rows of the head, the last norm, the shape of its layer."""
+"""What a drafter takes from its target: embedding, output, the last norm, the shape of its layer or whole layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from paceline.errors import ParameterError
 from paceline.heads.config import HeadConfig
@@ -19,9 +20,12 @@ from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
 from paceline.models.transformer import Transformer
 from paceline.params import DraftTraining
+from paceline.training.objective import Learner
 from paceline.training.shards import Shard
 from paceline.training.streams import taps_of
+from paceline.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
+_LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
 _NATIVE = "a target of a family that paceline runs itself, whose embedding is as wide as its layers"
 
 
@@ -29,43 +33,69 @@ _NATIVE = "a target of a family that paceline runs itself, whose embedding is as
 class Target:
     """embedding, rows [V, width]: of tokens read and of tokens said, bfloat16. norm [width]: the last norm's weight.
 
-    layers: the last ones' tensors as Llama's checkpoints name them, as many as were asked for.
+    layers: the tensors of those that were asked for, as Llama's checkpoints name them; taken: which these are.
     """
 
     name: str
-    architectures: tuple[str, ...]
+    published: PreTrainedConfig
     config: ModelConfig
     rope: dict[str, Any]
     embedding: Tensor
     rows: Tensor
     norm: Tensor | None
     layers: tuple[dict[str, Tensor], ...] = ()
+    taken: tuple[int, ...] = ()
 
     @staticmethod
-    def load(source: str, kind: str = DraftTraining.kind) -> Target:
-        """From the model's files, what a head of that kind takes.
+    def load(source: str, kind: str = DraftTraining.kind, layers: int | None = None) -> Target:
+        """From the model's files, what a drafter of that kind takes. layers: as of ``DraftTraining``.
 
-        Raises ParameterError for a model that no head can read; else as ``load_model``.
+        Raises ParameterError for a model that no head can read, or of which no smaller one can be made; else as
+        ``load_model``.
         """
         model, said = load_model(source, dtype=torch.bfloat16), load_config(source)
         if not isinstance(model, Transformer) or model.config.embed_width not in (0, model.config.width):
             raise ParameterError("MODEL", source, _NATIVE)
         embedding, head, norm = model.ends()
         assert isinstance(head, Dense), "nothing has packed it"
-        count = model.layers
-        plain = model.config.gated and model.config.norm == "rms" and model.config.norm_affine
-        taken = range(taps_of(count)[-1], count) if kind == "hidden_transfer" and plain else range(0)
+        taken = _taken(source, kind, model, said, layers)
         rope = getattr(said, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         return Target(
-            source, tuple(said.architectures or ()), model.config, dict(rope), embedding, head.weight, _weight(norm),
-            tuple(model.layer(index) for index in taken),
+            source, said, model.config, dict(rope), embedding, head.weight, _weight(norm),
+            tuple(model.layer(index) for index in taken), taken,
         )  # fmt: skip
+
+    def learner(self, plan: DraftTraining, taps: Sequence[int], says: Tensor, seed: int) -> Learner:
+        """What is to be trained, float32. says [Vd]: the tokens that a head can say, or a draft model looks at."""
+        if plan.kind != "model":
+            return self.head(self.shape(taps, plan), says, seed)
+        student = Student(self._student(plan), len(says))
+        assert self.norm is not None, "families whose layers are taken have one"
+        student.take(self.embedding, self.rows, self.norm, self.layers, says)
+        return student
+
+    def sketch(self, plan: DraftTraining, taps: Sequence[int]) -> Learner:
+        """The same without weights. Raises ParameterError for what cannot be trained."""
+        if plan.kind == "model":
+            config = self._student(plan)
+            with torch.device("meta"):
+                return Student(config, min(plan.vocab, self.config.vocab_size))
+        shape = self.shape(taps, plan)
+        with torch.device("meta"):
+            return make_head(shape)
+
+    def _student(self, plan: DraftTraining) -> PreTrainedConfig:
+        if plan.mlp_width is not None:
+            raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
+        return student_config(self.published, self.taken, tied=self.rows.data_ptr() == self.embedding.data_ptr())
 
     def shape(self, taps: Sequence[int], plan: DraftTraining) -> HeadConfig:
         """Of a head with one layer as wide as the target's, or with the target's last ones.
 
         plan.vocab: tokens it can say, at most the target's.
         """
+        if plan.layers is not None:
+            raise ParameterError("--layers", plan.layers, "left out but with --kind model")
         if plan.kind == "hidden_transfer":
             return self._transfer(taps[-1], plan)
         layer = self._layer(plan.mlp_width)
@@ -75,8 +105,7 @@ class Target:
     def _transfer(self, tap: int, plan: DraftTraining) -> HeadConfig:
         """Raises ParameterError where its layers could not be the target's."""
         if plan.mlp_width is not None:
-            allowed = "left out with --kind hidden_transfer, whose layers are the target's"
-            raise ParameterError("--mlp-width", plan.mlp_width, allowed)
+            raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
         config, count = self.config, self.config.layers - tap
         biased = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
         family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
@@ -114,7 +143,13 @@ class Target:
         name = Path(self.name).name if Path(self.name).exists() else self.name
         size = min(plan.vocab, config.vocab_size)
         return HeadConfig(
-            layer, config.width, size, taps=tuple(taps), verifier=name, architectures=self.architectures, **kind
+            layer,
+            config.width,
+            size,
+            taps=tuple(taps),
+            verifier=name,
+            architectures=tuple(self.published.architectures or ()),
+            **kind,
         )
 
     def head(self, config: HeadConfig, says: Tensor, seed: int) -> Head:
@@ -133,6 +168,20 @@ class Target:
         head.lm_head.requires_grad_(False)
         head.say(says)
         return head
+
+
+def _taken(source: str, kind: str, model: Transformer, said: PreTrainedConfig, layers: int | None) -> tuple[int, ...]:
+    """The target's layers of which the drafter is made."""
+    count, config = model.layers, model.config
+    if kind == "model":
+        if said.model_type not in FAMILIES:
+            raise ParameterError("MODEL", source, f"a target of the families {', '.join(FAMILIES)} with --kind model")
+        wanted = usual_layers(count) if layers is None else layers
+        if wanted > count:
+            raise ParameterError("--layers", wanted, f"at most the target's {count}")
+        return tuple(spread(count, wanted))
+    plain = config.gated and config.norm == "rms" and config.norm_affine
+    return tuple(range(taps_of(count)[-1], count)) if kind == "hidden_transfer" and plain else ()
 
 
 def _weight(norm: object) -> Tensor | None:
