@@ -6,6 +6,7 @@ Everything here runs on the CPU, where the same program runs eagerly; tests/gpu 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -17,20 +18,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.attention.reference import ReferenceAttention
 from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
+from paceline.draft import Draft
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.gpu.graphs import Graphs, Nobody, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, TritonOps, TwinOps
-from paceline.gpu.state import read_record
+from paceline.gpu.state import read_record, read_trees
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.outputs import CompletionOutput
 from paceline.params import SamplingParams
-from paceline.rows import Asks
+from paceline.rows import Asks, RowState
 from paceline.sampling import sequence_seed
 from simulation import linear_costs
 from toy import (
@@ -341,10 +344,51 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch
     assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
 
 
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tree_is_the_chain_and_beside_each_of_it_what_comes_next_in_line(model: str, width: int) -> None:
+    """After every round, whatever was kept: so the draft model's cache holds what the text says."""
+    engine = engine_on("device", model, speculation_width=width)
+    assert engine._player is not None
+    guess, compared, draft = engine._player._guess_trees, Counter[str](), MODELS[model][1]()
+
+    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
+        found = guess(state, before, k, *rest)
+        for row, guesses in enumerate(found.drafted[: engine.batch.rows]):
+            if state.temperature[row] > 0:
+                continue
+            text = state.text[row, : int(before[row])].tolist()
+            for depth in range(guesses // width):
+                logits = logits_of(draft, text)
+                beside = found.guesses[row][depth * width : (depth + 1) * width]
+                assert beside == logits.topk(width).indices.tolist()
+                text.append(beside[0])
+                compared["places"] += 1
+        return found
+
+    engine._player._guess_trees = check  # type: ignore[method-assign]
+    params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
+    outputs = run(engine, PROMPTS, params)
+    plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), PROMPTS, params)
+    assert answers(outputs) == answers(plain)
+    assert compared["places"] > 100
+    assert sum(each.metrics.saved_by_sibling for output in outputs for each in output.outputs) > 0
+
+
+def logits_of(model: Model, text: list[int]) -> Tensor:
+    """[V] after a text, from one plain pass."""
+    decoder = Decoder(model, ReferenceAttention(), 1, len(text), VOCAB)
+    hidden = decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
+    return decoder.logits(hidden[0, -1])
+
+
 # --- no reads ---------------------------------------------------------------------------------------------------------
 
 
-def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3) -> DeviceRound:
+def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
     """Rows of different lengths, prefilled."""
     target, draft = (make() for make in MODELS[model])
     batch = Batch(rows, POSITIONS, VOCAB)
@@ -359,7 +403,7 @@ def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3) -> De
     batch.set_rows(rows)
     for decoder in decoders:
         decoder.prefill(batch, 0, [0] * rows, [length - 1 for length in batch.lengths[:rows]])
-    return DeviceRound(*decoders, batch, rule, ops=ops)
+    return DeviceRound(*decoders, batch, rule, ops=ops, width=width)
 
 
 RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Rule(synthetic=0.7)}
@@ -373,6 +417,13 @@ def test_a_round_reads_nothing(rule: str, k: int) -> None:
         rounds.program(3, k, 64)
         rounds.program(3, k, 64, Asks(adjusts=True, cuts=True, logprobs=5))
         rounds._catch_up(3, 4, 64)
+
+
+def test_a_round_of_trees_reads_nothing() -> None:
+    rounds = player(TwinOps(), RULES["coupled"], width=2)
+    with torch.inference_mode(), NoHostReads():
+        rounds.program(3, 3, 64)
+        rounds.program(3, 3, 64, Asks(cuts=True))
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
@@ -409,6 +460,15 @@ def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
     with torch.inference_mode():
         for k in (2, 0, 1):
             one, other = (read_record(p.play(3, k, 60).read()) for p in players)
+            assert one == other
+
+
+def test_kernels_and_twins_play_the_same_trees() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    players = [player(ops, Rule(), width=2) for ops in (TritonOps(), TwinOps())]
+    with torch.inference_mode():
+        for k in (2, 3, 1):
+            one, other = (read_trees(p.play(3, k, 60).read(), 2) for p in players)
             assert one == other
             players[0].batch.length.copy_(players[1].batch.length)
 

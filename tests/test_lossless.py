@@ -449,6 +449,25 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize(
+    ("drafter", "length"),
+    some_slow(
+        [*itertools.product(["model", "self"], ON_DEVICE)],
+        [("model", 4), ("model", "auto"), ("model", "random"), ("self", 4), ("self", "caps")],
+    ),
+)
+def test_trees_in_rounds_of_the_device_equal_plain_decoding(
+    drafter: str, length: int | str, width: int, family: str
+) -> None:
+    """Where rows ask for penalties or log-probabilities the host plays."""
+    options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7, "speculation_width": width}
+    engine = speculative_engine("toy", drafter, length, family, **options)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
+    assert f", width {width}," in engine.describe()
+
+
 @pytest.mark.parametrize(
     "length",
     some_slow(["random", "caps", "selection", "stops", "auto", "budget", "confident"], ("random", "auto", "selection")),

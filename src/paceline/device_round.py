@@ -5,6 +5,9 @@ alone. On CUDA a program is captured as one graph for each (bucket of rows, k, w
 as it is.
 
 B rows (a bucket: live rows and others, which are masked), k guesses, L = k + 1.
+
+Trees have one shape, so that nothing of it must be read: at each of k depths the W leading candidates after the chain
+of the first ones, depth by depth; N = k W guesses, and the chain's are those with numbers 0, W, 2W, ...
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.drafters.model import USUAL_LAG, draw_chain
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
-from paceline.gpu.ops import RoundOps, likeliest, ops_for
-from paceline.gpu.state import RECORD_TAIL, with_logprobs
+from paceline.gpu.ops import RoundOps, committed, likeliest, ops_for
+from paceline.gpu.state import RECORD_TAIL, what_follows, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.params import MAX_SPECULATION_LENGTH
 from paceline.rows import LOGPROB_SIZES, NOTHING, Asks, RowState
+from paceline.rules import keep_equal
 from paceline.sampling import Purpose
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -44,7 +48,8 @@ class DeviceRound:
     """Plays rounds on the first rows of a batch, of which its decoding ones live; ``play`` returns before it is played.
 
     draft: None plays plain rounds (k = 0) alone. ops: the kernels, or their twins; chosen by the device if None.
-    capture: False runs the program eagerly on CUDA, too.
+    capture: False runs the program eagerly on CUDA, too. width: W, of trees; they need the coupled rule, and rows that
+    ask for neither penalties nor log-probabilities.
     """
 
     def __init__(
@@ -56,8 +61,10 @@ class DeviceRound:
         *,
         ops: RoundOps | None = None,
         capture: bool = True,
+        width: int = 1,
     ) -> None:
-        self.target, self.draft, self.batch, self.rule = target, draft, batch, rule
+        assert width == 1 or rule == Rule(), "the others know chains alone"
+        self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.length.shape[0]
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
@@ -65,6 +72,7 @@ class DeviceRound:
         self.graphs = Graphs(batch.device, self._nobody_lives, capture=capture, fellows=fellows)
         told = 2 + 2 * LOGPROB_SIZES[-1]  # of a place: its token and the likely ones, each with its log-probability
         self._ring = Ring(batch.device, self.capacity * (told * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
+        self._follows = torch.tensor(what_follows(MAX_SPECULATION_LENGTH, width), device=batch.device)
 
     @contextmanager
     def _nobody_lives(self) -> Iterator[None]:
@@ -88,12 +96,14 @@ class DeviceRound:
         """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
 
         The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``); behind them the
-        log-probabilities that rows ask for (``gpu.state.read_logprobs``). lag: most tokens that the draft model lacks
-        of a row; after a round with guesses a round is one program, one launch.
+        log-probabilities that rows ask for (``gpu.state.read_logprobs``). Of trees k is their depth, and the record
+        [bucket, 2 N + 4]: tokens, path, then likewise (``gpu.state.read_trees``). lag: most tokens that the draft
+        model lacks of a row; after a round with guesses a round is one program, one launch.
         """
+        k = min(k, MAX_SPECULATION_LENGTH // self.width)
         if k > 0:
             self.catch_up(rows, lag, longest)
-        bucket, span = self.bucket(rows), self._span(longest + k)
+        bucket, span = self.bucket(rows), self._span(longest + k * self.width)
         record = self.graphs.run((bucket, k, span, asks), lambda: self.program(bucket, k, span, asks))
         return self._ring.push(record)
 
@@ -114,6 +124,8 @@ class DeviceRound:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""
         state = self.batch.state(rows, reads=False)
         before = state.length.clone()
+        if self.width > 1 and k > 0:
+            return self._tree_program(state, before, k, span, asks)
         draft = self._guess(state, before, k, span, asks)
         logits = self._verify(state, before, draft, span)
         record = self._judge(draft, self._shaped(logits, state, asks, draft.tokens), state)
@@ -145,6 +157,50 @@ class DeviceRound:
         counts = self._caps.device[: state.rows].clamp(max=k)
         return Draft(tokens, counts, logits=torch.cat(laws, dim=1) if laws and self.rule.independent else None)
 
+    def _tree_program(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Tensor:
+        draft = self._guess_trees(state, before, k, span, asks)
+        logits = self._verify(state, before, draft, span)
+        verdict = keep_equal(draft, self._draws_of_tree(self._shaped(logits, state, asks, draft.tokens), state))
+        assert verdict.path is not None, "of trees there is one"
+        rows = torch.arange(state.rows, device=before.device)
+        self.target.cache.keep(rows, before, verdict.path)
+        chain = torch.arange(k, device=before.device) * self.width
+        of_chain = (verdict.path[:, :k] == chain) & (torch.arange(k, device=before.device) < verdict.accepted[:, None])
+        record = committed(verdict, state)
+        read = of_chain.long().cumprod(1).sum(1).clamp(max=k - 1)  # the draft model has read its chain, but the last
+        self._now_seen(state, torch.minimum(before + read, state.length - 1))
+        return torch.cat([record[:, :-RECORD_TAIL], verdict.path, record[:, -RECORD_TAIL:]], dim=1)
+
+    def _guess_trees(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Draft:
+        """Of each row as deep as it may and as its slots reach."""
+        chain, guesses = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
+        for depth in range(k):
+            logits = self._shaped(self._draft_logits(state, before, chain, span), state, asks, chain, depth)
+            best = self._leaders(logits, state, depth)
+            chain, guesses = torch.cat([chain, best[:, :1]], dim=1), torch.cat([guesses, best], dim=1)
+        slots = (self.target.cache.positions - before).clamp(min=0) // self.width
+        deep = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots)
+        return Draft(guesses, deep * self.width, parents=self._follows[: k * self.width].expand(state.rows, -1))
+
+    def _leaders(self, logits: Tensor, state: RowState, depth: int) -> Tensor:
+        """[B, W] of logits [B, 1, V]: each drawn as the target will draw, without those before it."""
+        found: list[Tensor] = []
+        for _ in range(self.width):
+            drawn = self.ops.draw(logits, state, depth, Purpose.DRAW)
+            found.append(drawn)
+            logits = logits.scatter(2, drawn[..., None], -torch.inf)
+        return torch.cat(found, dim=1)
+
+    def _draws_of_tree(self, logits: Tensor, state: RowState) -> Tensor:
+        """[B, N + 1] of logits [B, N + 1, V]: those that stand side by side draw for the same position."""
+        draws = logits.new_empty(logits.shape[:2], dtype=torch.int64)
+        draws[:, :1] = self.ops.draw(logits[:, :1], state, 0, Purpose.DRAW)
+        for place in range(1, 1 + self.width):
+            draws[:, place :: self.width] = self.ops.draw(
+                logits[:, place :: self.width].contiguous(), state, 1, Purpose.DRAW
+            )
+        return draws
+
     def _draft_logits(self, state: RowState, before: Tensor, guessed: Tensor, span: int) -> Tensor:
         """[B, 1, V]: after the text and the guesses so far."""
         assert self.draft is not None, "guesses need a draft model"
@@ -162,7 +218,7 @@ class DeviceRound:
         """[B, k + 1, V] of the tokens that follow the unseen token and the guesses."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
-        return self.target.logits(self.target.forward(tokens, start, span))
+        return self.target.logits(self.target.forward(tokens, start, span, tree=draft.tree))
 
     def _judge(self, draft: Draft, logits: Tensor, state: RowState) -> Tensor:
         if self.rule.independent:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from paceline.device_round import DeviceRound
-from paceline.draft import HostVerdict, Logprobs, ReadVerdict, Verdict
+from paceline.draft import HostVerdict, JudgedTree, Logprobs, ReadVerdict, Verdict
 from paceline.drafters.model import USUAL_LAG
 from paceline.gpu.graphs import Ticket
-from paceline.gpu.state import read_logprobs, read_record
+from paceline.gpu.state import read_logprobs, read_record, read_trees
 from paceline.models.base import AnyModel, FlatModel
 from paceline.round import Speculation
 from paceline.rows import Asks
@@ -24,8 +24,6 @@ def why_not_device(parts: Speculation) -> str | None:
     """Why the device cannot play rounds alone; None if it can."""
     if not parts.drafter.on_device:
         return "this drafter guesses on the host"
-    if parts.drafter.width > 1:
-        return "guesses that branch are the host's"
     if parts.policy.selects:
         return "this length policy looks at guesses on the host"
     decoders = [parts.target, *parts.drafter.decoders]
@@ -47,10 +45,13 @@ class _Flight:
     sequences: list[Sequence]
     k: int
     asks: Asks
+    width: int
 
     def read(self) -> tuple[HostVerdict, Logprobs | None]:
         """The verdict, and log-probabilities if rows asked for them; waits for the round."""
         record = self.ticket.read()
+        if self.width > 1 and self.k > 0:
+            return read_trees(record, self.width), None
         if self.asks.logprobs is None:
             return read_record(record), None
         record, logprobs = read_logprobs(record, self.k)
@@ -72,9 +73,11 @@ class Pipeline:
         self.last_verdict: Verdict | None = None  # of the last round settled
 
     def suits(self) -> bool:
-        """Whether the device can play the next round for the rows there are."""
-        parts = self.parts
-        return not self.batch.sampling.needs_host and parts.drafter.on_device and not parts.policy.selects
+        """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
+        parts, asks = self.parts, self.batch.sampling.asks
+        asks_little = self.player.width == 1 or not (asks.adjusts or asks.logprobs is not None)
+        able = asks_little and not self.batch.sampling.needs_host
+        return able and parts.drafter.on_device and not parts.policy.selects
 
     @property
     def late(self) -> int:
@@ -115,7 +118,7 @@ class Pipeline:
         player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
         asks = batch.sampling.asks
         ticket = player.play(batch.rows, k, longest, asks, self._lag(k))
-        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks))
+        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks, player.width))
         self._count_in_flight()
 
     def _lag(self, k: int) -> int:
@@ -170,6 +173,8 @@ def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | No
     drafted = [0 if line is None else read.drafted[line] for line in lines]
     gained = [0 if line is None else read.gained[line] for line in lines]
     verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted, gained))
+    if read.trees is not None:
+        verdict.host.trees = [JudgedTree.of([], []) if line is None else read.trees[line] for line in lines]
     if logprobs is not None:  # of rows that did not play they mean nothing
         order = torch.tensor([line or 0 for line in lines])
         told = logprobs.own, logprobs.top_ids, logprobs.top_values

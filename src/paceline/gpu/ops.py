@@ -54,13 +54,13 @@ class TwinOps:
     def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         draws = draw_at_temperature(logits, rows)
         verdict = keep_equal(draft, draws) if synthetic is None else keep_by_chance(draft, draws, rows, synthetic)
-        return _committed(verdict, rows)
+        return committed(verdict, rows)
 
     def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
         if draft.logits is None:
             return self.coupled(draft, logits, rows, None)
         p, q = (law_at_temperature(table, rows) for table in (logits, draft.logits))
-        return _committed(keep_likely(draft, p, q, rows), rows)
+        return committed(keep_likely(draft, p, q, rows), rows)
 
     def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         logits = logits.float()
@@ -68,7 +68,7 @@ class TwinOps:
         return own - logits.logsumexp(-1)
 
 
-def _committed(verdict: Verdict, rows: RowState) -> Tensor:
+def committed(verdict: Verdict, rows: RowState) -> Tensor:
     """Commit -> the record."""
     gained, ended = rows.gain(verdict.tokens, verdict.accepted)
     numbers = verdict.accepted.masked_fill(ended, 0), verdict.drafted.masked_fill(ended, 0), gained

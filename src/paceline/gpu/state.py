@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.draft import HostVerdict, Logprobs
+from paceline.draft import HostVerdict, JudgedTree, Logprobs
 
 RECORD_TAIL = 3  # accepted, drafted, gained
 
@@ -54,6 +54,25 @@ def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Log
 def _floats(bits: Tensor) -> Tensor:
     """What int64 numbers are as float32."""
     return bits.int().view(torch.float32)
+
+
+def what_follows(guesses: int, width: int) -> list[int]:
+    """Of the trees that devices grow, so many side by side: the guess that each follows, or -1; the first of those at
+    the depth before.
+    """
+    return [-1 if place < width else (place // width - 1) * width for place in range(guesses)]
+
+
+def read_trees(record: list[list[int]], width: int) -> HostVerdict:
+    """The record [B, 2 N + 4] of trees (``device_round``): N guesses of a row, so many side by side."""
+    guesses = (len(record[0]) - 1 - RECORD_TAIL) // 2
+    verdict = read_record(record)
+    follows = what_follows(guesses, width)
+    verdict.trees = [
+        JudgedTree.of(follows[:count], line[guesses + 1 : guesses + 1 + kept])
+        for line, count, kept in zip(record, verdict.drafted, verdict.accepted, strict=True)
+    ]
+    return verdict
 
 
 def read_record(record: list[list[int]]) -> HostVerdict:

@@ -488,7 +488,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         for seen, draft in now.drafts:
             seen.learn_of(draft, verdict)
         if self.costs.whole and not now.drafts:
-            most = verdict.host.drafted if not self.times else self._asked_of_rows()
+            most = verdict.host.depths if not self.times else self._asked_of_rows()
             source.learn(
                 [
                     [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, count)))]

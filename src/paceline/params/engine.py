@@ -48,7 +48,8 @@ class EngineConfig:
         Or another package's name, or an object: a ``paceline.lengths.LengthPolicy``, likewise.
     speculation_width: guesses of a row that may stand side by side, each for the same place: its guesses are then a
         tree, and ``num_speculative_tokens`` is its depth. 1: a chain. "auto": as wide as was counted to pay for this
-        drafter. Acceptance must be "coupled"; rounds of the device know chains alone.
+        drafter. Acceptance must be "coupled"; on a device trees have one shape: at each depth so
+        many candidates after the chain of the likeliest.
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
         "synthetic:0.8" keeps each guess with that probability, whatever it is: the speed is real, the text is not.
