@@ -437,8 +437,14 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
 @pytest.mark.parametrize(
     ("drafter", "length"),
     some_slow(
-        [*itertools.product(["model", "self", "none"], ON_DEVICE)],
-        [*itertools.product(["model", "self"], ON_DEVICE), ("none", 4)],
+        [*itertools.product(["model", "self", "head", "none"], ON_DEVICE)],
+        [
+            *itertools.product(["model", "self"], ON_DEVICE),
+            ("head", 4),
+            ("head", "auto"),
+            ("head", "random"),
+            ("none", 4),
+        ],
     ),  # nobody's guesses have no length
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -454,8 +460,8 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
 @pytest.mark.parametrize(
     ("drafter", "length"),
     some_slow(
-        [*itertools.product(["model", "self"], ON_DEVICE)],
-        [("model", 4), ("model", "auto"), ("model", "random"), ("self", 4), ("self", "caps")],
+        [*itertools.product(["model", "self", "head"], ON_DEVICE)],
+        [("model", 4), ("model", "auto"), ("model", "random"), ("self", 4), ("self", "caps"), ("head", "random")],
     ),
 )
 def test_trees_in_rounds_of_the_device_equal_plain_decoding(

@@ -18,6 +18,7 @@ from paceline.draft import Draft, Verdict, real_places
 from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
 from paceline.nodes import Nodes, Tree
 
+USUAL_LAG = 2  # of a draft model after all guesses were kept: the last of them and the bonus token
 CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
 
 
@@ -54,7 +55,11 @@ class Decoder:
     seen [R] int64: how many tokens of each row the cache holds. For the target that is length - 1 between rounds; a
     draft model may lag further behind.
     reader: gets the streams of every token that is read; None: nobody does.
+    reads: how many tokens of a row a draft on a device reads before its first guess; of more, those before are fed
+        beforehand.
     """
+
+    reads = USUAL_LAG
 
     def __init__(
         self, model: AnyModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
@@ -317,6 +322,26 @@ class Decoder:
         seen.copy_(batch.live_length)
         return hidden.gather(1, last).squeeze(1)
 
+    def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
+        """On a device: feed text [B, reads], each row's from ``seen`` on -> hidden [B, 1, width] at its last token.
+
+        before [B]: the rows' lengths; what lies beyond them means nothing. span: as ``longest`` of ``forward``.
+        """
+        seen = self.seen[: len(text)]
+        return at(self.forward(text, seen, span), before - seen - 1)
+
+    def go_on_drafting(self, guess: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+        """Likewise of guess number ``step`` [B, 1], from 1 on, those before it being fed."""
+        return self.forward(guess, before + step - 1, span)
+
+    def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
+        """[B]: how much of the text is read after a round, of whose guesses that were fed so many were kept."""
+        return before + kept
+
+    def lag_after(self, k: int) -> int:
+        """Tokens of a row that may be lacking after a round with so many guesses."""
+        return USUAL_LAG
+
     def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
         """Feed the last of guesses [B, n], those before it being fed -> hidden [B, width] at it."""
         step = guesses.shape[1]
@@ -445,3 +470,9 @@ def _tree_of(parents: list[list[int]], guesses: list[list[int]], slots: list[int
     for slot, parent in zip(slots, follows, strict=True):
         positions.append(slot if parent < 0 else positions[parent] + 1)
     return [positions, slots, follows]
+
+
+def at(hidden: Tensor, place: Tensor) -> Tensor:
+    """hidden [B, L, width] at place [B] -> [B, 1, width]; beyond the ends at the nearest."""
+    place = place.clamp(0, hidden.shape[1] - 1)
+    return hidden.gather(1, place[:, None, None].expand(-1, 1, hidden.shape[-1]))

@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Draft
-from paceline.drafters.model import USUAL_LAG, draw_chain
+from paceline.drafters.model import draw_chain
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
 from paceline.gpu.ops import RoundOps, committed, likeliest, ops_for
 from paceline.gpu.state import RECORD_TAIL, what_follows, with_logprobs
@@ -92,7 +92,7 @@ class DeviceRound:
         """From now on no more guesses than these, row by row. An upload, if anything changed."""
         self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
-    def play(self, rows: int, k: int, longest: int, asks: Asks = NOTHING, lag: int = USUAL_LAG) -> Ticket:
+    def play(self, rows: int, k: int, longest: int, asks: Asks = NOTHING, lag: int = 0) -> Ticket:
         """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
 
         The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``); behind them the
@@ -109,9 +109,10 @@ class DeviceRound:
 
     def catch_up(self, rows: int, lag: int, longest: int) -> None:
         """Feed the draft model what it lacks, at most ``lag`` tokens a row, but for those that a round itself feeds."""
-        if lag <= USUAL_LAG:
+        assert self.draft is not None, "nobody lags"
+        if lag <= self.draft.reads:
             return
-        width = 1 << (lag - USUAL_LAG - 1).bit_length()
+        width = 1 << (lag - self.draft.reads - 1).bit_length()
         bucket, span = self.bucket(rows), self._span(longest)
         self.graphs.run(("catch up", bucket, width, span), lambda: self._catch_up(bucket, width, span))
 
@@ -130,7 +131,7 @@ class DeviceRound:
         logits = self._verify(state, before, draft, span)
         record = self._judge(draft, self._shaped(logits, state, asks, draft.tokens), state)
         if k > 0:
-            self._rewind(state, before, k)
+            self._rewind(state, before, before.new_full((state.rows,), k - 1))
         return record if asks.logprobs is None else self._with_logprobs(record, logits, asks.logprobs)
 
     def _shaped(self, logits: Tensor, state: RowState, asks: Asks, guesses: Tensor, first: int = 0) -> Tensor:
@@ -154,7 +155,7 @@ class DeviceRound:
 
         none = before.new_empty((state.rows, 0))
         tokens = draw_chain(none, k, lambda guesses: self._draft_logits(state, before, guesses, span), draw)
-        counts = self._caps.device[: state.rows].clamp(max=k)
+        counts = self._caps.device[: state.rows].clamp(max=k) * self._can_guess(before)
         return Draft(tokens, counts, logits=torch.cat(laws, dim=1) if laws and self.rule.independent else None)
 
     def _tree_program(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Tensor:
@@ -164,11 +165,13 @@ class DeviceRound:
         assert verdict.path is not None, "of trees there is one"
         rows = torch.arange(state.rows, device=before.device)
         self.target.cache.keep(rows, before, verdict.path)
+        if self.target.reader is not None:
+            self.target.reader.keep_paths(rows, before, verdict.path)
         chain = torch.arange(k, device=before.device) * self.width
         of_chain = (verdict.path[:, :k] == chain) & (torch.arange(k, device=before.device) < verdict.accepted[:, None])
         record = committed(verdict, state)
         read = of_chain.long().cumprod(1).sum(1).clamp(max=k - 1)  # the draft model has read its chain, but the last
-        self._now_seen(state, torch.minimum(before + read, state.length - 1))
+        self._rewind(state, before, read)
         return torch.cat([record[:, :-RECORD_TAIL], verdict.path, record[:, -RECORD_TAIL:]], dim=1)
 
     def _guess_trees(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Draft:
@@ -179,7 +182,7 @@ class DeviceRound:
             best = self._leaders(logits, state, depth)
             chain, guesses = torch.cat([chain, best[:, :1]], dim=1), torch.cat([guesses, best], dim=1)
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
-        deep = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots)
+        deep = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._can_guess(before)
         return Draft(guesses, deep * self.width, parents=self._follows[: k * self.width].expand(state.rows, -1))
 
     def _leaders(self, logits: Tensor, state: RowState, depth: int) -> Tensor:
@@ -201,18 +204,18 @@ class DeviceRound:
             )
         return draws
 
+    def _can_guess(self, before: Tensor) -> Tensor:
+        """[B]: 0 where a head has read nothing yet, which has no streams of a first token; else 1."""
+        return (before > (self.target.reader is not None)).long()
+
     def _draft_logits(self, state: RowState, before: Tensor, guessed: Tensor, span: int) -> Tensor:
         """[B, 1, V]: after the text and the guesses so far."""
         assert self.draft is not None, "guesses need a draft model"
         step = guessed.shape[1]
         if step > 0:
-            hidden = self.draft.forward(guessed[:, -1:], before + step - 1, span)
-        else:
-            seen = self.draft.seen[: state.rows]
-            fed = self.draft.forward(_text(state, seen, USUAL_LAG), seen, span)
-            last = (before - seen - 1).clamp(0, USUAL_LAG - 1)
-            hidden = fed.gather(1, last[:, None, None].expand(-1, 1, fed.shape[-1]))
-        return self.draft.logits(hidden)
+            return self.draft.logits(self.draft.go_on_drafting(guessed[:, -1:], step, before, span))
+        text = _text(state, self.draft.seen[: state.rows], self.draft.reads)
+        return self.draft.logits(self.draft.begin_draft(text, before, span))
 
     def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
         """[B, k + 1, V] of the tokens that follow the unseen token and the guesses."""
@@ -225,10 +228,10 @@ class DeviceRound:
             return self.ops.rejection(draft, logits, state)
         return self.ops.coupled(draft, logits, state, self.rule.synthetic)
 
-    def _rewind(self, state: RowState, before: Tensor, k: int) -> None:
-        """The draft model's cache knows the text before the round and all guesses but the last, as far as they live."""
+    def _rewind(self, state: RowState, before: Tensor, kept: Tensor) -> None:
+        """The draft model's cache knows the text before the round and the guesses that it read, as far as they live."""
         assert self.draft is not None
-        self._now_seen(state, torch.minimum(before + k - 1, state.length - 1))
+        self._now_seen(state, torch.minimum(self.draft.read_after(before, kept), state.length - 1))
 
     def _catch_up(self, rows: int, width: int, span: int) -> Tensor:
         assert self.draft is not None, "nobody lags"

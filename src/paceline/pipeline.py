@@ -10,7 +10,6 @@ import torch
 
 from paceline.device_round import DeviceRound
 from paceline.draft import HostVerdict, JudgedTree, Logprobs, ReadVerdict, Verdict
-from paceline.drafters.model import USUAL_LAG
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record, read_trees
 from paceline.models.base import AnyModel, FlatModel
@@ -70,6 +69,7 @@ class Pipeline:
         self._flights: deque[_Flight] = deque()
         self._guessed: list[Sequence] = []  # for whom the last round with guesses was, if nobody else has played since
         self._plain = 0  # rounds without guesses since then
+        self._lacks = 0  # most tokens of a row that the draft model lacked after it
         self.last_verdict: Verdict | None = None  # of the last round settled
 
     def suits(self) -> bool:
@@ -128,12 +128,13 @@ class Pipeline:
         """
         if k == 0:
             self._plain += 1
-            return USUAL_LAG
+            return 0
         running, known = self.scheduler.running, {id(sequence) for sequence in self._guessed}
-        lag = USUAL_LAG + self._plain
+        lag = self._lacks + self._plain
         if any(id(sequence) not in known for sequence in running):
             lag = max(max(decoder.lags(self.batch)) for decoder in self.parts.drafter.decoders)
         self._guessed, self._plain = list(running), 0
+        self._lacks = self.parts.drafter.decoders[0].lag_after(k)
         return lag
 
     def _count_in_flight(self) -> None:

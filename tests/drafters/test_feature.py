@@ -41,6 +41,7 @@ from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
 from paceline.models.loading import load_embedding
 from paceline.params import EngineConfig, SamplingParams
+from paceline.rows import RowState
 from toy import (
     POSITIONS,
     VOCAB,
@@ -187,6 +188,43 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
     engine.parts.drafter.propose = check  # type: ignore[method-assign]
     run(engine, PROMPTS[:5], [SamplingParams(temperature=0, max_tokens=6)] * 5)
     assert all(compared[depth, 2] + compared[depth, 3] > 5 for depth in range(3))
+
+
+@pytest.mark.parametrize("reads", [2, HeadDecoder.reads])
+@pytest.mark.parametrize("rounds", ["every round", "now and then"])
+def test_a_device_draws_what_an_independent_reading_says(
+    rounds: str, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rounds of all lengths, none included: what a head lacks is read beforehand, or in the round itself.
+
+    Whatever it guesses is kept nine times in ten, so that it lacks much.
+    """
+    monkeypatch.setattr(HeadDecoder, "reads", reads)
+    target = tiny_llama()
+    head = tiny_head(target, 32)
+    device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
+    engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
+    engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
+    assert engine._player is not None
+    guess, compared = engine._player._guess, Counter[str]()
+
+    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
+        found = guess(state, before, k, *rest)
+        for row, count in enumerate(found.drafted[: engine.batch.rows] if k else ()):
+            text = state.text[row, : int(before[row])].tolist()
+            if len(text) < 2:
+                assert count == 0
+                compared["short"] += 1
+            elif state.temperature[row] == 0:
+                features = features_of(target, text[:-1], head.taps)
+                assert found.guesses[row] == guesses_of(head, features, text, count)
+                compared["guesses"] += count
+        return found
+
+    engine._player._guess = check  # type: ignore[method-assign]
+    run(engine, PROMPTS, PARAMS)
+    assert compared["guesses"] > 100
+    assert compared["short"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,7 +58,7 @@ class Drafter(RowKeeper):
     name: ClassVar[str]
     needs_draft_model: ClassVar[bool] = False
     copies: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
+    on_device: bool = False
     uses_torch: bool = True
     auto_width: ClassVar[int] = 0
     width = 1

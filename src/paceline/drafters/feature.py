@@ -34,13 +34,13 @@ class FeatureDrafter(ModelDrafter):
     name = "feature"
     sources = ("head",)
     at_once = 16  # after a round it reads all kept tokens: guesses never counted as read
-    on_device = False  # its guesses take streams that rounds of the device do not export
 
     def __init__(self, decoder: HeadDecoder, acceptance: str, width: int = 1) -> None:
         super().__init__(decoder, acceptance, width)
         self.head = decoder
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
+        self.on_device = self._natively is None and not self._model.one_pass  # rounds of the device draw one by one
         self.uses_torch = self._natively is None or self._independent
 
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.batch import Batch, Enough, Wish
-from paceline.decoder import Decoder
+from paceline.decoder import USUAL_LAG, Decoder
 from paceline.draft import Draft, Verdict
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import draft_of
@@ -16,8 +16,6 @@ from paceline.drafters.growth import Growth
 from paceline.errors import ParameterError
 from paceline.heads.decoder import HeadDecoder
 from paceline.sampling import Choices, Purpose
-
-USUAL_LAG = 2  # after all guesses were kept: the last of them and the bonus token
 
 # Guesses so far [B, n] -> the draft model's logits [B, 1, V] after them.
 Read = Callable[[Tensor], Tensor]

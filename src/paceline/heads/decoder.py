@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.attention import AttentionBackend
 from paceline.attention.cached import CachedAttend
 from paceline.batch import Batch
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, at
 from paceline.draft import Draft
 from paceline.heads.head import Head
 from paceline.heads.layers import Step
@@ -125,12 +125,19 @@ class HeadDecoder(Decoder):
     """
 
     streams: KeptStreams
+    reads = 8  # kept guesses were read without streams, and are read again
 
     def __init__(
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
         self.seen.fill_(1)
+
+    def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
+        return before
+
+    def lag_after(self, k: int) -> int:
+        return k + 1
 
     def note_guesses(self, batch: Batch, count: int) -> None:
         """They were read without streams: those that are kept are read again, with theirs."""
@@ -220,6 +227,17 @@ class TorchHeadDecoder(HeadDecoder):
         last = last[..., None].expand(-1, -1, self.head.config.width)
         state, normed = (part.gather(1, last) for part in self._last)
         self._states = state[:, -1:]
+        return normed
+
+    def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
+        normed = super().begin_draft(text, before, span)
+        self._states = at(self._last.state, before - self.seen[: len(text)] - 1)
+        return normed
+
+    def go_on_drafting(self, guess: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+        """As ``hidden_after``."""
+        normed = self._run(guess, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
+        self._states = self._last.state
         return normed
 
     def _with_ahead(

@@ -15,7 +15,6 @@ from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.draft import Draft, ReadDraft, Verdict
 from paceline.drafters.base import Drafter
-from paceline.drafters.model import USUAL_LAG
 from paceline.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.params import SamplingParams
@@ -256,7 +255,8 @@ class Calibration:
 
         def run() -> None:
             if self.player is not None:
-                self.player.catch_up(1, tokens + USUAL_LAG, self.context)  # whose last are a round's to read
+                reads = self.drafter.decoders[0].reads  # the last ones are a round's to read
+                self.player.catch_up(1, tokens + reads, self.context)
                 self.batch.length[:1].tolist()  # when it has been done
                 return
             for decoder in self.drafter.decoders:
