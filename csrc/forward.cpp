@@ -105,6 +105,7 @@ class Pass {
       tap(layer, thread);
       run_layer(layer, thread, watch);
     }
+    if (keys_alone()) return;
     tap(m_.layers.size(), thread);
     const Share share(tokens_.count, thread, pool_.threads());
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
@@ -114,6 +115,9 @@ class Pass {
     }
     watch.lap(kPrepare);
   }
+
+  // Whether nobody asks what the tokens lead to: then the last layer's keys and values are the last that counts.
+  bool keys_alone() const { return !out_.hidden; }
 
   // What enters a tapped layer goes out; nobody changes it before all threads have met within the layer.
   void tap(size_t layer, int thread) const {
@@ -142,6 +146,7 @@ class Pass {
     watch.lap(kProducts);
     rotate(attention, thread);
     watch.lap(kRotary);
+    if (keys_alone() && index + 1 == m_.layers.size()) return;
     attend(attention, index, thread);
     watch.lap(kAttention);
     input = prepare(attention.out, m_.padded_attention, nullptr, layer.attention_out, thread);
@@ -301,7 +306,7 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start - tokens.read) * width;
-    const Streams here = {out.hidden + done, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
+    const Streams here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
     Pass pass(*this, pool, chunk, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);
   }

@@ -80,11 +80,16 @@ class Fed {
 
   int count() const { return static_cast<int>(tokens_.size()); }
 
-  const char* run(double* seconds) {
+  // keys_alone: nothing follows, so that nobody asks for hidden states.
+  const char* run(double* seconds, bool keys_alone = false) {
     const bool tree = !parents_.empty();
     const Tokens tokens = {tokens_.data(), rows_.data(), positions_.data(), tree ? slots_.data() : nullptr,
                            tree ? parents_.data() : nullptr, count(), entering_.data(), read_};
     if (const char* problem = head_.problem_with(tokens, cache_)) return problem;
+    if (keys_alone) {
+      head_.forward(pool_, tokens, cache_, Streams{nullptr, nullptr, 0, nullptr}, seconds);
+      return nullptr;
+    }
     const int64_t last = head_.spec.layer_count;
     hidden_.resize(entering_.size());
     left_.resize(entering_.size());
@@ -120,7 +125,7 @@ class Drafting {
   const char* read() {
     if (const char* problem = wrong()) return problem;
     read_text();
-    return fed_.count() == 0 ? nullptr : fed_.run(seconds_);
+    return fed_.count() == 0 ? nullptr : fed_.run(seconds_, !call_.counts);
   }
 
   // What follows some of the tokens that the last pass read: logits of the head's own vocabulary.

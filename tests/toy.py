@@ -117,6 +117,9 @@ class FlatToy(ToyModel):
         features = self._features(tokens[None], positions[None], taps)
         return Streams(total.reshape(len(tokens), -1), None if features is None else features[0])
 
+    def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
+        return self.forward(nodes, cache, taps).features
+
     def _slots(self, nodes: Nodes) -> Tensor:
         """[N]; raises AssertionError unless the list is what ``Nodes`` promises."""
         rows, positions = nodes.rows.tolist(), nodes.positions.tolist()

@@ -128,10 +128,13 @@ class Decoder:
     def _read(self, model: FlatModel, nodes: Nodes) -> Tensor:
         """-> hidden [N, width]."""
         streams = model.forward(nodes, self.cache, self._taps)
-        if self.reader is not None and streams.features is not None:
-            rows = torch.tensor(self._places).argsort()[nodes.rows]
-            self.reader.read(rows, nodes.positions if nodes.slots is None else nodes.slots, streams.features)
+        self._show_streams(nodes, streams.features)
         return streams.hidden
+
+    def _show_streams(self, nodes: Nodes, features: Tensor | None) -> None:
+        if self.reader is not None and features is not None:
+            rows = torch.tensor(self._places).argsort()[nodes.rows]
+            self.reader.read(rows, nodes.positions if nodes.slots is None else nodes.slots, features)
 
     def show(self, reader: Reader) -> None:
         """From now on ``reader`` gets the streams of every token that is read."""
@@ -218,7 +221,8 @@ class Decoder:
         if model.vocab_size < self.vocab_size:
             tokens = tokens.clamp(max=model.vocab_size - 1)
         places = torch.cat([torch.full((stop - start,), self._places[row]) for row, start, stop in parts])
-        self._read(model, Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts])))
+        nodes = Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts]))
+        self._show_streams(nodes, model.fill(nodes, self.cache, self._taps))
 
     def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         """Neighbouring rows."""

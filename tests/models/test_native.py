@@ -178,6 +178,25 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
     assert torch.equal(whole, torch.cat([part.features for part in parts]))
 
 
+@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "twin")
+@quantised_every_way
+@of_every_shape
+def test_keys_and_values_alone_are_those_of_a_whole_pass(kernels, shape, quantization):
+    """In chunks, too; what is read after them is the same."""
+    spec = random_spec(**SHAPES[shape])
+    model, (rows, positions) = model_of(spec, kernels, quantization), ragged({2: 40, 0: 260})
+    tokens = some_tokens(spec, 300)
+    nodes, whole, alone = Nodes(tokens, rows, positions), cache_for(spec), cache_for(spec)
+    features = model.forward(nodes, whole, taps=(1, 0)).features
+    assert torch.equal(model.fill(nodes, alone, taps=(1, 0)), features)
+    assert all(
+        torch.equal(getattr(whole, table)[layer], getattr(alone, table)[layer])
+        for table in ("keys", "values")
+        for layer in range(len(spec.layers))
+    )
+    assert model.fill(nodes, alone) is None
+
+
 @pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
 def test_taps_are_layers(kernels):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)

@@ -233,20 +233,21 @@ class NativeDecoder:
         self,
         nodes: Nodes,
         cache: CCache,
-        hidden: Tensor,
+        hidden: Tensor | None,
         tapped: tuple[Sequence[int], Tensor] | None,
         seconds: Tensor | None,
     ) -> str | None:
         """Fill hidden [N - read, width]; returns what is wrong with the input, or None.
 
-        tapped: layers, and the features [N - read, taps, width] to fill with what enters them. seconds: adds up PHASES.
+        hidden: None: only keys, values and features are wanted. tapped: layers, and the features [N - read, taps,
+        width] to fill with what enters them. seconds: adds up PHASES.
         """
         place, laps = ctypes.addressof(cache), address(seconds)
         tree = (None, None) if nodes.parents is None else (address(nodes.slots), nodes.parents.data_ptr())
         where = nodes.rows.data_ptr(), nodes.positions.data_ptr()
         flat = nodes.tokens.data_ptr(), *where, *tree, nodes.tokens.shape[0], nodes.read
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
-        out = hidden.data_ptr(), taps, len(taps), features
+        out = address(hidden), taps, len(taps), features
         problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps)
         return None if problem is None else str(problem.decode())
 

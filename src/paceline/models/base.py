@@ -77,6 +77,10 @@ class FlatModel(AnyModel, Protocol):
         """N nodes -> hidden [N, width] and the features of the tapped layers. Writes the nodes' keys and values."""
         ...
 
+    def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
+        """Write the nodes' keys and values -> the features, None without taps. Nothing is drawn after these tokens."""
+        ...
+
 
 @runtime_checkable
 class SharedModel(AnyModel, Fellows, Protocol):
