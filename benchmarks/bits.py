@@ -3,10 +3,12 @@
     python benchmarks/bits.py smollm2-135m --prompts 64 --max-tokens 128
     python benchmarks/bits.py qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --prompts 16 --max-tokens 64
 
-The reference is plain decoding, each prompt alone. Against it: batches of random size in random order, a random
-speculation length every round (0 included), greedy and coupled sampling at temperature 0.8, in every precision asked
-for. `--precisions` and `--temperatures` cut a long run into calls whose outcomes are those of one. The last line is one
-JSON document; the exit code is 1 if any sequence differs.
+    python benchmarks/bits.py smollm2-135m --draft-model smollm2-135m-head --drafter hybrid --widths 1,2,4
+
+The reference is plain decoding, each prompt alone. Against it: batches of random size in random order, each of one of
+the widths, a random speculation length every round (0 included), greedy and coupled sampling at temperature 0.8, in
+every precision asked for. `--precisions` and `--temperatures` cut a long run into calls whose outcomes are those of
+one. The last line is one JSON document; the exit code is 1 if any sequence differs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import get_args
 
@@ -59,9 +62,11 @@ def _texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
     return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def compare(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], seed: int) -> tuple[int, float | None]:
+def compare(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], seed: int, widths: Sequence[int] = (1,)
+) -> tuple[int, float | None]:
     """Sequences equal to plain decoding alone, and the acceptance rate."""
-    alone = llm.with_options(drafter=None, max_batch_size=1)
+    alone = llm.plain().with_options(max_batch_size=1)
     reference = [_texts(alone, [prompt], [p])[0] for prompt, p in zip(prompts, params, strict=True)]
     order = list(range(len(prompts)))
     chance = random.Random(seed)
@@ -71,7 +76,9 @@ def compare(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], se
     while order:
         group = [order.pop() for _ in range(min(len(order), chance.randint(2, 16)))]
         mixed = llm.with_options(
-            max_batch_size=max(1, len(group) - chance.randint(0, 2)), prefill_chunk=chance.choice([16, 64, 512])
+            max_batch_size=max(1, len(group) - chance.randint(0, 2)),
+            prefill_chunk=chance.choice([16, 64, 512]),
+            speculation_width=chance.choice(widths),
         )
         mixed.engine.parts.policy = RandomLength(chance.randrange(2**31))
         results = mixed.generate([prompts[i] for i in group], [params[i] for i in group], use_tqdm=False)
@@ -90,7 +97,7 @@ def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
         llm = LLM(
             arguments.model,
             arguments.draft_model,
-            drafter="model" if arguments.draft_model else "ngram",
+            drafter=arguments.drafter or ("model" if arguments.draft_model else "ngram"),
             num_speculative_tokens=LONGEST,
             dtype="float32" if precision == "float32" else "bfloat16",
             quantization=quantization,
@@ -108,7 +115,8 @@ def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
                 for i in range(arguments.prompts)
             ]
             began = time.perf_counter()
-            equal, rate = compare(llm, prompts, params, arguments.seed)
+            widths = [int(width) for width in arguments.widths.split(",")]
+            equal, rate = compare(llm, prompts, params, arguments.seed, widths)
             sampling = "greedy" if temperature == 0 else f"coupled, temperature {temperature}"
             seconds = round(time.perf_counter() - began, 1)
             done.append(
@@ -123,6 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--draft-model")
+    parser.add_argument("--drafter", help="default: the draft model, or copies without one")
+    parser.add_argument("--widths", default="1", help="of trees: several numbers take turns")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--precisions", default="int8,bfloat16")
