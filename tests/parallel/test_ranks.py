@@ -41,9 +41,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "model": {"drafter": "model"},
     "hybrid": {"drafter": "hybrid"},
     "rounds of the device": {"drafter": "model", "rounds": "device"},
+    "trees of the device": {"drafter": "model", "rounds": "device", "speculation_width": 2},
     "split": {"drafter": "ngram", "attention": "split"},
 }
-QUICK = [("llama", "hybrid"), ("qwen2", "rounds of the device")]
+QUICK = [("llama", "hybrid"), ("qwen2", "rounds of the device"), ("llama", "trees of the device")]
 
 
 def play(target: Model, draft: Model, tokens: int, **options: Any) -> list[RequestOutput]:
