@@ -572,6 +572,23 @@ def test_where_nothing_pays_it_rests_until_a_trial_can_be_paid() -> None:
     assert any(simulation.asked)  # it still tries
 
 
+def test_a_price_that_rises_as_fast_as_it_is_saved_for_ends_no_rest_early() -> None:
+    """What a draft model lacks grows round by round, and so does what a trial takes."""
+    simulation, policy, looked = resting()
+    lags: list[int] = []
+
+    def lag(_batch: Batch) -> list[int]:
+        lags.append(len(simulation.asked))
+        return [2 + lags[-1]] * 8
+
+    policy.decoders[0].lags = lag  # type: ignore[method-assign]
+    policy.costs.feed_ms = lambda tokens: 0.01 * tokens  # type: ignore[method-assign]
+    simulation.asked.clear()
+    simulation.play(policy, 200)
+    assert not any(simulation.asked)
+    assert len(looked) < 30
+
+
 def test_more_rows_or_fewer_end_a_rest() -> None:
     simulation, policy, looked = resting()
     for rows in (9, 7):

@@ -165,8 +165,10 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._paces = Paces()
         self._savings = Savings()  # for rounds that show what others take
         self._search_ms = 0.0  # what the last search for copies took
+        self._thinking = Mean(0.0)  # ms of a draft beside its passes: to choose among guesses, and to learn from them
         self._guessed = False  # whether guesses were verified in the last round
         self._unasked = 0  # rounds without guesses since the last with any
+        self._rested = 0  # of the last rest, if nothing was asked for since
         self._rest = 0  # rounds in which nothing is asked for, as plain rounds change nothing that asking hangs on
         self._round: Round
         self._chosen: deque[Round] = deque()  # and not observed yet; the last is ``_round``
@@ -192,7 +194,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._chosen.append(self._round)
         for source in self._sources:
             if self._pays(source):
-                self._unasked = 0
+                self._unasked = self._rested = 0
                 return self._ask(source)
             if self._round.reviews:
                 break
@@ -445,17 +447,21 @@ class AutoLength(RowKeepers, LengthPolicy):
             self._learn_worth(now.source, verdict, ms, spent)
             self._learn_chances(now.source, verdict)
         self._save(ms)
+        if now.passes:
+            thought = drafting - now.feed - sum(now.passes) + 1000 * (self.clock() - ended)
+            self._thinking.learn(min(max(0.0, thought), now.times.plain))
         if now.source is self.copied:
             self._search_ms = drafting + 1000 * (self.clock() - ended)
         elif now.source is None and not now.reviews and self.times and self._sources:  # nothing more is known till then
-            self._rest = min(REFRESH, *(source.savings.rounds(ms) for source in self._sources))
+            wait = min(source.savings.rounds(ms) for source in self._sources)
+            self._rest = self._rested = min(REFRESH, max(wait, 2 * self._rested))  # prices rise as a draft model lags
 
     def _spent(self, drafting: float) -> float:
         """Milliseconds that guesses took; of one row, as if all had been asked. What is read first serves many."""
         now = self._round
         spent = now.times.more(round(now.scale * now.guesses))
         if now.passes:
-            return spent + self._passes_ms(now.rows, len(now.passes))
+            return spent + self._passes_ms(now.rows, len(now.passes)) + self._thinking.value
         if now.source is self.copied:
             spent += min(drafting, self._search_ms)  # pauses of the machine hold up nobody
         return spent
