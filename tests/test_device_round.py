@@ -23,9 +23,11 @@ from paceline.batch import Batch, RowStart, Wish
 from paceline.decoder import Decoder
 from paceline.device_round import DeviceRound, Rule
 from paceline.draft import Draft
+from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup
 from paceline.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.gpu.graphs import Graphs, Nobody, Ring, Ticket, Upload
+from paceline.gpu.lookup import copied
 from paceline.gpu.ops import RoundOps, TritonOps, TwinOps
 from paceline.gpu.state import read_record, read_trees
 from paceline.lengths.auto import AutoLength
@@ -426,6 +428,37 @@ def test_a_round_of_trees_reads_nothing() -> None:
         rounds.program(3, 3, 64, Asks(cuts=True))
 
 
+def test_a_round_of_copies_reads_nothing() -> None:
+    rounds = player(TwinOps(), RULES["coupled"])
+    rounds.draft = None
+    with torch.inference_mode(), NoHostReads():
+        rounds.program(3, 3, 64)
+        rounds.program(3, 3, 64, Asks(adjusts=True, cuts=True, logprobs=5))
+
+
+@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("vocabulary", [2, 4, 50])
+def test_a_device_copies_what_the_hosts_lookup_finds(vocabulary: int, k: int) -> None:
+    """Rows of all lengths, 1 included; behind their ends lies what others left."""
+    texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
+    length = torch.arange(64) + 1
+    guesses, matched = copied(texts, length, k, LONGEST_SUFFIX)
+    found = HostLookup(()).find(texts, length, 64, 90, k)
+    assert matched.tolist() == found.matched
+    for row, (size, expected) in enumerate(zip(found.matched, found.guesses, strict=True)):
+        assert not size or guesses[row].tolist() == expected
+    assert any(found.matched)
+
+
+def test_rows_with_references_leave_rounds_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
+    text = [7, 3, 9, 11, 4, 8]
+    engine.add(Request([1, 2], SamplingParams(temperature=0, max_tokens=8), references=[text]))
+    assert engine._pipeline is not None
+    engine.step()
+    assert not engine._pipeline.suits()
+
+
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
 def test_the_watchdog_bites(read: Callable[[Tensor], object]) -> None:
     with pytest.raises(AssertionError), NoHostReads():
@@ -534,7 +567,8 @@ def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
     ("options", "why"),
     [
         ({"attention": "split"}, "split"),
-        ({"drafter": "ngram"}, "guesses on the host"),
+        ({"drafter": "hybrid"}, "guesses on the host"),
+        ({"drafter": "ngram", "speculation_width": 2}, "guesses on the host"),
     ],
 )
 def test_what_the_device_cannot_play_alone_is_refused(options: dict[str, Any], why: str) -> None:

@@ -437,12 +437,10 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
 @pytest.mark.parametrize(
     ("drafter", "length"),
     some_slow(
-        [*itertools.product(["model", "self", "head", "none"], ON_DEVICE)],
+        [*itertools.product(["model", "self", "head", "ngram", "none"], ON_DEVICE)],
         [
             *itertools.product(["model", "self"], ON_DEVICE),
-            ("head", 4),
-            ("head", "auto"),
-            ("head", "random"),
+            *itertools.product(["head", "ngram"], [4, "auto", "random"]),
             ("none", 4),
         ],
     ),  # nobody's guesses have no length

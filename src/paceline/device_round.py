@@ -22,8 +22,10 @@ from torch import Tensor
 from paceline.batch import Batch
 from paceline.decoder import Decoder
 from paceline.draft import Draft
+from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
 from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
+from paceline.gpu.lookup import copied
 from paceline.gpu.ops import RoundOps, committed, likeliest, ops_for
 from paceline.gpu.state import RECORD_TAIL, what_follows, with_logprobs
 from paceline.models.base import SharedModel
@@ -47,7 +49,8 @@ class Rule:
 class DeviceRound:
     """Plays rounds on the first rows of a batch, of which its decoding ones live; ``play`` returns before it is played.
 
-    draft: None plays plain rounds (k = 0) alone. ops: the kernels, or their twins; chosen by the device if None.
+    draft: None plays plain rounds (k = 0), or guesses with ``copies``: what followed the row's last tokens in its own
+    text. ops: the kernels, or their twins; chosen by the device if None.
     capture: False runs the program eagerly on CUDA, too. width: W, of trees; they need the coupled rule, and rows that
     ask for neither penalties nor log-probabilities.
     """
@@ -62,8 +65,10 @@ class DeviceRound:
         ops: RoundOps | None = None,
         capture: bool = True,
         width: int = 1,
+        copies: bool = False,
     ) -> None:
         assert width == 1 or rule == Rule(), "the others know chains alone"
+        self.guesses = draft is not None or copies
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.length.shape[0]
@@ -101,7 +106,7 @@ class DeviceRound:
         model lacks of a row; after a round with guesses a round is one program, one launch.
         """
         k = min(k, MAX_SPECULATION_LENGTH // self.width)
-        if k > 0:
+        if k > 0 and self.draft is not None:
             self.catch_up(rows, lag, longest)
         bucket, span = self.bucket(rows), self._span(longest + k * self.width)
         record = self.graphs.run((bucket, k, span, asks), lambda: self.program(bucket, k, span, asks))
@@ -127,10 +132,10 @@ class DeviceRound:
         before = state.length.clone()
         if self.width > 1 and k > 0:
             return self._tree_program(state, before, k, span, asks)
-        draft = self._guess(state, before, k, span, asks)
+        draft = self._copy(state, k, span) if self.draft is None else self._guess(state, before, k, span, asks)
         logits = self._verify(state, before, draft, span)
         record = self._judge(draft, self._shaped(logits, state, asks, draft.tokens), state)
-        if k > 0:
+        if k > 0 and self.draft is not None:
             self._rewind(state, before, before.new_full((state.rows,), k - 1))
         return record if asks.logprobs is None else self._with_logprobs(record, logits, asks.logprobs)
 
@@ -142,6 +147,11 @@ class DeviceRound:
         """The record, and the log-probabilities of its tokens and of the ``most`` likely ones."""
         own = self.ops.own_logprobs(logits, record)
         return with_logprobs(record, own, *likeliest(logits, most)) if most else with_logprobs(record, own)
+
+    def _copy(self, state: RowState, k: int, span: int) -> Draft:
+        """k guesses a row from its own text; none where nothing in it ends as it does."""
+        tokens, matched = copied(state.text[:, :span], state.length, k, LONGEST_SUFFIX)
+        return Draft(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
 
     def _guess(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Draft:
         """k guesses a row, drawn one after the other by the draft model."""

@@ -98,7 +98,8 @@ class Engine:
             return None
         draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
         rule = Rule(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
-        return DeviceRound(parts.target, draft, self.batch, rule, width=parts.drafter.width)
+        drafter = parts.drafter
+        return DeviceRound(parts.target, draft, self.batch, rule, width=drafter.width, copies=drafter.copies)
 
     def _device_plays(self) -> bool:
         """As far as is known: the length policy comes last. Raises ParameterError where it was asked for and cannot."""

@@ -76,8 +76,15 @@ class Pipeline:
         """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
         parts, asks = self.parts, self.batch.sampling.asks
         asks_little = self.player.width == 1 or not (asks.adjusts or asks.logprobs is not None)
-        able = asks_little and not self.batch.sampling.needs_host
+        able = asks_little and not self.batch.sampling.needs_host and not self._has_references()
         return able and parts.drafter.on_device and not parts.policy.selects
+
+    def _has_references(self) -> bool:
+        """Whether a row may be copied from more than itself: the host's lookup knows where."""
+        batch = self.batch
+        return self.parts.drafter.copies and any(
+            member is not None and bool(member.family.references) for member in batch.members[: batch.rows]
+        )
 
     @property
     def late(self) -> int:
@@ -113,7 +120,7 @@ class Pipeline:
     def _launch(self) -> None:
         batch, player = self.batch, self.player
         wish = self.parts.policy.choose(batch).within(batch)
-        k = wish.k if self.parts.drafter.decoders else 0
+        k = wish.k if player.guesses else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
         asks = batch.sampling.asks
@@ -126,15 +133,16 @@ class Pipeline:
 
         Of rows that had guesses lately the host knows; of others it asks.
         """
-        if k == 0:
+        decoders = self.parts.drafter.decoders
+        if k == 0 or not decoders:
             self._plain += 1
             return 0
         running, known = self.scheduler.running, {id(sequence) for sequence in self._guessed}
         lag = self._lacks + self._plain
         if any(id(sequence) not in known for sequence in running):
-            lag = max(max(decoder.lags(self.batch)) for decoder in self.parts.drafter.decoders)
+            lag = max(max(decoder.lags(self.batch)) for decoder in decoders)
         self._guessed, self._plain = list(running), 0
-        self._lacks = self.parts.drafter.decoders[0].lag_after(k)
+        self._lacks = decoders[0].lag_after(k)
         return lag
 
     def _count_in_flight(self) -> None:

@@ -41,6 +41,7 @@ class NgramDrafter(Drafter):
 
     documents: for all rows; noted once. A request's references are noted once for all of its answers, and its answers
     as they grow: in rounds that look for guesses. siblings: whether answers of one request are guessed from each other.
+    On a device a round looks in the rows' own texts alone: rows with references, documents and trees are the host's.
     width: most continuations of a row. More than one are merged into a tree, the best first.
     """
 
@@ -53,6 +54,7 @@ class NgramDrafter(Drafter):
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True, width: int = 1) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
         self._documents, self._siblings, self.width = len(documents) > 0, siblings, width
+        self.on_device = width == 1 and not self._documents
         self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
 
     @classmethod

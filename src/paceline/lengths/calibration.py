@@ -73,6 +73,7 @@ class Player(Protocol):
     """Plays whole rounds on a batch of its own (``device_round.DeviceRound``)."""
 
     batch: Batch
+    guesses: bool
 
     def play(self, rows: int, k: int, longest: int) -> Ticket: ...
 
@@ -237,7 +238,7 @@ class Calibration:
 
     def _round(self, player: Player, rows: int, k: int, context: int) -> Point:
         """A whole one, and the host's reading of it. The first time of each is that of its capture, if there is one."""
-        guesses = k if self.drafter.decoders else 0
+        guesses = k if player.guesses else 0
         return Point(lambda: player.play(rows, guesses, context).read(), lambda: self._rows(rows, context))
 
     def _draft(self, rows: int, k: int) -> Point:
