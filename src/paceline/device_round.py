@@ -105,7 +105,7 @@ class DeviceRound:
         [bucket, 2 N + 4]: tokens, path, then likewise (``gpu.state.read_trees``). lag: most tokens that the draft
         model lacks of a row; after a round with guesses a round is one program, one launch.
         """
-        k = min(k, MAX_SPECULATION_LENGTH // self.width)
+        k = min(k, MAX_SPECULATION_LENGTH // self.width) if self.guesses else 0
         if k > 0 and self.draft is not None:
             self.catch_up(rows, lag, longest)
         bucket, span = self.bucket(rows), self._span(longest + k * self.width)

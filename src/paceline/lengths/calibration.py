@@ -73,7 +73,6 @@ class Player(Protocol):
     """Plays whole rounds on a batch of its own (``device_round.DeviceRound``)."""
 
     batch: Batch
-    guesses: bool
 
     def play(self, rows: int, k: int, longest: int) -> Ticket: ...
 
@@ -238,8 +237,7 @@ class Calibration:
 
     def _round(self, player: Player, rows: int, k: int, context: int) -> Point:
         """A whole one, and the host's reading of it. The first time of each is that of its capture, if there is one."""
-        guesses = k if player.guesses else 0
-        return Point(lambda: player.play(rows, guesses, context).read(), lambda: self._rows(rows, context))
+        return Point(lambda: player.play(rows, k, context).read(), lambda: self._rows(rows, context))
 
     def _draft(self, rows: int, k: int) -> Point:
         if self.player is not None:
