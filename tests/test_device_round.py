@@ -450,13 +450,20 @@ def test_a_device_copies_what_the_hosts_lookup_finds(vocabulary: int, k: int) ->
     assert any(found.matched)
 
 
-def test_rows_with_references_leave_rounds_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("more", "device"), [({}, True), ({"references": [[7, 3, 9, 11]]}, False), ({"n": 2}, False)], ids=str
+)
+def test_rows_that_are_copied_from_more_than_themselves_leave_rounds_to_the_host(
+    more: dict[str, Any], device: bool
+) -> None:
+    """References, and other answers to the same prompt: the host's lookup knows where they are."""
     engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
-    text = [7, 3, 9, 11, 4, 8]
-    engine.add(Request([1, 2], SamplingParams(temperature=0, max_tokens=8), references=[text]))
+    references = {name: value for name, value in more.items() if name == "references"}
+    params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
+    engine.add(Request([1, 2], params, **references))
     assert engine._pipeline is not None
     engine.step()
-    assert not engine._pipeline.suits()
+    assert engine._pipeline.suits() == device
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])

@@ -76,15 +76,9 @@ class Pipeline:
         """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
         parts, asks = self.parts, self.batch.sampling.asks
         asks_little = self.player.width == 1 or not (asks.adjusts or asks.logprobs is not None)
-        able = asks_little and not self.batch.sampling.needs_host and not self._has_references()
+        alone = not (parts.drafter.copies and any(self.batch.members[: self.batch.rows]))  # copied from nothing else
+        able = asks_little and alone and not self.batch.sampling.needs_host
         return able and parts.drafter.on_device and not parts.policy.selects
-
-    def _has_references(self) -> bool:
-        """Whether a row may be copied from more than itself: the host's lookup knows where."""
-        batch = self.batch
-        return self.parts.drafter.copies and any(
-            member is not None and bool(member.family.references) for member in batch.members[: batch.rows]
-        )
 
     @property
     def late(self) -> int:

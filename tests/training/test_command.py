@@ -87,6 +87,7 @@ def test_a_run_of_the_first_kind_is_written_down_as_before_there_were_others(who
     ("options", "said"),
     [
         (["--kind", "model", "--mlp-width", "9"], "whose layers are the target's"),
+        (["--kind", "model", "--unroll", "2"], "learns all guesses of a draft from one pass"),
         (["--kind", "model", "--layers", "9"], "at most the target's 8"),
         (["--layers", "2"], "left out but with --kind model"),
         (["--kind", "hidden_transfer", "--mlp-width", "9"], "whose layers are the target's"),

@@ -41,7 +41,7 @@ class NgramDrafter(Drafter):
 
     documents: for all rows; noted once. A request's references are noted once for all of its answers, and its answers
     as they grow: in rounds that look for guesses. siblings: whether answers of one request are guessed from each other.
-    On a device a round looks in the rows' own texts alone: rows with references, documents and trees are the host's.
+    On a device a round looks in the rows' own texts alone: references, siblings, documents and trees are the host's.
     width: most continuations of a row. More than one are merged into a tree, the best first.
     """
 

@@ -23,7 +23,7 @@ log = logging.getLogger("paceline")
 
 VARIABLE = "PACELINE_COST_CACHE"
 FASTER = 1.25  # a fastest round spreads by up to 7 % on an idle machine: what is this much faster, was slowed by others
-METHOD = 2  # one more whenever ``Calibration`` measures something else: costs of another one are not read
+METHOD = 3  # one more whenever ``Calibration`` measures something else: costs of another one are not read
 
 
 @dataclass(frozen=True)

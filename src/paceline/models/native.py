@@ -95,20 +95,22 @@ class NativeModel:
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
         """N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32; writes the cache."""
+        check_taps(taps, self.layers)
         if self._twin is not None:
-            return Streams(*self._twin.forward(nodes, cache, _checked(taps, self.layers)))
+            return Streams(*self._twin.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
         return Streams(hidden, self._forward(nodes, cache, taps, hidden))
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
         """As ``forward``, for keys and values alone -> the features. Behind its keys the last layer is left out."""
+        check_taps(taps, self.layers)
         if self._twin is not None:
-            return self._twin.forward(nodes, cache, _checked(taps, self.layers))[1]
+            return self._twin.forward(nodes, cache, taps)[1]
         return self._forward(nodes, cache, taps, None)
 
     def _forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int], hidden: Tensor | None) -> Tensor | None:
         assert self._packed is not None
-        count, _ = nodes.tokens.shape[0] - nodes.read, _checked(taps, self.layers)
+        count = nodes.tokens.shape[0] - nodes.read
         features = torch.empty(count, len(taps), self.width, dtype=torch.float32) if taps else None
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
@@ -276,9 +278,3 @@ def _check_cache(cache: KVCache, model: NativeModel) -> None:
 
 
 __all__ = ["NativeModel", "Quantization", "spec_of"]
-
-
-def _checked(taps: Sequence[int], layers: int) -> Sequence[int]:
-    if taps:
-        check_taps(taps, layers)
-    return taps

@@ -43,7 +43,7 @@ class DraftTraining:
     kind: feature reads its own guesses one by one (EAGLE-3), parallel a mask for each, all in one pass (P-EAGLE).
         hidden_transfer maps a late hidden state of the target to pseudo states of the next tokens (2404.12022). model
         is no head: some of the target's layers are distilled to a draft model.
-    layers: of a draft model; None: one for eight of the target's, two at least. Of other kinds it is not asked.
+    layers: of a draft model; None: one for eight of the target's, two at least. Other kinds refuse it.
     epochs: how often it sees every text. minutes: train for so long instead, however often that is; the head then
         depends on the machine's speed, too.
     vocab: tokens that it can say, the most frequent ones; a draft model can say all, and looks at these as it learns.

@@ -87,6 +87,9 @@ class Target:
     def _student(self, plan: DraftTraining) -> PreTrainedConfig:
         if plan.mlp_width is not None:
             raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
+        if plan.unroll != DraftTraining.unroll:
+            allowed = "left out with --kind model, which learns all guesses of a draft from one pass"
+            raise ParameterError("--unroll", plan.unroll, allowed)
         return student_config(self.published, self.taken, tied=self.rows.data_ptr() == self.embedding.data_ptr())
 
     def shape(self, taps: Sequence[int], plan: DraftTraining) -> HeadConfig:
