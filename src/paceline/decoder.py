@@ -104,8 +104,7 @@ class Decoder:
 
     def _forward_padded(self, tokens: Tensor, plan: Plan, first_row: int) -> Tensor:
         model, positions = cast(Model, self.model), plan.positions
-        packs = self.packs and plan.ancestors is None  # the one launch writes keys at their positions
-        attend = (PackedCachedAttend if packs else CachedAttend)(self.cache, self.backend, plan, first_row)
+        attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
         streams = model.streams(tokens, positions, attend, self._taps)
         if self.reader is not None and streams.features is not None:
             rows = torch.arange(first_row, first_row + len(tokens), device=tokens.device)

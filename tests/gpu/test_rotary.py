@@ -13,6 +13,7 @@ from paceline.attention import make_backend
 from paceline.decoder import Decoder
 from paceline.gpu import rotary, twin
 from paceline.gpu.state import PackedHeads
+from paceline.nodes import Tree
 from toy import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,4 +62,19 @@ def test_a_model_that_hands_over_packed_heads_gives_the_same_hidden_states() -> 
         inside = torch.tensor(start)[:, None] + torch.arange(4) < 30  # what lies beyond the end is nobody's
         hidden = [decoder.forward(tokens, torch.tensor(start), 31)[inside] for decoder in decoders]
         torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(decoders[0].cache.keys[..., :30, :], decoders[1].cache.keys[..., :30, :])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tiny model is on the CPU; test_device.py compares whole models")
+def test_trees_whose_heads_are_handed_over_packed_give_the_same_hidden_states() -> None:
+    """Nodes side by side stand at one position, and their keys in slots of their own."""
+    ragged = make_backend("ragged", torch.device("cpu"))
+    decoders = [Decoder(tiny_llama(), ragged, 2, 30) for _ in range(2)]
+    decoders[1].packs = True
+    tree = Tree.of(torch.tensor([[-1, -1, 0, 2], [-1, 0, 0, 1]]), torch.tensor([4, 3]))
+    hidden = []
+    for decoder in decoders:
+        decoder.forward(torch.arange(14).view(2, 7), torch.tensor([0, 0]), 31)
+        hidden.append(decoder.forward(torch.arange(10).view(2, 5), torch.tensor([5, 7]), 31, tree=tree))
+    torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(decoders[0].cache.keys[..., :30, :], decoders[1].cache.keys[..., :30, :])

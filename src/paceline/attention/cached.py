@@ -37,5 +37,5 @@ class PackedCachedAttend(CachedAttend):
         from paceline.gpu.rotary import turn_and_store
 
         keys, values = self.cache.keys[layer, self.rows], self.cache.values[layer, self.rows]
-        q = turn_and_store(heads, self.plan.positions, keys, values)
+        q = turn_and_store(heads, self.plan.slots, keys, values)
         return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)

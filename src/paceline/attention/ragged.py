@@ -35,6 +35,7 @@ def attend_kernel(
     tree: tl.tensor,
     partial: tl.tensor,
     levels: tl.tensor,
+    out: tl.tensor,
     scale: tl.tensor,
     longest: tl.tensor,
     window: tl.tensor,
@@ -62,6 +63,8 @@ def attend_kernel(
     HEAD_TILES: tl.constexpr,
 ) -> None:
     """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, D] and levels [splits, B, L, H], both float32.
+
+    With one split there is nothing to join: it writes out [B, L, H, D] itself.
 
     tree: with TREE "ancestors", which new token sees which, [B, L, L] int8. With TREE "paths" a tile is of one token
     alone (HEAD_TILES of them a token) and meets its keys in the order of positions: tree [B, L, L] int32 says at which
@@ -144,10 +147,16 @@ def attend_kernel(
 
     seen = total > 0
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
-    line = split.to(tl.int64) * rows_times_heads * new_tokens + (row * new_tokens + token) * (GROUPS * SHARED) + head
-    some = place < tl.where(start < stop, SHARED if TREE == "paths" else SHARED * new_tokens, 0)  # no key: no result
-    tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some[:, None] & inside[None, :])
-    tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
+    line = (row * new_tokens + token) * (GROUPS * SHARED) + head
+    if splits == 1:
+        whole = real[:, None] & inside[None, :]
+        tl.store(out + line[:, None] * DIM + column[None, :], mixed.to(out.dtype.element_ty), mask=whole)
+    else:
+        line += split.to(tl.int64) * rows_times_heads * new_tokens
+        some = place < tl.where(start < stop, SHARED if TREE == "paths" else SHARED * new_tokens, 0)
+        some = some[:, None] & inside[None, :]  # no key: no result
+        tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some)
+        tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
 
 
 @triton.jit(do_not_specialize=["lines", "splits"])
@@ -232,8 +241,9 @@ class RaggedAttention:
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
         block_d = max(_SMALLEST_TILE, triton.next_power_of_2(dim))
-        partial = torch.empty((splits, rows, length, heads, dim), dtype=torch.float32, device=q.device)
-        levels = torch.empty((splits, rows, length, heads), dtype=torch.float32, device=q.device)
+        joined = splits if splits > 1 else 0
+        partial = torch.empty((joined, rows, length, heads, dim), dtype=torch.float32, device=q.device)
+        levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
         out = torch.empty((rows, length, heads, dim), dtype=q.dtype, device=q.device)
         q = q if q.stride(-1) == 1 else q.contiguous()
         attend_kernel[(splits, rows * groups, tiles)](
@@ -244,6 +254,7 @@ class RaggedAttention:
             tree,
             partial,
             levels,
+            out,
             (dim**-0.5 if scale is None else scale) * _LOG2_E,
             plan.longest,
             0 if window is None else window,
@@ -266,18 +277,11 @@ class RaggedAttention:
             num_warps=self.tiles.warps,
             num_stages=self.tiles.stages,
         )
-        lines = rows * length * heads
-        join_kernel[(lines,)](
-            partial,
-            levels,
-            out,
-            lines,
-            splits,
-            DIM=dim,
-            BLOCK_D=block_d,
-            BLOCK_S=_JOINED_AT_ONCE,
-            num_warps=1,
-        )
+        if joined:
+            lines = rows * length * heads
+            join_kernel[(lines,)](
+                partial, levels, out, lines, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=_JOINED_AT_ONCE, num_warps=1
+            )  # fmt: skip
         return out.transpose(1, 2)
 
     def _tree(self, plan: Plan) -> tuple[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Norms of query and key, rotary embedding and the cache's new entries in one launch, at ragged positions.
+"""Norms of query and key, rotary embedding and the cache's new entries in one launch, at ragged slots.
 
 Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width, P positions of the cache. Every rounding
 is that of the model's own torch operations (``models/transformer.py``), in the same order.
@@ -29,12 +29,12 @@ def rotary_kernel(
     cosine: tl.tensor,
     sine: tl.tensor,
     norm: tl.tensor,
-    positions: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     epsilon: tl.tensor,
-    last_position: tl.tensor,
+    last: tl.tensor,
     qkv_stride: tl.tensor,
     k_row: tl.tensor,
     k_head: tl.tensor,
@@ -77,23 +77,23 @@ def rotary_kernel(
     found = value.to(x.dtype)
 
     row = token // new_tokens
-    position = tl.minimum(tl.load(positions + token), last_position)
+    slot = tl.minimum(tl.load(slots + token), last)
     to_query = (head < HEADS)[:, None] & inside
     tl.store(out + (token * HEADS + head[:, None]) * DIM + column[None, :], found, mask=to_query)
     group = (head - HEADS)[:, None]
     to_key = (group >= 0) & (group < GROUPS) & inside
-    place = keys + row * k_row + group.to(tl.int64) * k_head + position * k_position + column[None, :]
+    place = keys + row * k_row + group.to(tl.int64) * k_head + slot * k_position + column[None, :]
     tl.store(place, found.to(keys.dtype.element_ty), mask=to_key)
     group = group - GROUPS
     to_value = (group >= 0) & (group < GROUPS) & inside
-    place = values + row * v_row + group.to(tl.int64) * v_head + position * v_position + column[None, :]
+    place = values + row * v_row + group.to(tl.int64) * v_head + slot * v_position + column[None, :]
     tl.store(place, found.to(values.dtype.element_ty), mask=to_value)
 
 
-def turn_and_store(packed: PackedHeads, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Write the new keys and values into the cache [B, G, P, D] at ``positions`` [B, L] -> queries [B, H, L, D].
+def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Write the new keys and values into the cache [B, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
 
-    Positions at or beyond the cache's last one go there: nobody reads it.
+    Slots at or beyond the cache's last one go there: nobody reads it.
     """
     table = packed.table
     rows, length, all_heads, dim = table.shape
@@ -104,7 +104,7 @@ def turn_and_store(packed: PackedHeads, positions: Tensor, keys: Tensor, values:
         cos,
         sin,
         out if packed.norm is None else packed.norm,
-        positions,
+        slots,
         out,
         keys,
         values,

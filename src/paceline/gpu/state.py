@@ -1,4 +1,4 @@
-"""What kernels are given and give: a layer's heads, a round's record.
+"""What kernels are given and give: a layer's norms and heads, a round's record.
 
 B rows, k guesses; L new tokens a row, H heads, G key/value heads, D head width.
 """
@@ -9,10 +9,30 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.draft import HostVerdict, JudgedTree, Logprobs
 
 RECORD_TAIL = 3  # accepted, drafted, gained
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """Of x [..., width], inside in float32: over its root mean square, or ``centred`` over its standard deviation.
+
+    weight, bias [width], or None for none; a bias only where it is centred.
+    """
+
+    width: int
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None = None
+    centred: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            return functional.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
+        return functional.rms_norm(x, (self.width,), self.weight, self.eps)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.attention.base import Attend
+from paceline.gpu.steps import ACTIVATIONS
 from paceline.heads.config import HeadConfig
 from paceline.models.config import ModelConfig
-from paceline.models.transformer import ACTIVATIONS, Rotation, rotate
+from paceline.models.transformer import Rotation, rotate
 
 
 class Step(NamedTuple):

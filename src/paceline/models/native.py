@@ -23,7 +23,7 @@ from paceline.models.base import Streams, check_taps
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.packing import Contents, PackedDecoder, packed_size
-from paceline.models.transformer import RMSNorm, Transformer, _GatedMLP
+from paceline.models.transformer import Transformer, _GatedMLP
 from paceline.nodes import Nodes
 from paceline.params import QuantizationName
 
@@ -224,15 +224,18 @@ def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
 
 def _weights_of(model: Transformer) -> dict[str, Tensor]:
     """The tensors that a transformer was made of, by their names. Raises ModelFormatError if they are quantised."""
-    found: dict[str, Tensor | None] = {"embed.weight": model._embedding, "norm.weight": _norm_weight(model._norm)}
+    found: dict[str, Tensor | None] = {
+        "embed.weight": model._embedding,
+        "norm.weight": model._norm.weight if model._norm else None,
+    }
     linears = {} if model.config.tied else {"head": model._head}
     for i, block in enumerate(model._blocks):
         attention, mlp = block.attention, block.mlp
         assert isinstance(mlp, _GatedMLP)
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
-        found[f"layers.{i}.attn_norm.weight"] = _norm_weight(block.attention_norm)
-        found[f"layers.{i}.mlp_norm.weight"] = _norm_weight(block.mlp_norm)
+        found[f"layers.{i}.attn_norm.weight"] = block.attention_norm.weight
+        found[f"layers.{i}.mlp_norm.weight"] = block.mlp_norm.weight
         if attention.qk_norm is not None:  # one line a head, all of q alike and all of k
             found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
             found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
@@ -241,10 +244,6 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
             raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
         found |= {f"{name}.weight": linear.weight, f"{name}.bias": linear.bias}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _norm_weight(norm: object) -> Tensor | None:
-    return norm.weight if isinstance(norm, RMSNorm) else None
 
 
 def check_config(config: ModelConfig) -> None:

@@ -6,52 +6,21 @@ Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from paceline.attention.base import Attend, AttendPacked
-from paceline.gpu.state import PackedHeads
+from paceline.gpu.state import Norm, PackedHeads
+from paceline.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
 from paceline.models.base import Streams, check_taps
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, Linear, LinearFactory
 
-Norm = Callable[[Tensor], Tensor]
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, D]
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-}
-
-
-class RMSNorm:
-    """Root-mean-square norm; inside in float32."""
-
-    def __init__(self, width: int, eps: float, weight: Tensor | None) -> None:
-        self.shape, self.eps, self.weight = (width,), eps, weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.shape, self.weight, self.eps)
-
-
-class LayerNorm:
-    """Layer norm; inside in float32."""
-
-    def __init__(self, width: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.shape, self.eps, self.weight, self.bias = (width,), eps, weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -95,8 +64,8 @@ class _Parts:
     def norm(self, name: str) -> Norm:
         width, eps, weight = self._config.width, self._config.norm_eps, self.find(f"{name}.weight")
         if self._config.norm == "rms":
-            return RMSNorm(width, eps, weight)
-        return LayerNorm(width, eps, weight, self.find(f"{name}.bias"))
+            return Norm(width, eps, weight)
+        return Norm(width, eps, weight, self.find(f"{name}.bias"), centred=True)
 
     def qk_norm(self, layer: str) -> Tensor | None:
         """The weights of the norms of query and key, one line a head: [H + G, D]."""
@@ -104,6 +73,16 @@ class _Parts:
         if q is None or k is None:
             return None
         return torch.cat((q.expand(self._config.heads, -1), k.expand(self._config.kv_heads, -1)))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What all layers of a forward pass are told. rows: B of its N = B * L tokens."""
+
+    rows: int
+    rotation: Rotation | None
+    attend: Attend
+    steps: LayerSteps
 
 
 class _Attention:
@@ -118,15 +97,15 @@ class _Attention:
         self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
         self.qk_norm, self.eps = parts.qk_norm(layer), config.norm_eps
 
-    def __call__(self, x: Tensor, rows: int, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, forward: _Pass) -> Tensor:
         """Mix x [N, width] over positions -> [N, width]."""
-        qkv = self.qkv(x).view(rows, -1, sum(self.split), self.dim)
+        qkv, attend = self.qkv(x).view(forward.rows, -1, sum(self.split), self.dim), forward.attend
         if isinstance(attend, AttendPacked):
             heads, kv_heads, _ = self.split
-            packed = PackedHeads(qkv, heads, kv_heads, rotation, self.qk_norm, self.eps)
+            packed = PackedHeads(qkv, heads, kv_heads, forward.rotation, self.qk_norm, self.eps)
             out = attend.packed(self.index, packed, scale=self.scale, window=self.window)
         else:
-            q, k, v = (each.transpose(1, 2) for each in self._heads(qkv, rotation))
+            q, k, v = (each.transpose(1, 2) for each in self._heads(qkv, forward.rotation))
             out = attend(self.index, q, k, v, scale=self.scale, window=self.window)
         return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
 
@@ -147,12 +126,11 @@ class _GatedMLP:
     linears = ("gate_up", "down")
 
     def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+    def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
+        return self.down(steps.gate(self.gate_up(x), self.activation))
 
 
 class _PlainMLP:
@@ -162,7 +140,7 @@ class _PlainMLP:
         self.activation = ACTIVATIONS[config.activation]
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
         return self.down(self.activation(self.up(x)))
 
 
@@ -174,12 +152,25 @@ class _Layer:
         self.attention_norm, self.mlp_norm = parts.norm(f"{name}.attn_norm"), parts.norm(f"{name}.mlp_norm")
         self.mlp = (_GatedMLP if config.gated else _PlainMLP)(config, parts, name)
 
-    def __call__(self, x: Tensor, rows: int, rotation: Rotation | None, attend: Attend) -> Tensor:
-        if self.norm_first:
-            x = x + self.attention(self.attention_norm(x), rows, rotation, attend)
-            return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention(x, rows, rotation, attend))
-        return self.mlp_norm(x + self.mlp(x))
+    @property
+    def entry(self) -> Norm | None:
+        """The norm of what it reads; None where the layer before it has normalised that."""
+        return self.attention_norm if self.norm_first else None
+
+    def __call__(self, x: Tensor, normed: Tensor, forward: _Pass, following: Norm | None) -> tuple[Tensor, Tensor]:
+        """x, normed [N, width]: the residual stream, and as the layer reads it -> the same after it.
+
+        following: the norm that comes next, the next layer's or the last of all.
+        """
+        if not self.norm_first:
+            x = forward.steps.add_norm(x, self.attention(x, forward), self.attention_norm)[1]
+            x = forward.steps.add_norm(x, self.mlp(x, forward.steps), self.mlp_norm)[1]
+            return x, x
+        x, normed = forward.steps.add_norm(x, self.attention(normed, forward), self.mlp_norm)
+        out = self.mlp(normed, forward.steps)
+        if following is None:
+            return x + out, x + out
+        return forward.steps.add_norm(x, out, following)
 
 
 _KV = "self_attn.k_proj", "self_attn.v_proj"
@@ -210,6 +201,7 @@ class Transformer:
         self._embedding = weights["embed.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
+        self.steps = steps_for(self.device)
         parts = _Parts(config, weights, linear)
         self._build(parts)
         self._kept = tuple(parts.kept)
@@ -250,17 +242,18 @@ class Transformer:
         check_taps(taps, self.layers)
         x = self._embed(tokens, positions)
         rotation = self._angles(positions) if self._angles else None
+        forward = _Pass(rows, rotation, attend, self.steps)
+        norms = [*(block.entry for block in self._blocks), self._norm]
+        normed = x if norms[0] is None else norms[0](x)
         tapped: dict[int, Tensor] = {}
-        for index, block in enumerate(self._blocks):
+        for index, (block, following) in enumerate(zip(self._blocks, norms[1:], strict=True)):
             if index in taps:
                 tapped[index] = x
-            x = block(x, rows, rotation, attend)
-        if self._norm is not None:
-            x = self._norm(x)
+            x, normed = block(x, normed, forward, following)
         if self._project_out is not None:
-            x = functional.linear(x, self._project_out)
+            normed = functional.linear(normed, self._project_out)
         features = torch.stack([tapped[tap] for tap in taps], 1).view(rows, length, len(taps), -1) if taps else None
-        return Streams(x.view(rows, length, -1), features)
+        return Streams(normed.view(rows, length, -1), features)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """-> [N, width]. Padding beyond the last learned position takes the last one: nothing looks at it."""
@@ -292,7 +285,6 @@ class Transformer:
             **_cut(mlp.down, {"mlp.down_proj": config.width}),
         }
         for name, norm in zip(("input_layernorm", "post_attention_layernorm"), norms, strict=True):
-            assert isinstance(norm, RMSNorm)
             assert norm.weight is not None
             found[f"{name}.weight"] = norm.weight
         if attention.qk_norm is not None:

@@ -78,7 +78,7 @@ class Follower:
         tokens, positions, ancestors = unpacked_pass(packed)
         backend = _backend(name, self.model.device)
         plan = backend.plan(positions, longest, ancestors)
-        packs = name == "ragged" and self.model.device.type == "cuda" and ancestors is None
+        packs = name == "ragged" and self.model.device.type == "cuda"
         attend = (PackedCachedAttend if packs else CachedAttend)(cache, backend, plan, first_row)
         self.model.streams(tokens, positions, attend)
 
