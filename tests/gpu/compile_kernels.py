@@ -1,31 +1,74 @@
-"""Compile every kernel for sm_90 without a GPU; run by test_compile.py in a process that does not interpret kernels.
+"""Compile every kernel without a GPU; run by test_compile.py in a process that does not interpret kernels.
 
-Prints a line for each kernel; the first that fails raises. With --few, one or two shapes of each kernel.
+    TRITON_INTERPRET=0 python tests/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+
+Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
+does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-FEW = "--few" in sys.argv
-TARGET = GPUTarget("cuda", 90, 32)
+LARGEST_SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a program, by architecture
+FEW, ARCH = False, 90
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
 ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
 
 
-def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+@dataclass(frozen=True)
+class Used:
+    """By a thread: registers, and bytes that did not find one; by a program: bytes of shared memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Used:
     """signature: types of the runtime arguments; every other argument must be in ``constants``."""
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in signature if signature[name].startswith("*") or name.endswith(ALIGNED)]
     hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=hints)
-    return triton.compile(source, target=TARGET, options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
+    shared = int(compiled.metadata.shared)
+    assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
+    registers, spilled = assembled(compiled.asm["ptx"])
+    return Used(registers, spilled, shared)
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers, and bytes of spilled stores, as the assembler says them."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            get_ptxas(ARCH).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(ARCH)}",
+            str(source),
+            "-o",
+            "/dev/null",
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers, said
+    assert spilled, said
+    return int(registers[1]), int(spilled[1])
 
 
 TYPES = {
@@ -50,14 +93,18 @@ def arguments(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str,
     return {name: types.get(name, TYPES.get(name, "i32")) for name in names}
 
 
-def build(kernel: Any, constants: dict[str, Any], *, warps: int = 4, stages: int = 2, **types: str) -> Any:
-    return compile_kernel(kernel, arguments(kernel, constants, **types), constants, num_warps=warps, num_stages=stages)
+def build(
+    kernel: Any, constants: dict[str, Any], *, warps: int = 4, stages: int = 2, fusion: bool = True, **types: str
+) -> Used:
+    signature = arguments(kernel, constants, **types)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion}
+    return compile_kernel(kernel, signature, constants, **options)
 
 
-def attention() -> dict[str, Any]:
+def attention() -> dict[str, Used]:
     from paceline.attention.ragged import attend_kernel, join_kernel
 
-    found: dict[str, Any] = {}
+    found: dict[str, Used] = {}
     shapes = [  # head width, tile, shared heads, stretch, window, tree
         (128, 16, 1, 0, False, "none"),
         (128, 32, 4, 0, False, "none"),
@@ -76,13 +123,13 @@ def attention() -> dict[str, Any]:
         }  # fmt: skip
         key = f"attend {element} D={dim} tile={tile} tree={tree}"
         of_tree = "*i32" if tree == "paths" else "*i8"
-        found[key] = build(attend_kernel, constants, q=element, k=element, v=element, tree=of_tree)
+        found[key] = build(attend_kernel, constants, q=element, k=element, v=element, out=element, tree=of_tree)
         constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
         found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
     return found
 
 
-def drawing() -> dict[str, Any]:
+def drawing() -> dict[str, Used]:
     from paceline.gpu import draw
 
     cut = dict(LENGTH=8, BLOCK=draw.BLOCK, **BLOCKS)
@@ -95,7 +142,7 @@ def drawing() -> dict[str, Any]:
     }
 
 
-def accepting() -> dict[str, Any]:
+def accepting() -> dict[str, Used]:
     from paceline.gpu import accept
     from paceline.gpu.draw import BLOCK
 
@@ -111,36 +158,41 @@ def accepting() -> dict[str, Any]:
     }
 
 
-def shaping() -> dict[str, Any]:
+def shaping() -> dict[str, Used]:
     from paceline.gpu import shape
     from paceline.gpu.draw import BLOCK
 
     adjust = {"LENGTH": 8, "STOPS": 8, "BLOCK": BLOCK}
-    found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, out="*fp32", counts="*fp32")}
+    found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, fusion=False, out="*fp32", counts="*fp32")}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = {"logits": element, "out": "*fp32"}
-        found[f"cut {element}"] = build(shape.cut_kernel, {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}, warps=8, **types)
+        found[f"cut {element}"] = build(
+            shape.cut_kernel, {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}, warps=8, fusion=False, **types
+        )
     return found
 
 
-def linears() -> dict[str, Any]:
+def linears() -> dict[str, Used]:
     from paceline.gpu.linear import CANDIDATES, linear_kernel
 
     found = {}
     for weight in ("*i8", "*fp8e4nv", "*bf16"):
-        for tile in CANDIDATES if weight == "*i8" and not FEW else CANDIDATES[:1]:
-            for parts, block_m in ((1, 16), (4, 64))[FEW:]:
+        if weight == "*fp8e4nv" and ARCH < 89:
+            continue
+        for candidate in CANDIDATES if weight == "*i8" and not FEW else CANDIDATES[:1]:
+            for parts, block_m in ((1, 16), (1, 128), (4, 64))[2 * FEW :]:
+                tile = candidate.fitted(block_m, 1 + (weight == "*bf16"), 2, LARGEST_SHARED[ARCH])
                 constants = {
                     "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
                 }  # fmt: skip
                 types = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "weight": weight}
-                key = f"linear {weight} {tile.outputs}x{tile.inputs} rows={block_m} parts={parts}"
+                key = f"linear {weight} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
                 found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
     return found
 
 
-def rotary() -> dict[str, Any]:
+def rotary() -> dict[str, Used]:
     from paceline.gpu.rotary import rotary_kernel
 
     shape = {"HEADS": 32, "GROUPS": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8}
@@ -153,13 +205,74 @@ def rotary() -> dict[str, Any]:
     return found
 
 
-FAMILIES = [attention, drawing, accepting, shaping, linears, rotary]
+def between() -> dict[str, Used]:
+    from paceline.gpu.elementwise import activated, add_norm_kernel, gate_kernel  # noqa: F401
+    from paceline.gpu.steps import ACTIVATIONS
+
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("x", "added", "weight", "bias", "total", "out", "gate_up"), element)
+        for width, warps in ((4096, 4), (8192, 8)):
+            for centred in (False, True):
+                shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
+                key = f"add_norm {element} W={width} centred={centred}"
+                found[key] = build(add_norm_kernel, shape, warps=warps, **types)
+        for activation in ACTIVATIONS:
+            shape = {"ACTIVATION": activation, "BLOCK": 1024}
+            found[f"gate {element} {activation}"] = build(gate_kernel, shape, **types)
+    return found
 
 
-def main() -> None:
-    for family in FAMILIES:
-        for name, compiled in family().items():
-            print(f"{name}: {compiled.metadata.shared} bytes shared, {len(compiled.asm['cubin'])} bytes cubin")
+FAMILIES = [attention, drawing, accepting, shaping, linears, rotary, between]
+HEAD = """# The kernels, and what they use
+
+Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each
+architecture: sm_80 (A100), sm_89 (L4, RTX 4090), sm_90 (H100, H200), sm_100 (B200). Nothing here was measured. The
+table is written by
+
+```sh
+TRITON_INTERPRET=0 PYTHONPATH=src python tests/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+```
+
+A dash: the architecture has no instructions for the format (fp8 on sm_80).
+
+"""
+
+
+def every_kernel() -> dict[str, Used]:
+    return {name: used for family in FAMILIES for name, used in family().items()}
+
+
+def table(by_arch: dict[int, dict[str, Used]]) -> str:
+    """In Markdown, a line a kernel, with the versions of the compiler behind it."""
+    names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
+    lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]
+    for name in names:
+        cells = [shown(found.get(name)) for found in by_arch.values()]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return HEAD + f"Triton {triton.__version__}. Each cell: registers / spilled / shared.\n\n" + "\n".join(lines) + "\n"
+
+
+def shown(used: Used | None) -> str:
+    return "-" if used is None else f"{used.registers} / {used.spilled} / {used.shared}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    global FEW, ARCH
+    parser = argparse.ArgumentParser()
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--few", action="store_true")
+    size.add_argument("--all", action="store_true")
+    parser.add_argument("--arch", default="90")
+    parser.add_argument("--table", type=Path)
+    asked = parser.parse_args(arguments)
+    FEW, by_arch = asked.few, {}
+    for ARCH in (int(arch) for arch in asked.arch.split(",")):
+        by_arch[ARCH] = every_kernel()
+        for name, used in by_arch[ARCH].items():
+            print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
+    if asked.table:
+        asked.table.write_text(table(by_arch))
 
 
 if __name__ == "__main__":
