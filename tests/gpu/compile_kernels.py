@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 FEW = "--few" in sys.argv
 TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
+POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
 ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
 
 
@@ -65,7 +65,9 @@ def attention() -> dict[str, Any]:
         (64, 16, 4, 0, True, "ancestors"),
         (64, 16, 4, 256, True, "paths"),
     ]
-    cases = [(POINTERS["bf16"], shape) for shape in shapes] + [(POINTERS["fp32"], shapes[1])]
+    cases = [(POINTERS["bf16"], shape) for shape in shapes] + [
+        (POINTERS[other], shapes[1]) for other in ("fp32", "fp16")
+    ]
     if FEW:
         cases = [cases[1], cases[4]]
     for element, (dim, tile, shared, split, window, tree) in cases:
@@ -127,15 +129,18 @@ def linears() -> dict[str, Any]:
     from paceline.gpu.linear import CANDIDATES, linear_kernel
 
     found = {}
-    for weight in ("*i8", "*fp8e4nv", "*bf16"):
-        for tile in CANDIDATES if weight == "*i8" and not FEW else CANDIDATES[:1]:
+    cases = [("*i8", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
+    if not FEW:
+        cases += [("*i8", "*fp16"), ("*fp8e4nv", "*fp16"), ("*fp16", "*fp16")]
+    for weight, element in cases:
+        for tile in CANDIDATES if (weight, element) == ("*i8", "*bf16") and not FEW else CANDIDATES[:1]:
             for parts, block_m in ((1, 16), (4, 64))[FEW:]:
                 constants = {
-                    "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
+                    "SCALED": weight != element, "BIASED": False, "PARTS": parts,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
                 }  # fmt: skip
-                types = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "weight": weight}
-                key = f"linear {weight} {tile.outputs}x{tile.inputs} rows={block_m} parts={parts}"
+                types = {"x": element, "out": element, "bias": element, "weight": weight}
+                key = f"linear {weight} {element} {tile.outputs}x{tile.inputs} rows={block_m} parts={parts}"
                 found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
     return found
 
