@@ -9,6 +9,7 @@ import torch
 
 from paceline import cgroups, hardware
 from paceline.cgroups import cpu_quota, free_memory
+from paceline.errors import ParameterError
 
 GIB = 2**30
 LIMIT = 8 * GIB
@@ -150,3 +151,29 @@ def test_torch_is_given_no_more_threads_than_the_quota_can_run(
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert hardware.default_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("capability", "auto"),
+    [((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)],
+)
+def test_auto_is_float16_on_gpus_that_do_not_multiply_bfloat16(
+    capability: tuple[int, int], auto: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU of a machine speaks for itself."""
+    device, other = torch.device("cuda:1"), torch.device("cuda:0")
+    capabilities = {device: capability, other: (8, 6)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: capabilities[asked])
+    assert hardware.resolve_dtype("auto", device) == auto
+    assert hardware.resolve_dtype("auto", other) == torch.bfloat16
+    for name in ("float32", "bfloat16", "float16"):
+        assert hardware.resolve_dtype(name, device) == getattr(torch, name)
+
+
+@pytest.mark.parametrize(("flag", "auto"), [("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)])
+def test_a_cpu_takes_no_float16(flag: str, auto: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: {flag})
+    assert hardware.resolve_dtype("auto", cpu) == auto
+    with pytest.raises(ParameterError, match=r"draft_dtype='float16'.*'float32' or 'bfloat16' on a CPU"):
+        hardware.resolve_dtype("float16", cpu, "draft_dtype")

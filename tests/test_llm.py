@@ -294,6 +294,33 @@ def test_what_the_weights_were_loaded_with_cannot_change(llm: LLM) -> None:
             llm.with_options(**option)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "draft_dtype", "field"), [("float16", "float32", "dtype"), ("float32", "float16", "draft_dtype")]
+)
+def test_float16_is_refused_on_a_cpu_before_anything_is_loaded(
+    dtype: str, draft_dtype: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.llm.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(ParameterError, match=f"{field}='float16'.*'float32' or 'bfloat16' on a CPU"):
+        make(dtype=dtype, draft_dtype=draft_dtype)
+
+
+@pytest.mark.parametrize(("attention", "rounds"), [("padded", "host"), ("ragged", "device")])
+def test_a_float16_engine_gives_with_guesses_what_it_gives_without(
+    attention: str, rounds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU without bfloat16 plays it."""
+    if attention == "ragged":
+        pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr("paceline.llm.resolve_dtype", lambda *_: torch.float16)
+    options = {"attention": attention, "rounds": rounds, "max_batch_size": 3}
+    plain, guessing = make(draft=False, drafter=None, **options), make(drafter="model", **options)
+    assert {model.dtype for model in (guessing.engine.models.target, guessing.engine.models.draft)} == {torch.float16}
+    for params in (GREEDY, SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=10)):
+        answers = [tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for llm in (plain, guessing)]
+        assert answers[0] == answers[1]
+
+
 def threads_of_rounds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Torch's, while it plays."""
     seen, original = set(), llm.engine._step

@@ -68,7 +68,7 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     *[("rounds", v) for v in ("graph", None)],
     *[("deterministic", v) for v in (1, None)],
     *[("benchmark", v) for v in ("yes", None)],
-    *[("dtype", v) for v in ("float16", None)],
+    *[("dtype", v) for v in ("float64", None)],
     *[("max_batch_size", v) for v in (0, -1, 4097, 2.0, True)],
     *[("max_model_len", v) for v in (0, 1, 2.5)],
     *[("prefill_chunk", v) for v in (0, -5, 1.5)],

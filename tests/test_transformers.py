@@ -322,6 +322,11 @@ def test_what_a_processor_raises_is_the_callers_and_the_next_call_is_served() ->
     assert torch.equal(theirs, ours)
 
 
+def test_a_model_in_float16_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ParameterError, match=r"torch.float32 or torch.bfloat16 on this device: model.to"):
+        generate(model_of().half(), **padded([7, 3]), max_new_tokens=2)
+
+
 def test_a_model_that_is_no_decoder_alone_is_refused() -> None:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
     model = T5ForConditionalGeneration(T5Config(**sizes))

@@ -50,9 +50,9 @@ def threads_of_each(ranks: int) -> int:
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 itself (where it does not, float32 is faster)."""
+    """Whether the device multiplies bfloat16 itself (where it does not, other types are faster)."""
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
     flags = _cpu_flags()
     return "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags
 
@@ -107,11 +107,19 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Name to dtype; "auto" is bfloat16 where the device multiplies it natively, else float32."""
+def resolve_dtype(name: str, device: torch.device, field: str = "dtype") -> torch.dtype:
+    """Name to dtype; "auto" is bfloat16 where the device multiplies it natively, else float16 on CUDA, float32 on CPUs.
+
+    Raises ParameterError, of ``field``, for float16 on a CPU: its kernels and torch's fast products know bfloat16.
+    """
+    on_cuda = device.type == "cuda"
+    if name == "auto" and native_bfloat16(device):
+        return torch.bfloat16
     if name == "auto":
-        return torch.bfloat16 if native_bfloat16(device) else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        return torch.float16 if on_cuda else torch.float32
+    if name == "float16" and not on_cuda:
+        raise ParameterError(field, name, "'auto', 'float32' or 'bfloat16' on a CPU: 'float16' is for CUDA devices")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 class Stopwatch:

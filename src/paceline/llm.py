@@ -46,7 +46,6 @@ from paceline.models.shares import Share
 from paceline.outputs import RequestOutput, Score, TokenLogprob
 from paceline.params import (
     DEFAULT_MODEL,
-    DtypeName,
     EngineConfig,
     EngineOptions,
     QuantizationName,
@@ -100,6 +99,8 @@ class LLM:
         config = engine_config(options, draft_model, documents)
         if find_head(model) is not None:
             raise ParameterError("model", model, "a model; this is a trained head: its target's draft_model")
+        for draft_too in (False, True):
+            _dtype(config, of_draft=draft_too)  # what this device cannot do is refused before anything is loaded
         _serve_if_launched(config.tensor_parallel)
         self.tokenizer = _load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)
@@ -369,15 +370,22 @@ def _score(told: Sequence[TokenLogprob]) -> Score:
     return Score([token.token_id for token in told], [token.logprob for token in told], greedy)
 
 
+def _dtype(config: EngineConfig, *, of_draft: bool = False) -> torch.dtype:
+    """In which the target, or the draft model or head, is loaded. Raises ParameterError."""
+    device = resolve_device(config.device)
+    if of_draft and config.draft_dtype != "same":
+        return resolve_dtype(config.draft_dtype, device, "draft_dtype")
+    return resolve_dtype(config.dtype, device)
+
+
 def _load(
-    source: ModelSource, config: EngineConfig, dtype: DtypeName, quantization: QuantizationName | None
+    source: ModelSource, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None
 ) -> AnyModel:
     device = resolve_device(config.device)
-    loaded_in = resolve_dtype(dtype, device)
-    kept = find_packed(source, loaded_in, device, config.attention, quantization)
+    kept = find_packed(source, dtype, device, config.attention, quantization)
     if kept is not None and (packed := kept.load()) is not None:
         return packed
-    loaded = load_model(source, dtype=loaded_in, device=device)
+    loaded = load_model(source, dtype=dtype, device=device)
     model = prepare(loaded, config.attention, quantization, config.deterministic)
     del loaded  # its memory is not needed to keep the packed weights
     if kept is not None and isinstance(model, NativeModel):
@@ -388,12 +396,12 @@ def _load(
 def _load_target(source: ModelSource, config: EngineConfig) -> AnyModel:
     """All of it, or rank 0's part."""
     if config.tensor_parallel == 1:
-        return _load(source, config, config.dtype, config.quantization)
+        return _load(source, config, _dtype(config), config.quantization)
     from paceline.parallel.launch import lead
 
     device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
     threads = config.threads or threads_of_each(share.ranks)
-    return lead(source, share, resolve_dtype(config.dtype, device), device, threads)
+    return lead(source, share, _dtype(config), device, threads)
 
 
 def _serve_if_launched(ranks: int) -> None:
@@ -405,13 +413,12 @@ def _serve_if_launched(ranks: int) -> None:
 
 
 def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:
-    dtype = config.dtype if config.draft_dtype == "same" else config.draft_dtype
     quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
-    return _load(source, config, dtype, quantization)
+    return _load(source, config, _dtype(config, of_draft=True), quantization)
 
 
 def _load_head(path: Path, source: ModelSource, target: AnyModel, config: EngineConfig) -> HeadModel:
-    dtype = resolve_dtype(config.dtype if config.draft_dtype == "same" else config.draft_dtype, target.device)
+    dtype = _dtype(config, of_draft=True)
     return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 

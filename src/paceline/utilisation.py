@@ -31,7 +31,8 @@ from paceline.models.native import LAYER_FORMAT, NativeModel
 SECONDS = 0.5  # of measuring a peak
 _WIDTH = 1024  # of the square matrices for torch's product
 
-# Dense 10^12 operations a second: in bfloat16, and in float32 outside of the tensor cores, as torch multiplies it.
+# Dense 10^12 operations a second: in bfloat16, as in float16, and in float32 outside of the tensor cores, as torch
+# multiplies it.
 # 8-bit weights are widened in registers and multiplied in bfloat16.
 _DATA_SHEETS: dict[str, tuple[float, float]] = {
     "GH200": (989.5, 67.0),

@@ -54,3 +54,13 @@ def test_pulling_nothing_known_is_an_error(paceline: Any) -> None:
 
 def test_an_option_that_does_not_exist_is_refused(paceline: Any) -> None:
     assert paceline("generate", "--temprature", "1").exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--dtype", "--draft-dtype"])
+def test_float16_is_a_precision_that_a_cpu_refuses(paceline: Any, tiny: str, tiny_draft: str, option: str) -> None:
+    result = paceline("generate", tiny, "-p", "x", "--draft-model", tiny_draft, "--device", "cpu", option, "float16")
+    assert result.exit_code == 2
+    refused = (
+        f"{option.lstrip('-').replace('-', '_')}='float16' is not allowed: 'auto', 'float32' or 'bfloat16' on a CPU"
+    )
+    assert refused in result.stderr

@@ -1,7 +1,7 @@
 """``paceline verify``: it passes what is lossless, and notices what is not."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +9,16 @@ from scipy import stats
 
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.cli import verify as verifying
-from paceline.cli.verify import chi_squared, compare_with_plain, count_cells, exact_law, first_divergence, law_test
+from paceline.cli.verify import (
+    TOLERANCE,
+    chi_squared,
+    compare_with_plain,
+    count_cells,
+    exact_law,
+    first_divergence,
+    law_test,
+)
+from paceline.params import DtypeName
 
 QUICK = ("--dtype", "float32", "--batch-sizes", "1,4", "--lengths", "1,3", "--max-tokens", "10", "--samples", "300")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -129,3 +138,7 @@ def test_rare_cells_are_counted_together_and_the_impossible_is_noticed() -> None
     _, cells, _ = chi_squared([50, 47, 2, 1], [0.5, 0.46, 0.02, 0.02])
     assert cells == 3
     assert chi_squared([99, 1], [1.0, 0.0])[2] == 0.0
+
+
+def test_every_precision_has_its_near_ties() -> None:
+    assert {*TOLERANCE, "auto"} == {*get_args(DtypeName)}

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 LARGEST_SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a program, by architecture
 FEW, ARCH = False, 90
-POINTERS = {"bf16": "*bf16", "fp32": "*fp32"}
+POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
 ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
 
 
@@ -94,15 +94,22 @@ def arguments(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str,
 
 
 def build(
-    kernel: Any, constants: dict[str, Any], *, warps: int = 4, stages: int = 2, fusion: bool = True, **types: str
+    kernel: Any,
+    constants: dict[str, Any],
+    *,
+    warps: int = 4,
+    stages: int = 2,
+    fusion: bool = True,
+    most: int | None = None,
+    **types: str,
 ) -> Used:
     signature = arguments(kernel, constants, **types)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion, "maxnreg": most}
     return compile_kernel(kernel, signature, constants, **options)
 
 
 def attention() -> dict[str, Used]:
-    from paceline.attention.ragged import attend_kernel, join_kernel
+    from paceline.attention.ragged import Tiles, attend_kernel, join_kernel
 
     found: dict[str, Used] = {}
     shapes = [  # head width, tile, shared heads, stretch, window, tree
@@ -112,7 +119,7 @@ def attention() -> dict[str, Used]:
         (64, 16, 4, 0, True, "ancestors"),
         (64, 16, 4, 256, True, "paths"),
     ]
-    cases = [(POINTERS["bf16"], shape) for shape in shapes] + [(POINTERS["fp32"], shapes[1])]
+    cases = [("*bf16", shape) for shape in shapes] + [("*fp32", shapes[0]), ("*fp16", shapes[1])]
     if FEW:
         cases = [cases[1], cases[4]]
     for element, (dim, tile, shared, split, window, tree) in cases:
@@ -121,9 +128,12 @@ def attention() -> dict[str, Used]:
             "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
             "HEAD_TILES": 1,
         }  # fmt: skip
+        warps = Tiles().warps_for(tile)
         key = f"attend {element} D={dim} tile={tile} tree={tree}"
         of_tree = "*i32" if tree == "paths" else "*i8"
-        found[key] = build(attend_kernel, constants, q=element, k=element, v=element, out=element, tree=of_tree)
+        found[key] = build(
+            attend_kernel, constants, warps=warps, q=element, k=element, v=element, out=element, tree=of_tree
+        )
         constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
         found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
     return found
@@ -166,9 +176,9 @@ def shaping() -> dict[str, Used]:
     found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, fusion=False, out="*fp32", counts="*fp32")}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = {"logits": element, "out": "*fp32"}
-        found[f"cut {element}"] = build(
-            shape.cut_kernel, {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}, warps=8, fusion=False, **types
-        )
+        cut = {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}
+        options = {"warps": 8, "fusion": False, "most": shape.MOST_REGISTERS}
+        found[f"cut {element}"] = build(shape.cut_kernel, cut, **options, **types)
     return found
 
 
@@ -176,18 +186,21 @@ def linears() -> dict[str, Used]:
     from paceline.gpu.linear import CANDIDATES, linear_kernel
 
     found = {}
-    for weight in ("*i8", "*fp8e4nv", "*bf16"):
+    cases = [("*i8", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
+    if not FEW:
+        cases += [("*i8", "*fp16"), ("*fp8e4nv", "*fp16"), ("*fp16", "*fp16")]
+    for weight, element in cases:
         if weight == "*fp8e4nv" and ARCH < 89:
             continue
-        for candidate in CANDIDATES if weight == "*i8" and not FEW else CANDIDATES[:1]:
-            for parts, block_m in ((1, 16), (1, 128), (4, 64))[2 * FEW :]:
-                tile = candidate.fitted(block_m, 1 + (weight == "*bf16"), 2, LARGEST_SHARED[ARCH])
+        for candidate in CANDIDATES if element == "*bf16" and not FEW else CANDIDATES[:1]:
+            for parts, block_m in ((1, 16), (1, 64), (1, 128), (4, 64))[3 * FEW :]:
+                tile = candidate.fitted(block_m, 1 + (weight == element), 2, LARGEST_SHARED[ARCH])
                 constants = {
-                    "SCALED": weight != "*bf16", "BIASED": False, "PARTS": parts,
+                    "SCALED": weight != element, "BIASED": False, "PARTS": parts,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
                 }  # fmt: skip
-                types = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "weight": weight}
-                key = f"linear {weight} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
+                types = {"x": element, "out": element, "bias": element, "weight": weight}
+                key = f"linear {weight} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
                 found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
     return found
 
@@ -231,7 +244,8 @@ architecture: sm_80 (A100), sm_89 (L4, RTX 4090), sm_90 (H100, H200), sm_100 (B2
 table is written by
 
 ```sh
-TRITON_INTERPRET=0 PYTHONPATH=src python tests/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+export TRITON_INTERPRET=0 PYTHONPATH=src
+python tests/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
 ```
 
 A dash: the architecture has no instructions for the format (fp8 on sm_80).

@@ -18,6 +18,7 @@ from paceline.gpu.linear import (
     LARGEST_ROWS,
     Linears,
     LinearTile,
+    Quantized,
     linear,
     linear_twin,
     quantise,
@@ -43,10 +44,15 @@ def test_the_kernel_equals_its_twin(to: str, data: st.DataObject) -> None:
     tile = LinearTile(outputs=16, inputs=16, parts=pick(st.sampled_from([1, 1, 2, 4])))
     weight = quantise(torch.randn(outputs, inputs, device=DEVICE), to)  # type: ignore[arg-type]
     bias = torch.randn(outputs, device=DEVICE) if pick(st.booleans()) else None
-    x = torch.randn(rows, inputs + 5, device=DEVICE)[:, :inputs]
+    dtype = pick(st.sampled_from([torch.float32, torch.float16]))
+    x = torch.randn(rows, inputs + 5, device=DEVICE)[:, :inputs].to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if weight.scales is None:
+        weight = Quantized(weight.values.to(dtype), None)
     tickets = torch.zeros(100, dtype=torch.int32, device=DEVICE)
     found = linear(x, weight, bias, tile, tickets, block_m=pick(st.sampled_from([16, 32])))
-    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=1e-4, rtol=1e-4)
+    close = 1e-4 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=close, rtol=close)
     assert not tickets.any()
 
 

@@ -48,9 +48,10 @@ def test_ragged_rows_equal_each_row_alone(name: str) -> None:
     assert ragged_error(ours, lambda tokens: theirs(tokens).logits) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_bfloat16_runs(name: str) -> None:
-    ours, _ = _pair(name, torch.bfloat16)
+def test_half_precision_runs(name: str, dtype: torch.dtype) -> None:
+    ours, _ = _pair(name, dtype)
     assert Runner(ours, 1)(random_tokens(1, 5), torch.arange(5)[None]).dtype == torch.float32
 
 

@@ -63,12 +63,23 @@ def test_another_family_runs_by_transformers_own_code(tmp_path: Path) -> None:
     assert (_logits(ours) - _expected(theirs)).abs().max() < 1e-3
 
 
-def test_weights_take_the_dtype_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.3), (torch.float16, 0.04)])
+def test_weights_take_the_dtype_asked_for(dtype: torch.dtype, error: float, tmp_path: Path) -> None:
     tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
-    half = _load(tmp_path, torch.bfloat16)
-    assert half.dtype == torch.bfloat16
+    half = _load(tmp_path, dtype)
+    assert half.dtype == dtype
     assert half.weight_bytes() * 2 == _load(tmp_path).weight_bytes()
-    assert (_logits(half) - _logits(_load(tmp_path))).abs().max() < 0.3
+    assert (_logits(half) - _logits(_load(tmp_path))).abs().max() < error
+
+
+def test_weights_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    with torch.no_grad():
+        theirs.model.norm.weight[3] = 7e4
+    theirs.save_pretrained(tmp_path)
+    assert _load(tmp_path, torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ModelFormatError, match=r"norm.weight holds numbers that float16 cannot.*dtype='float32'"):
+        _load(tmp_path, torch.float16)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("llama", "model."), ("opt", "model."), ("gpt2", "transformer.")])

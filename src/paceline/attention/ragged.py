@@ -208,6 +208,10 @@ class Tiles:
     warps: int = 4
     stages: int = 2
 
+    def warps_for(self, queries: int) -> int:
+        """Twice as many for the largest tile, whose registers spill otherwise (docs/gpu-kernels.md)."""
+        return self.warps if queries < _LARGEST_TILE else 2 * self.warps
+
 
 FIXED = Tiles(queries=_SMALLEST_TILE, positions=64, split=256)
 _MOST_SPLITS = 64
@@ -236,7 +240,7 @@ class RaggedAttention:
         groups = k_cache.shape[1]
         shared = heads // groups
         kind, tree = self._tree(plan)
-        tile = self.tiles.queries or _tile(shared * length)
+        tile = self.tiles.queries or _tile(shared * length, q.dtype)
         head_tiles = triton.cdiv(shared, tile)
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
@@ -274,7 +278,7 @@ class RaggedAttention:
             WINDOWED=window is not None,
             TREE=kind,
             HEAD_TILES=head_tiles,
-            num_warps=self.tiles.warps,
+            num_warps=self.tiles.warps_for(tile),
             num_stages=self.tiles.stages,
         )
         if joined:
@@ -301,5 +305,8 @@ class RaggedAttention:
         return max(1, min(wanted, most)), 0
 
 
-def _tile(queries: int) -> int:
+def _tile(queries: int, dtype: torch.dtype) -> int:
+    """Of single precision the smallest: its products have no tensor cores, and larger tiles no registers."""
+    if dtype == torch.float32:
+        return _SMALLEST_TILE
     return int(min(_LARGEST_TILE, max(_SMALLEST_TILE, triton.next_power_of_2(queries))))

@@ -96,11 +96,12 @@ class EngineFlags:
     rounds: Annotated[
         RoundsName, engine_option("--rounds", text="Who runs a round; auto: the device alone, on CUDA.")
     ] = EngineConfig.rounds
-    dtype: Annotated[DtypeName, engine_option("--dtype", text="Precision; auto: bfloat16 where it is native.")] = (
-        EngineConfig.dtype
-    )
+    dtype: Annotated[
+        DtypeName,
+        engine_option("--dtype", text="Precision; auto: bfloat16 where native, else float16 (CUDA), float32 (CPU)."),
+    ] = EngineConfig.dtype
     draft_dtype: Annotated[
-        Literal["same", "auto", "float32", "bfloat16"],
+        Literal["same", "auto", "float32", "bfloat16", "float16"],
         engine_option("--draft-dtype", text="Precision of the draft model."),
     ] = EngineConfig.draft_dtype
     quantization: Annotated[

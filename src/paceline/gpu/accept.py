@@ -21,10 +21,12 @@ from paceline.gpu.draw import (
     first_best,
     leaders,
     line_max,
+    noisy_best,
     noisy_blocks,
+    plain_best,
     scaled_logits,
 )
-from paceline.gpu.noise import gumbel, noise_key, salt, uniform
+from paceline.gpu.noise import bits24, near_gumbel, noise_key, salt, uniform
 from paceline.gpu.state import RECORD_TAIL
 from paceline.rows import RowState
 from paceline.sampling import Purpose
@@ -289,18 +291,20 @@ def recover_kernel(
             BLOCKS, BLOCKS_UP,
         )  # fmt: skip
         rest = tl.maximum(p - q, 0.0)
-    noise = tl.zeros([BLOCK], tl.float64)
+    a, b = noise_key(tl.load(seed + row), tl.load(length + row) + kept, salt)
+    noise = tl.zeros([BLOCK], tl.float32)
     if heat > 0.0:
-        a, b = noise_key(tl.load(seed + row), tl.load(length + row) + kept, salt)
-        noise = gumbel(a, b, column)
+        noise = near_gumbel(bits24(a, b, column))
     at = row * BLOCKS + block
     for choice in tl.static_range(2):
         weight = rest if choice == 0 else p
         some = inside & (weight > 0)
-        score = tl.where(some, tl.log(tl.where(some, weight, 1.0)).to(tl.float64) + noise, float("-inf"))
-        best = tl.max(score, 0)
+        score = tl.where(some, tl.log(tl.where(some, weight, 1.0)), float("-inf"))
+        if heat > 0.0:
+            best, found = noisy_best(score, noise, a, b, column, inside)
+        else:
+            best, found = plain_best(score, column, inside)
         tl.store(values + choice * rows * BLOCKS + at, best)
-        found = tl.min(tl.where((score == best) & inside, column, 2147483647), 0)
         tl.store(tokens + choice * rows * BLOCKS + at, found)
 
 

@@ -2,7 +2,8 @@
 
 Shapes: N lines (B rows x L positions), V vocabulary. A line's tokens are shared out over programs in blocks; what each
 block found is joined by the kernel that needs it. The arithmetic is that of ``sampling.draw``: the leader's logit
-becomes 0 in float32, the noise is float64, ties go to the smaller token.
+becomes 0 in float32, the noise is float64, ties go to the smaller token. Most of that noise nobody needs to know to the
+bit: float32 shows which tokens may be a block's best, nearly always one, see ``noisy_best``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.gpu.noise import gumbel, noise_key, salt
+from paceline.gpu.noise import GUMBEL_ERROR, bits24, gumbel, near_gumbel, noise_key, salt
 
 BLOCK = 4096
 _WARPS = 8
+MARGIN = tl.constexpr(2 * GUMBEL_ERROR)
+_ROUNDING = tl.constexpr(2.0**-22)  # of the best score's size
 
 
 @triton.jit
@@ -65,6 +68,36 @@ def scaled_logits(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> tl.te
 
 
 @triton.jit
+def plain_best(score: tl.tensor, token: tl.tensor, inside: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A block's largest score as float64, and the smallest token that has it."""
+    best = tl.max(tl.where(inside, score, float("-inf")), 0)
+    found = tl.min(tl.where((score == best) & inside, token, 2147483647), 0)
+    return best.to(tl.float64), found
+
+
+@triton.jit
+def noisy_best(
+    score: tl.tensor, noise: tl.tensor, a: tl.tensor, b: tl.tensor, token: tl.tensor, inside: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """A block's largest score + float64 noise, and the smallest token that has it. noise: the same by ``near_gumbel``.
+
+    The best of the near sums is ``top``. A near sum x is off by GUMBEL_ERROR and its own rounding, 2^-24 |x|. So the
+    true best's is at least top - 2 GUMBEL_ERROR - 2^-24 (|top| + |x|), and |x| is |top| but for the margin itself: with
+    the subtraction's own rounding less than 4 * 2^-24 |top| are lost. Whatever is lower than that cannot win. A token
+    that is alone needs no comparing, only its value; nor do scores that are all -inf, whatever their noise.
+    """
+    near = tl.where(inside, score + noise, float("-inf"))
+    top = tl.max(near, 0)
+    close = (near >= top - (MARGIN + _ROUNDING * tl.abs(top))) & inside
+    found = tl.min(tl.where(close, token, 2147483647), 0)
+    if (tl.sum(close.to(tl.int32), 0) == 1) | (top == float("-inf")):
+        best = tl.max(tl.where(close, score, float("-inf")), 0).to(tl.float64) + gumbel(a, b, found)
+    else:  # float32 cannot decide, or something is no number
+        best, found = plain_best(score.to(tl.float64) + gumbel(a, b, token), token, inside)
+    return best, found
+
+
+@triton.jit
 def draw_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
@@ -94,18 +127,18 @@ def draw_kernel(
     inside = column < vocab
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     heat = tl.load(temperature + row)
-    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat).to(tl.float64)
+    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
     token = column
     if CUT:
         token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
     if heat > 0.0:
         position = tl.load(length + row) + first + line % LENGTH
         a, b = noise_key(tl.load(seed + row), position, salt)
-        score += gumbel(a, b, token)
-    score = tl.where(inside, score, float("-inf"))
-    best = tl.max(score, 0)
+        best, found = noisy_best(score, near_gumbel(bits24(a, b, token)), a, b, token, inside)
+    else:
+        best, found = plain_best(score, token, inside)
     tl.store(values + line * BLOCKS + block, best)
-    tl.store(tokens + line * BLOCKS + block, tl.min(tl.where((score == best) & inside, token, 2147483647), 0))
+    tl.store(tokens + line * BLOCKS + block, found)
 
 
 @triton.jit

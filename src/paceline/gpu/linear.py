@@ -28,6 +28,8 @@ FIXED_ROWS = 64  # of a tile, where a row's bits must not depend on how many the
 _FP8 = torch.float8_e4m3fn
 _FEWEST_INPUTS = 512  # of one part, when the inputs are cut
 _PROGRAMS_EACH = 4  # programs a multiprocessor should have
+_MOST_WARPS = 8  # of a program: with more of them a thread may have half the registers
+_MOST_REGISTERS = 80  # of 255; with 96 the compiler spills on one architecture or another (docs/gpu-kernels.md)
 
 
 @triton.jit(do_not_specialize=["rows"])  # any number of rows is one compiled kernel a tile, and so are most matrices
@@ -109,12 +111,23 @@ class LinearTile:
         """Shared memory of a program, where a weight and an input have so many bytes."""
         return self.stages * self.inputs * (self.outputs * weight + block_m * x)
 
+    def registers(self, block_m: int) -> int:
+        """Of a thread, for its share of the sums and of the widened weights, which come in twos."""
+        return self.outputs * (block_m + self.inputs // 2) // (32 * self.warps)
+
     def fitted(self, block_m: int, weight: int, x: int, most: int) -> LinearTile:
-        """With as many stages, and then inputs at a time, as so much shared memory holds. Sums stay as they are."""
+        """With as many stages, and then inputs at a time, as so much shared memory holds, and no register spilled.
+
+        Sums stay as they are.
+        """
         tile = self
         while tile.shared_bytes(block_m, weight, x) > most and tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
         while tile.shared_bytes(block_m, weight, x) > most and tile.inputs > 16:
+            tile = replace(tile, inputs=tile.inputs // 2)
+        if tile.registers(block_m) > _MOST_REGISTERS and tile.warps < _MOST_WARPS:
+            tile = replace(tile, warps=_MOST_WARPS)
+        while tile.registers(block_m) > _MOST_REGISTERS and tile.inputs > 16:
             tile = replace(tile, inputs=tile.inputs // 2)
         return tile
 

@@ -18,6 +18,7 @@ from paceline.rows import Asks, RowState
 from paceline.sampling import LOG2_E, TWO_TO, count_tokens
 
 _WARPS = 8
+MOST_REGISTERS = 96  # of a thread that cuts: unasked, the assembler stops at 64 and spills (sm_100)
 _LOWEST = tl.constexpr(-2139095041)  # the place of -inf in the order
 _LOG2_E = tl.constexpr(LOG2_E)
 _P5, _P4, _P3, _P2, _P1, _P0 = (tl.constexpr(coefficient) for coefficient in TWO_TO)
@@ -214,6 +215,6 @@ def _cut(lines: Tensor, rows: RowState, blocks: Blocks) -> Tensor:
     cut_kernel[(lines.shape[0],)](
         lines, maxima, rows.temperature, rows.floor, rows.top_k, rows.top_p, out, lines.stride(0), blocks.vocab,
         LENGTH=lines.shape[0] // rows.rows, BLOCK=blocks.size, num_warps=_WARPS, enable_fp_fusion=False,
-        **blocks.shape,
+        maxnreg=MOST_REGISTERS, **blocks.shape,
     )  # fmt: skip
     return out

@@ -47,7 +47,7 @@ def load_head(
     embedding: Tensor | Callable[[], Tensor] | None = None,
     output: Callable[[], Tensor] | None = None,
 ) -> Head:
-    """The head at ``source``, a directory or a hub name, in ``dtype`` (float32 or bfloat16).
+    """The head at ``source``, a directory or a hub name, in ``dtype`` (float32, bfloat16 or float16).
 
     embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own. output: loads the rows
     [V, H] that the target's tokens are said with, for a checkpoint that leaves its own out, because they are the same.

@@ -85,7 +85,7 @@ def prepare_head(
         except ModelFormatError as error:
             obstacle = str(error)
     if quantization not in ("same", None):
-        allowed = f"None with this trained head, which runs in float32 or bfloat16: {obstacle}"
+        allowed = f"None with this trained head, whose weights stay in its draft_dtype: {obstacle}"
         raise ParameterError("draft_quantization", quantization, allowed)
     return TorchHead(head, *given)
 

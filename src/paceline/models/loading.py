@@ -35,7 +35,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 def load_model(
     source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
 ) -> Model:
-    """The model of ``source`` in ``dtype`` (float32 or bfloat16), ready to run.
+    """The model of ``source`` in ``dtype`` (float32, bfloat16 or float16), ready to run.
 
     Families of ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. A loaded
     model lends its weights where dtype and layout allow.

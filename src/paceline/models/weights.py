@@ -312,3 +312,6 @@ def _fill(placement: Placement, target: Tensor) -> None:
     slot = placement.slot
     place = target[slot.first : slot.first + slot.shape[0]]
     placement.stored.unpack_into(place.t() if placement.transposed else place)
+    if place.dtype == torch.float16 and not bool(place.isfinite().all()):
+        beyond = "holds numbers that float16 cannot, whose largest is 65504"
+        raise ModelFormatError(f"{slot.target} {beyond}: take dtype='float32', or 'bfloat16'")

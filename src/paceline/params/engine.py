@@ -62,7 +62,8 @@ class EngineConfig:
     rounds: "device": a round is one program that the host never interrupts (on CUDA a graph), and the host is one round
         behind; requests with penalties, cuts or log-probabilities are still played by the host. "host": it reads every
         round. "auto" is device on CUDA, where models, drafter and attention allow it and no ranks share the target.
-    dtype: "auto" is bfloat16 where the machine multiplies it natively, else float32.
+    dtype: "auto" is bfloat16 where the machine multiplies it natively, else float16 on CUDA devices, float32 on CPUs.
+        "float16", for CUDA devices alone, ends at 65504: a model whose streams pass that needs another.
     quantization: "int8" or "int4" weights, made at load, on the native kernels; on CUDA "int8" or "fp8", on Triton's.
         None leaves them in ``dtype``.
     draft_dtype, draft_quantization: the draft model's; "same" is the target's.

@@ -25,6 +25,7 @@ from paceline.transformers.hooks import Criteria, Criterion, Processed, Processo
 from paceline.transformers.wishes import Wishes, merged
 
 _DTYPES: dict[torch.dtype, DtypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_DTYPES_ON_CUDA: dict[torch.dtype, DtypeName] = {**_DTYPES, torch.float16: "float16"}
 _NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate")
 Allowed = Callable[[int, Tensor], list[int]]
 
@@ -274,12 +275,14 @@ def _check_alone(model: PreTrainedModel) -> None:
 
 
 def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> LLM:
-    if model.dtype not in _DTYPES:
-        raise ParameterError("model", model.dtype, "in torch.float32 or torch.bfloat16: model.to(torch.bfloat16)")
+    known = _DTYPES_ON_CUDA if model.device.type == "cuda" else _DTYPES
+    if model.dtype not in known:
+        allowed = " or ".join(map(str, known))
+        raise ParameterError("model", model.dtype, f"in {allowed} on this device: model.to(torch.bfloat16)")
     options = _sized(model, assistant, call)
-    options |= EngineOptions(device=str(model.device), dtype=_DTYPES[model.dtype])
+    options |= EngineOptions(device=str(model.device), dtype=known[model.dtype])
     if assistant is not None:
-        options["draft_dtype"] = _DTYPES.get(assistant.dtype, "same")
+        options["draft_dtype"] = known.get(assistant.dtype, "same")
     return LLM(model, assistant, **options)
 
 
