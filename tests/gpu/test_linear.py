@@ -41,7 +41,7 @@ def test_the_kernel_equals_its_twin(to: str, data: st.DataObject) -> None:
         16 * pick(st.integers(1, 8)) + pick(st.sampled_from([0, 3])),
         pick(st.integers(1, 70)),
     )
-    tile = LinearTile(outputs=16, inputs=16, parts=pick(st.sampled_from([1, 1, 2, 4])))
+    tile = LinearTile(outputs=16, inputs=16, parts=pick(st.sampled_from([1, 1, 2, 3, 4])))
     weight = quantise(torch.randn(outputs, inputs, device=DEVICE), to)  # type: ignore[arg-type]
     bias = torch.randn(outputs, device=DEVICE) if pick(st.booleans()) else None
     dtype = pick(st.sampled_from([torch.float32, torch.float16]))
@@ -173,5 +173,16 @@ def test_tiles_fit_the_devices_shared_memory(shared: int) -> None:
                 fitted = tile.fitted(block_m, weight, x, shared)
                 assert fitted.shared_bytes(block_m, weight, x) <= shared
                 assert fitted.stages >= 2
-                if tile.shared_bytes(block_m, weight, x) <= shared:
+                assert fitted.registers(block_m) <= 80
+                if tile.shared_bytes(block_m, weight, x) <= shared and tile.registers(block_m) <= 80:
                     assert fitted == tile
+
+
+def test_parts_are_chosen_so_that_the_busiest_multiprocessor_has_the_least_to_do() -> None:
+    """80 tiles on 132 of them: in four parts 320 programs, three here and two there; in six 480, four at most."""
+    here = torch.device("cpu")  # which stands for an H100
+    tile = LinearTile(outputs=64, inputs=128)
+    assert [tile.filled(5120, inputs, here).parts for inputs in (5120, 20480)] == [6, 6]
+    assert tile.filled(1536, 1536, here).parts == 3
+    assert tile.filled(28672, 4096, here).parts == 1
+    assert tile.filled(64, 576, here).parts == 1  # a part has 512 inputs at least

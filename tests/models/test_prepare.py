@@ -68,6 +68,18 @@ def test_weights_in_8_bits_take_the_place_of_those_they_were_made_of(monkeypatch
     assert made.weight_bytes() < before / 2
 
 
+def test_fp8_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    for capability, there in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        launch.has_fp8.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert launch.has_fp8(CUDA) == there
+    launch.has_fp8.cache_clear()
+    monkeypatch.setattr(module, "has_fp8", lambda device: False)
+    with pytest.raises(ParameterError, match=r"quantization='fp8'.*'int8'.*no float8"):
+        module._with_triton(fresh_llama(), "fp8", deterministic=False)
+
+
 def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "require_triton", lambda *_: None)
     with pytest.raises(ParameterError, match=r"quantization='int4'.*'int8' or 'fp8'"):

@@ -11,6 +11,7 @@ import torch
 from paceline.errors import MissingPackageError, ParameterError
 
 INTERPRET = "TRITON_INTERPRET"
+_FIRST_WITH_FP8 = 8, 9  # compute capability
 _SPARE_PROGRAMS, _SPARE_SHARED = 132, 227 << 10  # taken where there is no GPU to ask: an H100's
 
 
@@ -33,6 +34,12 @@ def require_triton(device: torch.device, field: str, value: object) -> None:
     obstacle = why_not(device)
     if obstacle is not None:
         raise ParameterError(field, value, f"not possible here: {obstacle}")
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts float8: Ada, Hopper and later ones; always where there is no GPU to ask."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 @cache

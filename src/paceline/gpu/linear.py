@@ -101,11 +101,17 @@ class LinearTile:
     stages: int = 4
 
     def filled(self, outputs: int, inputs: int, device: torch.device) -> LinearTile:
-        """With so many parts that the chip is full."""
-        tiles, parts = triton.cdiv(outputs, self.outputs), 1
-        while tiles * parts * 2 <= _PROGRAMS_EACH * multiprocessors(device) and inputs // (parts * 2) >= _FEWEST_INPUTS:
-            parts *= 2
-        return replace(self, parts=parts)
+        """With so many parts that the chip is full, and the last programs do not run alone."""
+        tiles, chip = triton.cdiv(outputs, self.outputs), multiprocessors(device)
+        most = max(1, min(_PROGRAMS_EACH * chip // tiles, inputs // _FEWEST_INPUTS))
+        return replace(self, parts=min(range(1, most + 1), key=lambda parts: self._busiest(tiles, inputs, parts, chip)))
+
+    def _busiest(self, tiles: int, inputs: int, parts: int, chip: int) -> tuple[int, int]:
+        """Steps of the multiprocessor that has the most of them; of equal ones more parts, which hide each other's
+        waiting.
+        """
+        steps = triton.cdiv(triton.cdiv(inputs, self.inputs), parts)
+        return triton.cdiv(tiles * parts, chip) * steps, -parts
 
     def shared_bytes(self, block_m: int, weight: int, x: int) -> int:
         """Shared memory of a program, where a weight and an input have so many bytes."""

@@ -26,7 +26,7 @@ log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_TILE_CACHE"
 SECONDS = 60.0  # most that a load takes for this; kernels are compiled for it, a second each
 Tiles: TypeAlias = dict[Shape, LinearTile | None]
-METHOD = 1  # one more whenever a kernel changes: choices of another one are not read
+METHOD = 2  # one more whenever a kernel changes: choices of another one are not read
 
 
 def kernel_seconds(function: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.gpu.launch import require_triton
+from paceline.gpu.launch import has_fp8, require_triton
 from paceline.kernels import native
 from paceline.models.base import AnyModel, Model, SharedModel
 from paceline.models.native import NativeModel
@@ -57,6 +57,8 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
         raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
     if quantization == "int4":
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
+    if quantization == "fp8" and not has_fp8(model.device):
+        raise ParameterError(field, value, f"'int8': {model.device} has no float8, which came with Ada and Hopper")
     from paceline.gpu.linear import Linears
 
     to: Format = "same" if quantization is None else quantization
