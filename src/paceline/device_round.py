@@ -12,9 +12,10 @@ of the first ones, depth by depth; N = k W guesses, and the chain's are those wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from paceline.decoder import Decoder
 from paceline.draft import Draft
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
-from paceline.gpu.graphs import Graphs, Ring, Ticket, Upload
+from paceline.gpu.ahead import Ahead, Progress, capture_ahead
+from paceline.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
 from paceline.gpu.lookup import copied
 from paceline.gpu.ops import RoundOps, committed, likeliest, ops_for
 from paceline.gpu.state import RECORD_TAIL, what_follows, with_logprobs
@@ -36,6 +38,7 @@ from paceline.sampling import Purpose
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256  # attention that pays for the longest row's positions is captured for multiples of so many
+MISSED = (1, 2, 4, 8, 16, 32, 64)  # tokens that a draft model is likely to lack after plain rounds, as buckets
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,18 @@ class DeviceRound:
         [bucket, 2 N + 4]: tokens, path, then likewise (``gpu.state.read_trees``). lag: most tokens that the draft
         model lacks of a row; after a round with guesses a round is one program, one launch.
         """
-        k = min(k, MAX_SPECULATION_LENGTH // self.width) if self.guesses else 0
+        k = self._playable(k)
         if k > 0 and self.draft is not None:
             self.catch_up(rows, lag, longest)
-        bucket, span = self.bucket(rows), self._span(longest + k * self.width)
-        record = self.graphs.run((bucket, k, span, asks), lambda: self.program(bucket, k, span, asks))
+        record = self.graphs.run(*self._round(self.bucket(rows), k, self._span(longest + k * self.width), asks))
         return self._ring.push(record)
+
+    def _playable(self, k: int) -> int:
+        """Guesses of a round that is asked for k."""
+        return min(k, MAX_SPECULATION_LENGTH // self.width) if self.guesses else 0
+
+    def _round(self, bucket: int, k: int, span: int, asks: Asks) -> Named:
+        return (bucket, k, span, asks), lambda: self.program(bucket, k, span, asks)
 
     def catch_up(self, rows: int, lag: int, longest: int) -> None:
         """Feed the draft model what it lacks, at most ``lag`` tokens a row, but for those that a round itself feeds."""
@@ -118,13 +127,67 @@ class DeviceRound:
         if lag <= self.draft.reads:
             return
         width = 1 << (lag - self.draft.reads - 1).bit_length()
-        bucket, span = self.bucket(rows), self._span(longest)
-        self.graphs.run(("catch up", bucket, width, span), lambda: self._catch_up(bucket, width, span))
+        self.graphs.run(*self._reading(self.bucket(rows), width, self._span(longest)))
+
+    def _reading(self, bucket: int, width: int, span: int) -> Named:
+        return ("catch up", bucket, width, span), lambda: self._catch_up(bucket, width, span)
+
+    def capture_ahead(
+        self, lengths: Callable[[int], Sequence[int]], seconds: float, progress: Progress = iter
+    ) -> Ahead | None:
+        """Capture what ``likely`` lists, until a limit is reached (``gpu.ahead``). None where nothing is captured.
+
+        Nobody lives while a program is captured, so no row changes. What is left out is captured at its first use.
+        """
+        if not self.graphs.captures:
+            return None
+        return capture_ahead(self.graphs, self.likely(lengths), seconds, progress)
+
+    def likely(self, lengths: Callable[[int], Sequence[int]]) -> Iterator[Named]:
+        """The programs that requests will need, the likeliest first. lengths: of rounds for so many rows, likewise.
+
+        Short texts come before long ones, where attention makes a difference between them. Of each, requests that ask
+        for a temperature at most come first, then what a draft model missed meanwhile, then requests with cuts, which
+        chats often bring (top-p). What rows ask for otherwise (penalties, log-probabilities) is rare.
+
+        Of each of these every bucket is captured for its likeliest length, then every bucket for its next: how many
+        rows there are changes with every request that comes or ends, while other lengths mostly come as rows end.
+        """
+        for span in self._spans():
+            yield from self._likely_rounds(lengths, span, NOTHING)
+            yield from self._likely_readings(lengths, span)
+            yield from self._likely_rounds(lengths, span, Asks(cuts=True))
+
+    def _likely_rounds(self, lengths: Callable[[int], Sequence[int]], span: int, asks: Asks) -> Iterator[Named]:
+        buckets = self._buckets()
+        ks = [dict.fromkeys(map(self._playable, lengths(bucket))) for bucket in buckets]
+        for of_each in zip_longest(*ks):
+            for bucket, k in zip(buckets, of_each, strict=True):
+                if k is not None:
+                    yield self._round(bucket, k, span, asks)
+
+    def _likely_readings(self, lengths: Callable[[int], Sequence[int]], span: int) -> Iterator[Named]:
+        """Only where plain rounds come first, with guesses to follow them, does a draft model fall behind."""
+        for width in MISSED if self.draft is not None else ():
+            for bucket in self._buckets():
+                first, *others = lengths(bucket)
+                if first == 0 and others:
+                    yield self._reading(bucket, width, span)
+
+    def _buckets(self) -> list[int]:
+        """One row, as the first request has and the last one left; all rows, as under load; then the others."""
+        known = sorted({self.bucket(rows) for rows in (*ROW_BUCKETS, self.capacity)})
+        return list(dict.fromkeys((known[0], known[-1], *known)))
 
     def _span(self, longest: int) -> int:
         """Positions that attention may look at: all of them where each row pays for its own alone."""
         most = self.target.cache.positions + 1
         return most if self.target.backend.name == "ragged" else min(most, -(-longest // SPAN) * SPAN)
+
+    def _spans(self) -> list[int]:
+        """All that there are, the shortest first."""
+        most = self.target.cache.positions + 1
+        return list(dict.fromkeys(map(self._span, range(SPAN, most + SPAN, SPAN))))
 
     def program(self, rows: int, k: int, span: int, asks: Asks = NOTHING) -> Tensor:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""

@@ -22,6 +22,7 @@ from paceline.description import Running
 from paceline.device_round import DeviceRound, Rule
 from paceline.draft import Verdict
 from paceline.errors import ParameterError, PromptTooLongError
+from paceline.gpu import ahead
 from paceline.hardware import threads_of_each, torch_threads, whatever_torch_was_told
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
@@ -178,6 +179,21 @@ class Engine:
     def describe(self) -> str:
         """What runs and why, in one line."""
         return self._running.describe()
+
+    @whatever_torch_was_told
+    @torch.inference_mode()
+    def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
+        """Capture the rounds that requests will need, the likeliest first, so that they need not wait for it.
+
+        For about so many seconds, and as far as memory goes; only while the engine is idle. What is left out is
+        captured when it is first needed. progress: may wrap the programs in a progress bar. None: here no rounds are
+        captured.
+        """
+        assert not self.busy, "requests would wait for what they may not need"
+        if self._pipeline is None:
+            return None
+        with self._own_threads():
+            return self._pipeline.capture_ahead(seconds, progress)
 
     @property
     def busy(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from paceline.device_round import DeviceRound
 from paceline.draft import HostVerdict, JudgedTree, Logprobs, ReadVerdict, Verdict
+from paceline.gpu.ahead import Ahead, Progress
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record, read_trees
 from paceline.models.base import AnyModel, FlatModel
@@ -71,6 +72,10 @@ class Pipeline:
         self._plain = 0  # rounds without guesses since then
         self._lacks = 0  # most tokens of a row that the draft model lacked after it
         self.last_verdict: Verdict | None = None  # of the last round settled
+
+    def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
+        """Capture the rounds that requests will need, while none is here; None where rounds are not captured."""
+        return self.player.capture_ahead(self.parts.policy.likely_lengths, seconds, progress)
 
     def suits(self) -> bool:
         """Whether the device can play the next round for the rows there are; trees for those that ask for little."""

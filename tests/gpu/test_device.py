@@ -143,6 +143,19 @@ def test_float32_outputs_equal_the_cpus(way: str, on_cpu: list[list[list[int]]])
         assert engine._pipeline.player.graphs.keys
 
 
+def test_after_a_capture_ahead_nothing_is_captured_and_outputs_equal_the_cpus(on_cpu: list[list[list[int]]]) -> None:
+    engine = engine_of(pair(DEVICE), attention="ragged", max_batch_size=16)
+    done = engine.capture_ahead(250)
+    assert done is not None
+    assert (done.captured > 0, done.left) == (True, 0), done
+    assert engine._pipeline is not None
+    graphs = engine._pipeline.player.graphs
+    keys = set(graphs.keys)
+    found = run(engine, PROMPTS[:16], 48, (0, 1.0))
+    assert found == on_cpu, equal_lines(found, on_cpu)
+    assert set(graphs.keys) == keys
+
+
 def test_greedy_rows_under_the_rejection_rule_equal_the_cpus(on_cpu: list[list[list[int]]]) -> None:
     engine = engine_of(pair(DEVICE), acceptance="rejection", max_batch_size=16)
     assert "CUDA graphs, triton kernels" in engine.describe()

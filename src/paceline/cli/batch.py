@@ -81,7 +81,8 @@ def batch(
     if ray_address is not None and replicas is None:
         raise ParameterError("--ray-address", ray_address, "left out without --replicas")
     _check_paths(input_file, output_file, resume)
-    config = ServerConfig(served_model_name=served_model_name or model, max_waiting=MAX_COUNT)
+    name = served_model_name or model
+    config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT, capture_seconds=0)  # it may be a short job
     with _opened(input_file) as lines, _output(output_file) as output:
 
         def begin(settings: dict[str, Any]) -> int:

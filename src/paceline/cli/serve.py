@@ -96,6 +96,10 @@ class ServerFlags:
     stall_timeout: Annotated[
         float, _option("--stall-timeout", text="Seconds of one step after which /health calls the engine stalled.")
     ] = ServerConfig.stall_timeout
+    capture_seconds: Annotated[
+        float,
+        _option("--capture-seconds", text="Seconds that the start may take to capture a GPU's rounds as CUDA graphs."),
+    ] = ServerConfig.capture_seconds
     log_format: Annotated[LogFormat, _option("--log-format", text="text for people, json for machines.")] = (
         ServerConfig.log_format
     )

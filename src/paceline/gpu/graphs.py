@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 Program = Callable[[], Tensor]
+Named: TypeAlias = tuple[Hashable, Program]  # a program and its key
 
 
 class Fellows(Protocol):
@@ -57,7 +58,7 @@ _WARM_UPS = 2  # the first compiles and picks kernels; the second finds everythi
 
 
 class Graphs:
-    """Runs programs: on CUDA as graphs, captured at the first use of their key; elsewhere as they are.
+    """Runs programs: on CUDA as graphs, captured at the first use of their key or ahead of it; elsewhere as they are.
 
     Kept are those that were used last: with padded attention and many kinds of requests there is no end of keys.
 
@@ -73,27 +74,37 @@ class Graphs:
         capture: bool = True,
         fellows: Fellows | None = None,
     ) -> None:
-        self.captures = capture and device.type == "cuda"
+        self.device, self.captures = device, capture and device.type == "cuda"
         self._idle, self._fellows = idle, fellows or Nobody()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, int]] = {}
         self._pool: object = None
 
     @property
     def keys(self) -> list[Hashable]:
-        """What has been captured."""
+        """What has been captured; first what will be forgotten first."""
         return list(self._graphs)
+
+    @property
+    def full(self) -> bool:
+        """Whether one more makes another one be forgotten."""
+        return len(self._graphs) >= MOST_GRAPHS
 
     def run(self, key: Hashable, program: Program) -> Tensor:
         """Run the program, or replay it; the result is valid until the next run of any key."""
         if not self.captures:
             return program()
-        if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
+        if key not in self._graphs and self.full:
             self._fellows.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
         found = self._graphs.pop(key, None) or self._capture(program)
         self._graphs[key] = graph, result, number = found  # the last used is the last listed
         with self._fellows.replaying(number):
             graph.replay()
         return result
+
+    def capture(self, key: Hashable, program: Program) -> None:
+        """Capture what has not been, and do not run it. If one must be forgotten, it is this one before all others."""
+        assert not self.full, "nothing is forgotten for what nobody asked for yet"
+        self._graphs = {key: self._capture(program)} | self._graphs
 
     def _capture(self, program: Program) -> tuple[torch.cuda.CUDAGraph, Tensor, int]:
         """All graphs share one pool of memory: they never run at the same time."""

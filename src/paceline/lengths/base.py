@@ -61,6 +61,13 @@ class LengthPolicy(RowKeeper):
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
 
+    def likely_lengths(self, rows: int) -> Sequence[int]:
+        """What rounds of so many rows may be asked for, the likeliest first: a device makes them ready in this order.
+
+        Not only what is chosen: as answers end there is room for fewer guesses.
+        """
+        return range(self.most_guesses + 1)
+
 
 class FixedLength(LengthPolicy):
     """k guesses for every row, every round."""
@@ -71,6 +78,9 @@ class FixedLength(LengthPolicy):
 
     def choose(self, batch: Batch) -> Wish:
         return Wish(self.k)
+
+    def likely_lengths(self, rows: int) -> Sequence[int]:
+        return self.k, *range(self.k)
 
 
 class BassLength(LengthPolicy):
@@ -91,6 +101,10 @@ class BassLength(LengthPolicy):
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         if max(verdict.host.drafted) > 0:  # nothing guessed is no evidence
             self.update(verdict.host.accepted, max(verdict.host.drafted))
+
+    def likely_lengths(self, rows: int) -> Sequence[int]:
+        """From the first one on, up and down."""
+        return sorted(super().likely_lengths(rows), key=lambda k: abs(k - FIRST))
 
     def update(self, kept: list[int], drafted: int) -> None:
         """One step of Algorithm 1. drafted: the length of the round just played (the engine may have cut it short)."""
@@ -124,6 +138,10 @@ class ProfiledLength(LengthPolicy):
 
     def choose(self, batch: Batch) -> Wish:
         return Wish(self.length_for(batch.rows))
+
+    def likely_lengths(self, rows: int) -> Sequence[int]:
+        best = self.length_for(rows)
+        return best, *(k for k in range(max(self._lengths) + 1) if k != best)
 
 
 @dataclass(frozen=True)

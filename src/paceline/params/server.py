@@ -63,6 +63,9 @@ class ServerConfig:
     shutdown_timeout: seconds that running requests may still take when the server is told to end.
     stall_timeout: seconds that the engine may take over one step, before ``/health`` calls it stalled. A step is meant
         to take a fraction of one; the default leaves room for a large model's longest on a slow machine.
+    capture_seconds: what the start may take to capture rounds of a GPU as CUDA graphs, the likeliest first; the others
+        are captured when they are first needed, while requests wait. 0: none is captured at the start. Where rounds are
+        not captured, another number than 0 or the default is refused.
     log_format: "text" for people, "json" for machines: one object a line.
     log_interval: seconds between two lines about throughput, while there is any.
     playground: whether there is a page at ``/`` to try the model on.
@@ -90,6 +93,7 @@ class ServerConfig:
     request_timeout: Seconds | None = None
     shutdown_timeout: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
     stall_timeout: Seconds = 10.0
+    capture_seconds: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
     log_format: LogFormat = "text"
     log_interval: Seconds = 10.0
     playground: bool = True

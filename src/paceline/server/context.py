@@ -73,7 +73,7 @@ class Context:
     def __init__(self, config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None]) -> None:
         self.config = config
         self.meter = Meter(config.log_interval)
-        self.service = EngineService(load, self.meter, on_end, config.stall_timeout)
+        self.service = EngineService(load, self.meter, on_end, config.stall_timeout, config.capture_seconds)
         self.quotas = Quotas(config.api_keys)
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())

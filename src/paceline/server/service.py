@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
+
+from tqdm import tqdm
 
 from paceline.engine import Request
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
 from paceline.outputs import RequestOutput, TokenLogprob
 from paceline.params import SamplingParams, ServerConfig
+from paceline.ranges import check
 from paceline.scoring import Text
 from paceline.server import errors
 from paceline.server.admission import Place
@@ -92,6 +97,7 @@ class EngineService:
 
     load: makes the LLM, in that thread. on_end: called there when the thread ends by itself, ``failure`` being set.
     stall_timeout: seconds after which a step that has not ended makes ``health`` "stalled".
+    capture_seconds: what the start may take to capture rounds, as in ``ServerConfig``.
     The other methods are for the event loop that called ``start``.
     """
 
@@ -101,11 +107,13 @@ class EngineService:
         meter: Meter,
         on_end: Callable[[], None] = lambda: None,
         stall_timeout: float = ServerConfig.stall_timeout,
+        capture_seconds: float = ServerConfig.capture_seconds,
     ) -> None:
         self.state: State = "loading"
         self.failure: BaseException | None = None
         self.meter = meter
         self._load, self._on_end, self._stall_timeout = load, on_end, stall_timeout
+        self._capture_seconds = capture_seconds
         self._step_began: float | None = None  # on the clock of time.monotonic; None: nothing is to be done
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
@@ -206,10 +214,12 @@ class EngineService:
         if isinstance(target, SharedModel):
             target.when_a_rank_ends(lambda: self._inbox.put(target.check))
         self._warm_up()
+        self._capture_ahead()
         arithmetic = arithmetic_of(target, self.engine.threads, _PEAK_SECONDS)
         log.info("utilisation is a share of %s", arithmetic.peak)
         self.meter.know(arithmetic)
         self.meter.queues(self.engine)
+        gc.collect()  # what was loaded takes it a fifth of a second: now, not in the middle of the first requests
         self.state = "ready"
         log.info("ready")
 
@@ -223,6 +233,16 @@ class EngineService:
             self.engine.add(Request([0, 0], params))
         while self.engine.busy:
             self.engine.step()
+
+    def _capture_ahead(self) -> None:
+        """After the warm-up, which has taken the memory that prompts need. Raises ParameterError."""
+        seconds = self._capture_seconds
+        ahead = self.engine.capture_ahead(seconds, partial(tqdm, desc="capturing", unit=" graphs", disable=None))
+        if ahead is not None:
+            log.info("%s", ahead)
+            return
+        allowed = "left out here; it needs rounds that a GPU plays as CUDA graphs"
+        check(seconds in (0, ServerConfig.capture_seconds), "capture_seconds", seconds, allowed)
 
     def _turn(self) -> None:
         """Commands first; then one round, and one pass over prompts to score."""
