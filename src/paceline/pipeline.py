@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from paceline.draft import HostVerdict, JudgedTree, Logprobs, ReadVerdict, Verdi
 from paceline.gpu.ahead import Ahead, Progress
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record, read_trees
+from paceline.lengths.base import LengthPolicy
 from paceline.models.base import AnyModel, FlatModel
 from paceline.round import Speculation
 from paceline.rows import Asks
@@ -75,7 +77,7 @@ class Pipeline:
 
     def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
         """Capture the rounds that requests will need, while none is here; None where rounds are not captured."""
-        return self.player.capture_ahead(self.parts.policy.likely_lengths, seconds, progress)
+        return self.player.capture_ahead(partial(likely_lengths, self.parts.policy), seconds, progress)
 
     def suits(self) -> bool:
         """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
@@ -172,6 +174,12 @@ class Pipeline:
         for row, _ in known:
             gain_tokens(running[row], self.last_verdict, row, now, at_limit=self.batch.positions)
         return gained + self.scheduler.leave(gained)
+
+
+def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
+    """All that so many rows may be asked for, for as answers end there is room for fewer; most rounds' come first."""
+    most = policy.length_for(rows)
+    return sorted(range(policy.most_guesses + 1), key=lambda k: abs(k - most))
 
 
 def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:

@@ -45,7 +45,7 @@ class LengthPolicy(RowKeeper):
 
     def choose(self, batch: Batch) -> Wish:
         """What to ask of the drafter for the next round."""
-        raise NotImplementedError
+        return Wish(self.length_for(batch.rows))
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         """The draft with only the first guesses of each row: as many as are worth verifying, perhaps none."""
@@ -61,12 +61,9 @@ class LengthPolicy(RowKeeper):
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
 
-    def likely_lengths(self, rows: int) -> Sequence[int]:
-        """What rounds of so many rows may be asked for, the likeliest first: a device makes them ready in this order.
-
-        Not only what is chosen: as answers end there is room for fewer guesses.
-        """
-        return range(self.most_guesses + 1)
+    def length_for(self, rows: int) -> int:
+        """Guesses of most rounds of so many rows: lengths about this one are made ready first where that takes time."""
+        return 0
 
 
 class FixedLength(LengthPolicy):
@@ -76,11 +73,8 @@ class FixedLength(LengthPolicy):
         self.k = self.most_guesses = k
         self.name = f"fixed({k})"
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(self.k)
-
-    def likely_lengths(self, rows: int) -> Sequence[int]:
-        return self.k, *range(self.k)
+    def length_for(self, rows: int) -> int:
+        return self.k
 
 
 class BassLength(LengthPolicy):
@@ -95,25 +89,19 @@ class BassLength(LengthPolicy):
         self.k = FIRST
         self._shrank = 0
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(self.k)
+    def length_for(self, rows: int) -> int:
+        return self.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         if max(verdict.host.drafted) > 0:  # nothing guessed is no evidence
             self.update(verdict.host.accepted, max(verdict.host.drafted))
 
-    def likely_lengths(self, rows: int) -> Sequence[int]:
-        """From the first one on, up and down."""
-        return sorted(super().likely_lengths(rows), key=lambda k: abs(k - FIRST))
-
     def update(self, kept: list[int], drafted: int) -> None:
         """One step of Algorithm 1. drafted: the length of the round just played (the engine may have cut it short)."""
         if max(kept) == drafted:
-            self.k = min(self.k + INCREMENT, MAX_SPECULATION_LENGTH)
-            self._shrank = 0
+            self.k, self._shrank = min(self.k + INCREMENT, MAX_SPECULATION_LENGTH), 0
         else:
-            self.k = max(1, max(kept), self.k - math.ceil(self.k / SHRINK) - self._shrank)
-            self._shrank = 1
+            self.k, self._shrank = max(1, max(kept), self.k - math.ceil(self.k / SHRINK) - self._shrank), 1
 
 
 class ProfiledLength(LengthPolicy):
@@ -128,6 +116,7 @@ class ProfiledLength(LengthPolicy):
     def __init__(self, best: Mapping[int, int]) -> None:
         self._sizes = sorted(best)
         self._lengths = [best[size] for size in self._sizes]
+        self.most_guesses = max(self._lengths)
 
     @classmethod
     def build(cls, means: Means, /) -> ProfiledLength:
@@ -135,13 +124,6 @@ class ProfiledLength(LengthPolicy):
 
     def length_for(self, rows: int) -> int:
         return self._lengths[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]
-
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(self.length_for(batch.rows))
-
-    def likely_lengths(self, rows: int) -> Sequence[int]:
-        best = self.length_for(rows)
-        return best, *(k for k in range(max(self._lengths) + 1) if k != best)
 
 
 @dataclass(frozen=True)
