@@ -47,12 +47,14 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
             _rounds("bf16", "--pairs gpt-7.8b --formats bf16 --lengths 1", 120, 1),
             _rounds("8-bit", "--pairs llama-8b --formats int8 --lengths 1", 120, 1),
             Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 1),
+            Part("products", ("-m", "benchmarks.gpu.run", "products"), 120, 1),
         )
     return (
         _tests(("tests/gpu", "tests/attention"), 400, 240),
         _rounds("bf16", "--formats bf16 --rows 8,1,32,64", 450, 400),
         _rounds("8-bit", "--pairs llama-8b --formats int8,fp8 --rows 8,1,32,64", 450, 400),
         Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 150, 90),
+        Part("products", ("-m", "benchmarks.gpu.run", "products"), 120, 60),
     )
 
 

@@ -95,13 +95,33 @@ def attention(
 
 
 @app.command()
+def products(device: Device = "cuda", budget: Budget = 120, tiny: Tiny = False, output: Output = None) -> None:
+    """8-bit products with many rows, all ways. The last line of stdout is one JSON document."""
+    check_output("--output", output)
+    place = _device(device, tiny)
+    import torch
+    from benchmarks.gpu import products as bench
+    from benchmarks.gpu.bench import device_name, versions
+
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    document: dict[str, Any] = {"command": command_line(), "device": device_name(place), "versions": versions()}
+    wanted, timed, write = bench.cases(tiny=tiny), [], _writer(output)
+    for each in bench.sweep(wanted, place, dtype, budget):
+        timed.append(each.as_json())
+        _say(bench.describe(each))
+        document |= {"cases": timed, "dropped": len(wanted) - len(timed)}
+        write(document)
+    end(document, output)
+
+
+@app.command()
 def lease(
     folder: Annotated[Path, typer.Argument(help="Where documents and logs go; what is done there is not done again.")],
     device: Device = "cuda",
     budget: Budget = 480,
     tiny: Tiny = False,
 ) -> None:
-    """Everything, in parts: tests, rounds in bf16 and 8 bits, attention. Call it until nothing is left."""
+    """Everything, in parts: tests, rounds in bf16 and 8 bits, attention, products. Call it until nothing is left."""
     from benchmarks.gpu.lease import Lease, parts
 
     _device(device, tiny)

@@ -1,0 +1,54 @@
+"""The benchmark of 8-bit products."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from benchmarks.gpu import products
+from benchmarks.gpu.products import Product, cases, makers, measure
+from benchmarks.gpu.run import app
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", makers(5))
+def test_all_ways_compute_the_same_product_but_for_their_rounding(name: str) -> None:
+    torch.manual_seed(1)
+    matrix, x = torch.randn(32, 64), torch.randn(5, 64)
+    (way,) = makers(5)[name]([matrix], x)
+    most = 1e-5 if name.startswith("16") else 0.01 if name.startswith("int8") else 0.06
+    error = (way(x) - x @ matrix.T).norm() / (x @ matrix.T).norm()
+    assert error < most
+    assert error > most / 10 or name.startswith("16"), "weights of 8 bits are rounded"
+
+
+def test_a_way_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> object:
+        raise RuntimeError("no such product\nhere")
+
+    monkeypatch.setattr(products, "scaled", fails)
+    timed = measure(Product(32, 64, 3), CPU, torch.float32, 1)
+    assert timed.failed == {"fp8 x fp8, torch": "RuntimeError: no such product"}
+    assert len(timed.us) == len(makers(3)) - 1
+    assert "FAILED" in products.describe(timed)
+
+
+def test_many_rows_are_torchs() -> None:
+    assert not [name for name in makers(512) if "our tiles" in name]
+
+
+def test_the_command_leaves_its_document(tmp_path: Path) -> None:
+    output = tmp_path / "products.json"
+    done = CliRunner().invoke(app, ["products", "--device", "cpu", "--tiny", "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    document = json.loads(output.read_text())
+    assert len(document["cases"]) == len(cases(tiny=True))
+    assert document["dropped"] == 0
