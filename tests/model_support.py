@@ -61,6 +61,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with biases": ("qwen3", _LLAMA | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
     "opt": ("opt", _OPT),
     "opt with norms after": ("opt", _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt without a last norm": ("opt", _OPT | {"_remove_final_layer_norm": True}),
     "opt without biases or norm weights": (
         "opt",
         _OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False},
