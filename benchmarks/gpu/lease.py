@@ -53,8 +53,8 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
         _tests(("tests/gpu", "tests/attention"), 400, 240),
         _rounds("bf16", "--formats bf16 --rows 8,1,32,64", 450, 400),
         _rounds("8-bit", "--pairs llama-8b --formats int8,fp8 --rows 8,1,32,64", 450, 400),
-        Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 150, 90),
-        Part("products", ("-m", "benchmarks.gpu.run", "products"), 120, 60),
+        Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 80),
+        Part("products", ("-m", "benchmarks.gpu.run", "products"), 80, 50),
     )
 
 

@@ -50,6 +50,14 @@ def test_a_call_takes_up_what_the_last_one_left(tmp_path: Path) -> None:
     assert (tmp_path / "figures" / "first.log").read_text() == "hello\n"
 
 
+def test_all_parts_fit_one_lease_and_each_of_them_one_call() -> None:
+    wanted = parts(tiny=False)
+    assert sum(part.budget for part in wanted) <= 1500, (
+        "a device is lent for half an hour, which it takes to start, too"
+    )
+    assert all(part.least <= part.budget <= 480 for part in wanted)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_was_cut_off_has_another_try_unless_it_had_its_whole_budget(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

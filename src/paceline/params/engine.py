@@ -60,7 +60,7 @@ class EngineConfig:
     deterministic: kernels whose tiles do not depend on the batch, so that a token's bits do not either: ragged
         attention and Triton's matrix products. The native kernels are so anyway.
     rounds: "device": a round is one program that the host never interrupts (on CUDA a graph), and the host is one round
-        behind; requests with penalties, cuts or log-probabilities are still played by the host. "host": it reads every
+        behind; requests with a grammar, a bias or many stop tokens are played by the host. "host": it reads every
         round. "auto" is device on CUDA, where models, drafter and attention allow it and no ranks share the target.
     dtype: "auto" is bfloat16 where the machine multiplies it natively, else float16 on CUDA devices, float32 on CPUs.
         "float16", for CUDA devices alone, ends at 65504: a model whose streams pass that needs another.
