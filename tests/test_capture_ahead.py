@@ -215,7 +215,7 @@ def test_requests_need_nothing_that_was_not_captured(machine: Machine, drafter: 
     assert machine.captures == known == len(graphs_of(engine).keys)
 
 
-@pytest.mark.parametrize("k", [0, 4, "bass", "auto"])
+@pytest.mark.parametrize("k", [0, 4, pytest.param("bass", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("model", ["toy", "llama"])
 def test_answers_are_the_same(machine: Machine, model: str, k: int | str) -> None:
     """Also of prompts that go on where rows that nobody has any more ended, some of them full."""

@@ -219,13 +219,13 @@ def rotary() -> dict[str, Used]:
 
 
 def between() -> dict[str, Used]:
-    from paceline.gpu.elementwise import activated, add_norm_kernel, gate_kernel  # noqa: F401
+    from paceline.gpu.elementwise import add_norm_kernel, gate_kernel
     from paceline.gpu.steps import ACTIVATIONS
 
     found = {}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = dict.fromkeys(("x", "added", "weight", "bias", "total", "out", "gate_up"), element)
-        for width, warps in ((4096, 4), (8192, 8)):
+        for width, warps in ((4096, 4), (8192, 8))[FEW:]:
             for centred in (False, True):
                 shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
                 key = f"add_norm {element} W={width} centred={centred}"

@@ -40,7 +40,7 @@ def spills(cell: str) -> bool:
 def test_every_kernel_compiles_for_sm_90_and_stands_in_the_table(tmp_path: Path) -> None:
     """One or two shapes of each."""
     lines = run("compile_kernels.py", "--few", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
-    assert len(lines) >= 30
+    assert len(lines) >= 29
     names = {line.removeprefix("sm_90 ").rsplit(": ", 1)[0] for line in lines}
     assert names <= committed().keys(), "write the table anew: its first lines say how"
     assert not [line for line in lines if spills(line.rsplit(": ", 1)[1])]

@@ -186,8 +186,8 @@ def test_float32_noise_is_within_its_bound_with_the_worst_logarithms(
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 3.0, 300.0])
 def test_random_lines_draw_what_float64_draws(temperature: float, spread: float) -> None:
-    logits = spread * torch.randn(12, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    check(logits, noise_for(12, temperature), block=128)
+    logits = spread * torch.randn(5, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    check(logits, noise_for(5, temperature), block=128)
 
 
 @pytest.mark.parametrize("temperature", [1.0, *(pytest.param(other, marks=pytest.mark.slow) for other in (0.5, 2.0))])
