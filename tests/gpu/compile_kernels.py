@@ -219,17 +219,17 @@ def rotary() -> dict[str, Used]:
 
 
 def between() -> dict[str, Used]:
-    from paceline.gpu.elementwise import add_norm_kernel, gate_kernel
+    from paceline.gpu.elementwise import add_norm_kernel, gate_kernel, warps_for
     from paceline.gpu.steps import ACTIVATIONS
 
     found = {}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = dict.fromkeys(("x", "added", "weight", "bias", "total", "out", "gate_up"), element)
-        for width, warps in ((4096, 4), (8192, 8))[FEW:]:
+        for width in (4096, 8192)[FEW:]:
             for centred in (False, True):
                 shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
                 key = f"add_norm {element} W={width} centred={centred}"
-                found[key] = build(add_norm_kernel, shape, warps=warps, **types)
+                found[key] = build(add_norm_kernel, shape, warps=warps_for(width), **types)
         for activation in ACTIVATIONS:
             shape = {"ACTIVATION": activation, "BLOCK": 1024}
             found[f"gate {element} {activation}"] = build(gate_kernel, shape, **types)

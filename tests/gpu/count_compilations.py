@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from paceline.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.gpu.linear import LARGEST_ROWS, Linears
 from paceline.gpu.rotary import turn_and_store
-from paceline.gpu.state import PackedHeads
+from paceline.gpu.state import Norm, PackedHeads
+from paceline.gpu.steps import TritonSteps
 
 HEADS, GROUPS, DIM, CACHE = 8, 4, 64, 2048
 WARM_UP = (1, 16, 32, 64, LARGEST_ROWS)  # a decode step, and prompts whose tiles are of the other sizes
@@ -53,6 +54,8 @@ def read_prompt(attention: RaggedAttention, linears: Linears, rows: int, length:
     q = turn_and_store(packed, positions, cache[0], cache[1])
     attention.attend(q, cache[0], cache[1], attention.plan(positions, before + length), scale=None, window=None)
     x = torch.zeros(min(LARGEST_ROWS, rows * length), 256, dtype=torch.bfloat16)
+    steps = TritonSteps()
+    steps.gate(steps.add_norm(x, x, Norm(256, 1e-5, x[0]))[1], "silu")
     linears(torch.zeros(128, 256, dtype=torch.bfloat16))(x)
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from paceline.gpu.state import Norm
 
-_BLOCK = 1024  # of the inner width
+_BLOCK = (
+    1024  # of the inner width; like the warps chosen so that nothing spills (docs/gpu-kernels.md), and not measured
+)
 _WARPS = 4
 _WIDE = 4096  # lines that are longer have twice the warps
 
@@ -88,6 +90,11 @@ def gate_kernel(
     tl.store(out + line * width + column, (opened.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
+def warps_for(width: int) -> int:
+    """Of a program that has so wide a line."""
+    return _WARPS if width <= _WIDE else 2 * _WARPS
+
+
 def add_norm(x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """See ``gpu.steps.LayerSteps``."""
     tokens, width = x.shape
@@ -96,7 +103,7 @@ def add_norm(x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         x, added, out if norm.weight is None else norm.weight, out if norm.bias is None else norm.bias, total, out,
         norm.eps, x.stride(0), added.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width),
         CENTRED=norm.centred, WEIGHTED=norm.weight is not None, BIASED=norm.bias is not None,
-        num_warps=_WARPS if width <= _WIDE else 2 * _WARPS,
+        num_warps=warps_for(width),
     )  # fmt: skip
     return total, out
 

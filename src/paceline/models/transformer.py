@@ -160,7 +160,7 @@ class _Layer:
     def __call__(self, x: Tensor, normed: Tensor, forward: _Pass, following: Norm | None) -> tuple[Tensor, Tensor]:
         """x, normed [N, width]: the residual stream, and as the layer reads it -> the same after it.
 
-        following: the norm that comes next, the next layer's or the last of all.
+        following: the norm that comes next, the next layer's or the last of all; None where nothing is normalised.
         """
         if not self.norm_first:
             x = forward.steps.add_norm(x, self.attention(x, forward), self.attention_norm)[1]
