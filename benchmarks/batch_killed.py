@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from paceline.bench.offline import machine, versions
 from paceline.cli.document import end
+from paceline.tools.bench.offline import machine, versions
 
 TENTHS = 10
 

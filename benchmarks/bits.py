@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass
 from typing import get_args
 
 from paceline import LLM, SamplingParams
-from paceline.batch import Batch, Wish
-from paceline.bench.prompts import COPYING, OPEN
-from paceline.hardware import cpu_name
+from paceline.config import QuantizationName
+from paceline.core.batch import Batch, Wish
+from paceline.core.hardware import cpu_name
 from paceline.lengths import LengthPolicy
-from paceline.params import QuantizationName
+from paceline.tools.bench.prompts import COPYING, OPEN
 
 LONGEST = 6
 TEXTS = [*COPYING, *OPEN]

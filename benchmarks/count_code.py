@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 import paceline
-from paceline.engine import Engine, Request
-from paceline.params import SamplingParams
+from paceline.config import SamplingParams
+from paceline.engine.engine import Engine, Request
 
 SOURCE = Path(paceline.__file__).parent
 WARM_UP = 3  # steps

@@ -16,8 +16,8 @@ import sys
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.bench.offline import machine, versions
-from paceline.params import EngineOptions
+from paceline.config import EngineOptions
+from paceline.tools.bench.offline import machine, versions
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from paceline.evaluation.problems import STOP, human_eval, style_of, tokens_of
+from paceline.config import SamplingParams
 from paceline.llm import LLM
-from paceline.params import SamplingParams
+from paceline.tools.evaluation.problems import STOP, human_eval, style_of, tokens_of
 
 ROWS = 8
 MOST_TOKENS = 1024  # of a prompt and its answer: the longest problem has less than half of that

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
+from paceline.engine.utilisation import fastest, kernel_rate
 from paceline.kernels import native, pack
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import NativeModel, Quantization
-from paceline.nodes import Nodes
-from paceline.utilisation import fastest, kernel_rate
 
 _READ_BYTES = 1 << 29
 _LEAST_TURNS = 5

@@ -14,8 +14,8 @@ import random
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.engine import Request
-from paceline.outputs import RequestOutput
+from paceline.core.outputs import RequestOutput
+from paceline.engine.engine import Request
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from paceline.bench.offline import machine, versions
-from paceline.outputs import RequestOutput
-from paceline.params import QuantizationName
+from paceline.config import QuantizationName
+from paceline.core.outputs import RequestOutput
+from paceline.tools.bench.offline import machine, versions
 
 SIDES = {"reused": True, "read anew": False}
 ASKED = (

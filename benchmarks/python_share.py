@@ -19,14 +19,14 @@ from typing import Any, get_args
 
 import torch
 
-from paceline.bench.prompts import COPYING
-from paceline.engine import Request
+from paceline.config import QuantizationName, SamplingParams
+from paceline.core.hardware import cpu_name
+from paceline.engine.engine import Request
 from paceline.errors import ParameterError
-from paceline.hardware import cpu_name
 from paceline.kernels import native
 from paceline.kernels.abi import SIGNATURES
 from paceline.llm import LLM
-from paceline.params import QuantizationName, SamplingParams
+from paceline.tools.bench.prompts import COPYING
 
 WARM_UP_ROUNDS = 8
 NOT_OF_A_ROUND = ("pl_pool_new", "pl_model_new", "pl_model_free", "pl_pool_free")

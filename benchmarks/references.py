@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from paceline.bench.measure import BatchRun, turns
-from paceline.bench.offline import machine, versions
-from paceline.bench.sets import SETS, Asked
+from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
-from paceline.outputs import RequestOutput
+from paceline.tools.bench.measure import BatchRun, turns
+from paceline.tools.bench.offline import machine, versions
+from paceline.tools.bench.sets import SETS, Asked
 
 Side = tuple[str, Callable[[], BatchRun]]
 

@@ -22,14 +22,14 @@ from typing import Any, get_args
 
 import torch
 
-from paceline.bench.prompts import COPYING
-from paceline.engine import Engine, Request
+from paceline.config import DrafterName, QuantizationName, SamplingParams
+from paceline.core.hardware import cpu_name
+from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.hardware import cpu_name
 from paceline.kernels import native
 from paceline.llm import LLM
 from paceline.models.native import NativeModel
-from paceline.params import DrafterName, QuantizationName, SamplingParams
+from paceline.tools.bench.prompts import COPYING
 
 PRODUCTS, ATTENTION = native.PHASES[2], native.PHASES[4]
 HEAD, CALL = "matrix products (head)", "call of the forward pass"

@@ -26,12 +26,12 @@ from typing import Any
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
-from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch
-from paceline.bench.measure import turns
-from paceline.bench.prompts import COPYING, OPEN
-from paceline.draft import Draft, Verdict
-from paceline.hardware import cpu_name
+from paceline.core.acceptance import AcceptanceRule
+from paceline.core.batch import Batch
+from paceline.core.draft import Draft, Verdict
+from paceline.core.hardware import cpu_name
+from paceline.tools.bench.measure import turns
+from paceline.tools.bench.prompts import COPYING, OPEN
 
 TEXTS = [*OPEN, *COPYING]
 ALONE = "temperature 0.8"

@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from paceline.bench.offline import machine, versions
+from paceline.core.outputs import Score
 from paceline.llm import LLM
-from paceline.outputs import Score
+from paceline.tools.bench.offline import machine, versions
 
 FEW_SHOT = "\n".join(f"Question: What comes after {n}?\nAnswer: {n + 1}" for n in range(12))
 

@@ -26,8 +26,8 @@ import httpx
 import psutil
 from benchmarks.batch_killed import answers, by_tenths, write_lines
 
-from paceline.bench.offline import machine, versions
 from paceline.cli.document import end
+from paceline.tools.bench.offline import machine, versions
 
 READY_SECONDS = 900
 LOOK_SECONDS = 0.1

@@ -36,9 +36,10 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from paceline.batch import Batch, RowStart, Wish
-from paceline.bench.sets import SETS, SetName
-from paceline.draft import BESIDE
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import BESIDE
+from paceline.core.sampling import sequence_seed
 from paceline.drafters.branches import Branches
 from paceline.drafters.growth import candidates
 from paceline.drafters.lookup import Beside, make_lookup
@@ -46,8 +47,7 @@ from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
 from paceline.lengths.belief import Belief, bins_of
 from paceline.llm import LLM
-from paceline.params import SamplingParams
-from paceline.sampling import sequence_seed
+from paceline.tools.bench.sets import SETS, SetName
 
 SEED, DEPTH = 1, 8
 WIDTHS = (1, 2, 4)

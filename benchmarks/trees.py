@@ -20,11 +20,11 @@ from typing import Any, get_args
 
 from benchmarks.references import timed
 
-from paceline.bench.measure import BatchRun, turns
-from paceline.bench.offline import machine, versions
-from paceline.bench.sets import SETS, SetName
+from paceline.config import SamplingParams
 from paceline.llm import LLM
-from paceline.params import SamplingParams
+from paceline.tools.bench.measure import BatchRun, turns
+from paceline.tools.bench.offline import machine, versions
+from paceline.tools.bench.sets import SETS, SetName
 
 
 def compared(llm: LLM, rows: int, options: argparse.Namespace) -> list[dict[str, Any]]:

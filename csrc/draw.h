@@ -1,5 +1,5 @@
 // A token from a row of logits: the largest, or the largest after temperature, cuts and Gumbel noise
-// (src/paceline/sampling.py says what the noise is and what the cuts are). Without cuts two passes over the row: one finds
+// (src/paceline/core/sampling.py says what the noise is and what the cuts are). Without cuts two passes over the row: one finds
 // the leader, one asks of every token whether its noise could carry it past the best so far; the few of which that may be
 // so are computed exactly, in the twin's arithmetic. Cuts are found by selection, never by sorting, and only where they may
 // matter: top-k makes a short list first, top-p asks of the token drawn whether it may stay. A token's mass is a whole

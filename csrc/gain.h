@@ -1,4 +1,4 @@
-// Commit: rows gain the tokens that a round gave them. The twin of src/paceline/rows.py's RowState.gain.
+// Commit: rows gain the tokens that a round gave them. The twin of src/paceline/core/rows.py's RowState.gain.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call, as chains or as
-// trees. A parallel one reads masks behind the text in the same pass. What is read and said is src/paceline/heads/feature.py's; how
+// trees. A parallel one reads masks behind the text in the same pass. What is read and said is src/paceline/drafters/heads/feature.py's; how
 // guesses are drawn is sampling.cpp's; how trees grow is src/paceline/drafters/growth.py's.
 #include <algorithm>
 #include <cstring>

@@ -24,7 +24,7 @@ struct Layer {
   int64_t window;       // 0: unlimited
 };
 
-// What makes a decoder a head that reads its target's streams (src/paceline/heads/feature.py). Its first layer reads the normed
+// What makes a decoder a head that reads its target's streams (src/paceline/drafters/heads/feature.py). Its first layer reads the normed
 // embedding of a token beside the normed hidden state that enters: what the streams were fused to, or what it said last.
 struct Fusion {
   Linear fuse;                // of all streams side by side
@@ -61,7 +61,7 @@ struct Entries {
   const float* values;
 };
 
-// How the tokens of rows are drawn; SamplingRows of src/paceline/rows.py says what each number means. All but the first three
+// How the tokens of rows are drawn; SamplingRows of src/paceline/core/rows.py says what each number means. All but the first three
 // may be null, where no row asks for it.
 struct DrawRows {
   const float* temperature;

@@ -1,4 +1,4 @@
-// Which tokens follow: what src/paceline/sampling.py says, place by place. A row's places are its own: nothing here depends on
+// Which tokens follow: what src/paceline/core/sampling.py says, place by place. A row's places are its own: nothing here depends on
 // other rows, and rows are shared out over the threads.
 #include <algorithm>
 #include <cmath>
@@ -440,7 +440,7 @@ std::vector<Move> moves_of(const RoundCall& call) {
   return moves;
 }
 
-// The twin of src/paceline/row_tables.py's RowTables.keep. places: of the rows in the cache.
+// The twin of src/paceline/core/row_tables.py's RowTables.keep. places: of the rows in the cache.
 void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const int64_t* places, const std::vector<Move>& moves) {
   const int64_t item = cache.bf16 ? 2 : 4;
   in_parallel(pool, [&](int thread) {

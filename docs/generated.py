@@ -10,7 +10,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli.main import app as cli
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 
 WIDTH = 100  # characters of a terminal
 

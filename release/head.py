@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.heads.checkpoint import load_head, save_head
+from paceline.drafters.heads.checkpoint import load_head, save_head
 from paceline.models.hub import own_head, resolve
 from paceline.models.loading import load_embedding, load_output
 

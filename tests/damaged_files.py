@@ -31,7 +31,7 @@ from model_support import FOREIGN, NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import PacelineError
 from paceline.kernels import native
-from paceline.tokenizer import Tokenizer
+from paceline.models.tokenizer import Tokenizer
 
 MEMORY = 1 << 30  # bytes that a load may take beyond what the process has
 CPU_SECONDS = 20

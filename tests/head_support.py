@@ -1,7 +1,7 @@
 """Tiny random heads in both published layouts, and an independent reading of them.
 
 ``read_step_by_step`` is written from the description of the format (EAGLE-3's paper and configs), with plain lists and
-one place after the other; it shares nothing with ``paceline.heads``.
+one place after the other; it shares nothing with ``paceline.drafters.heads``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.heads.config import HeadConfig
-from paceline.heads.decoder import TorchHead
-from paceline.heads.feature import FeatureHead
-from paceline.heads.native import NativeHead
-from paceline.heads.transfer import TransferHead
+from paceline.drafters.heads.config import HeadConfig
+from paceline.drafters.heads.decoder import TorchHead
+from paceline.drafters.heads.feature import FeatureHead
+from paceline.drafters.heads.native import NativeHead
+from paceline.drafters.heads.transfer import TransferHead
 from paceline.models.base import AnyModel
 from paceline.models.native import Quantization
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from paceline.attention.reference import ReferenceAttention
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
+from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import Model, Streams
 
 VOCABULARY = 61

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.ray.data import Columns
+from paceline.integrations.ray.data import Columns
 
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",

@@ -18,8 +18,8 @@ from openai import OpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from paceline.config import ServerConfig
 from paceline.llm import LLM
-from paceline.params import ServerConfig
 from paceline.server.app import make_app
 from paceline.server.context import Context
 from paceline.server.run import Server

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.batch import Batch, RowStart, Wish
-from paceline.draft import Draft, Verdict
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostTable
-from paceline.params import SamplingParams
 
 SIZES, LENGTHS = (1, 2, 4, 8, 16), tuple(range(9))
 

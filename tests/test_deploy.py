@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from paceline.server.metrics import Meter
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -14,12 +14,12 @@ import torch
 from kernels.tools import random_spec
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
-from paceline.engine import Request
+from paceline.config import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TEMPERATURE, MIN_TOP_P
+from paceline.core.outputs import RequestOutput
+from paceline.engine.engine import Request
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.kernels import native
 from paceline.models.native import NativeModel
-from paceline.outputs import RequestOutput
-from paceline.params import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TEMPERATURE, MIN_TOP_P
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_requests")

@@ -21,24 +21,24 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
-from paceline import acceptance, rules
-from paceline.batch import Batch, Wish
-from paceline.cache import KVCache
-from paceline.draft import Draft, Verdict
+from paceline.config import SamplingParams, StructuredOutputs
+from paceline.core import acceptance, rules
+from paceline.core.batch import Batch, Wish
+from paceline.core.cache import KVCache
+from paceline.core.draft import Draft, Verdict
+from paceline.core.outputs import RequestOutput
+from paceline.core.rows import RowState
+from paceline.core.sampling import Purpose, noise_key, noisy_argmax
 from paceline.drafters import Drafter, NgramDrafter
-from paceline.engine import Engine, Request
+from paceline.drafters.heads.decoder import HeadModel
+from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.heads.decoder import HeadModel
 from paceline.kernels import drawing, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, ProfiledLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
-from paceline.outputs import RequestOutput
-from paceline.params import SamplingParams, StructuredOutputs
-from paceline.rows import RowState
-from paceline.sampling import Purpose, noise_key, noisy_argmax
 from simulation import linear_costs
 from toy import (
     SHAPES,

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 import real_models
 from model_support import Runner
 from paceline import LLM, RequestOutput, SamplingParams
-from paceline.hardware import torch_threads
+from paceline.core.hardware import torch_threads
+from paceline.core.sampling import sequence_seed
 from paceline.models.loading import eos_token_ids, load_model
-from paceline.sampling import sequence_seed
-from paceline.tokenizer import Tokenizer
+from paceline.models.tokenizer import Tokenizer
 from toy import ScriptedTrees, sometimes
 
 TOPICS = (

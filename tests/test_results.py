@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.utilisation import Arithmetic, Peak
+from paceline.engine.utilisation import Arithmetic, Peak
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from kernels.tools import random_spec
-from paceline.attention.base import Attend
-from paceline.attention.reference import ReferenceAttention
-from paceline.batch import Batch, Wish
-from paceline.cache import KVCache
-from paceline.decoder import Decoder
-from paceline.draft import Draft
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core.batch import Batch, Wish
+from paceline.core.cache import KVCache
+from paceline.core.draft import Draft
+from paceline.core.nodes import Nodes, seen_by
+from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
 from paceline.drafters import Drafter
-from paceline.engine import Engine, Models, Request
+from paceline.engine.engine import Engine, Models, Request
+from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import Model, Streams
+from paceline.models.decoder import Decoder
 from paceline.models.native import NativeModel
-from paceline.nodes import Nodes, seen_by
-from paceline.outputs import CompletionOutput, RequestOutput
-from paceline.params import EngineConfig, SamplingParams
-from paceline.sampling import Purpose, noise_key, sequence_seed, uniform
 
 VOCAB = 24
 POSITIONS = 96

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.engine import Engine, Models
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine, Models
+from paceline.engine.sharing import SharedEngine
 from paceline.llm import LLM
-from paceline.params import EngineConfig
-from paceline.sharing import SharedEngine
 from toy import ToyModel
 
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from benchmarks.gpu.floors import best_seconds
 from torch import Tensor
 
-from paceline.attention import AttentionBackend, Plan, make_backend
-from paceline.bench.plots import new_figure, save
-from paceline.gpu.graphs import Graphs
-from paceline.params import AttentionName
+from paceline.config import AttentionName
+from paceline.kernels.attention import AttentionBackend, Plan, make_backend
+from paceline.kernels.gpu.graphs import Graphs
+from paceline.tools.bench.plots import new_figure, save
 
 Spread = Literal["equal", "mixed", "one long"]
 SDPA = "torch SDPA"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from benchmarks.gpu.cells import Setting
 
-from paceline.engine import Engine, Models, Request
+from paceline.config import SYNTHETIC, EngineConfig, SamplingParams
+from paceline.engine.engine import Engine, Models, Request
 from paceline.errors import ParameterError
-from paceline.params import SYNTHETIC, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
+    from paceline.config import Length
     from paceline.models.transformer import Transformer
-    from paceline.params import Length
 
 _REPEATS = 2
 

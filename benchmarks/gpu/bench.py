@@ -24,7 +24,7 @@ from benchmarks.gpu.results import Automatic, Measured, Result, Results, Traced
 from benchmarks.gpu.show import Line, show
 from benchmarks.gpu.stage import ROOM, Effort, Stage
 
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
 from paceline.errors import CapacityError, ParameterError
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer

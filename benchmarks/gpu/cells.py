@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from benchmarks.gpu.models import PAIRS, WEIGHT_BYTES, WeightFormat
 
+from paceline.config import MAX_SPECULATION_LENGTH, AttentionName
 from paceline.errors import ParameterError
-from paceline.params import MAX_SPECULATION_LENGTH, AttentionName
 
 Kind = Literal["round", "verify", "auto", "trace"]
 RATE = 0.8  # the synthetic acceptance that rounds are played at; time does not depend on it

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.files import write_text
+from paceline.config.files import write_text
 
 ROOT = Path(__file__).parents[2]
 DONE = "done.json"  # in the folder: the exit codes of the parts that were played
@@ -43,14 +43,14 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
     """In the order of their importance. tiny: every part, but of almost nothing."""
     if tiny:
         return (
-            _tests(("tests/gpu/test_rotary.py",), 120, 1, workers=0),
+            _tests(("tests/kernels/gpu/test_rotary.py",), 120, 1, workers=0),
             _rounds("bf16", "--pairs gpt-7.8b --formats bf16 --lengths 1", 120, 1),
             _rounds("8-bit", "--pairs llama-8b --formats int8 --lengths 1", 120, 1),
             Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 1),
             Part("products", ("-m", "benchmarks.gpu.run", "products"), 120, 1),
         )
     return (
-        _tests(("tests/gpu", "tests/attention"), 400, 240),
+        _tests(("tests/kernels/gpu", "tests/kernels/attention"), 400, 240),
         _rounds("bf16", "--formats bf16 --rows 8,1,32,64", 450, 400),
         _rounds("8-bit", "--pairs llama-8b --formats int8,fp8 --rows 8,1,32,64", 450, 400),
         Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 80),

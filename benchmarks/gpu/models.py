@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.gpu.launch import require_triton
+from paceline.kernels.gpu.launch import require_triton
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, LinearFactory
 from paceline.models.transformer import Transformer
@@ -166,7 +166,7 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
     if to == "bf16":
         return Dense
     require_triton(device, "formats", to)
-    from paceline.gpu.linear import Linears
+    from paceline.kernels.gpu.linear import Linears
     from paceline.models.kept_tiles import kernel_seconds
 
     return Linears(to, timer=kernel_seconds if device.type == "cuda" else None)

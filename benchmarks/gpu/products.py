@@ -19,8 +19,16 @@ from benchmarks.gpu.floors import best_seconds
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.gpu.graphs import Graphs
-from paceline.gpu.linear import LARGEST_ROWS, Format, Linears, Quantized, SmallRowLinear, quantise, widened_linear
+from paceline.kernels.gpu.graphs import Graphs
+from paceline.kernels.gpu.linear import (
+    LARGEST_ROWS,
+    Format,
+    Linears,
+    Quantized,
+    SmallRowLinear,
+    quantise,
+    widened_linear,
+)
 
 FP8 = torch.float8_e4m3fn
 _COLD_BYTES = 1 << 28  # of weights that take turns: several times the second-level cache

@@ -19,7 +19,7 @@ from benchmarks.gpu.cells import Cell, Setting
 from benchmarks.gpu.models import Pair, WeightFormat, matrices, random_model
 from benchmarks.gpu.stage import ROOM, Stage
 
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
 from paceline.models.config import ModelConfig
 
 Task = Callable[[], None]
@@ -80,7 +80,7 @@ def _cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> i
 @torch.inference_mode()
 def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, place: Place) -> None:
     """Every tile that may turn out to be the fastest, for every kind of row count."""
-    from paceline.gpu.linear import Linears
+    from paceline.kernels.gpu.linear import Linears
 
     outputs, inputs = shape
     weight = torch.randn(shape, dtype=place.dtype, device=place.device)

@@ -14,8 +14,8 @@ import typer
 from paceline.cli.console import note
 from paceline.cli.document import as_text, command_line, end
 from paceline.cli.main import Commands
+from paceline.config.files import check_output, write_text
 from paceline.errors import ParameterError
-from paceline.files import check_output, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def _device(name: str, tiny: bool) -> torch.device:
         if not tiny:
             raise ParameterError("--device", name, "a CUDA device; or cpu with --tiny, only to see that it runs")
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from paceline.hardware import resolve_device
+    from paceline.core.hardware import resolve_device
 
     return resolve_device(name)
 

@@ -59,7 +59,7 @@ _SHARE, _TIMES, _MS = _Unit("{:.1%}"), _Unit("{:.2f}x"), _Unit("{:.2f} ms")
 def show(results: Results, attention: Sequence[Timed], axes: Axes) -> list[Line]:
     """All lines; speed-ups are at synthetic acceptance, over plain decoding of the same run."""
     lines = [line for pair in axes.pairs for to in axes.formats for line in _Model(results, axes, pair, to).lines()]
-    by_tests = [Line(what, "always", "see tests/gpu", None) for what in BY_TESTS]
+    by_tests = [Line(what, "always", "see tests/kernels/gpu", None) for what in BY_TESTS]
     return [*lines, *_attention(results, attention), *by_tests]
 
 

@@ -15,14 +15,14 @@ from benchmarks.gpu.floors import best_seconds, seconds_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.attention import make_backend
-from paceline.batch import Batch, RowStart
-from paceline.decoder import Decoder
-from paceline.device_round import DeviceRound, Rule
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart
+from paceline.engine.device_round import DeviceRound, Rule
 from paceline.errors import PacelineError
-from paceline.gpu.graphs import Graphs, Ticket
+from paceline.kernels.attention import make_backend
+from paceline.kernels.gpu.graphs import Graphs, Ticket
+from paceline.models.decoder import Decoder
 from paceline.models.transformer import Transformer
-from paceline.params import SamplingParams
 
 ROOM = 160  # tokens that a row may gain before it begins anew
 _TRACED_ROUNDS = 8

@@ -25,7 +25,7 @@ from benchmarks.peers.environments import SetupError, ensure_environment, ensure
 from benchmarks.peers.pool import Pool, WorkerSpec
 from benchmarks.peers.schedule import Configuration, Measurement, Outcome, point
 
-from paceline.bench.sets import SETS, SetName
+from paceline.tools.bench.sets import SETS, SetName
 
 ROOM_FOR_SPECULATION = 32  # tokens of a row beyond prompt and answer
 PROMPT_SETS = ("stubs", "chat", "edits")  # a run each; no peer is given the original of an edit but in its prompt
@@ -89,7 +89,7 @@ def say(text: str) -> None:
 
 def prompt_ids(pair: Pair, chosen: SetName, count: int) -> list[list[int]]:
     """The prompts through the target's own chat template."""
-    from paceline.tokenizer import Tokenizer
+    from paceline.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(config.models_directory() / f"{pair.target}.gguf")
     return [tokenizer.chat(asked.messages) for asked in SETS[chosen][:count]]

@@ -25,7 +25,7 @@ from benchmarks.serve.load import GUIDELLM, Load, LoadError, Target, play
 from benchmarks.serve.plot import draw
 from benchmarks.serve.servers import ServerError, free_port, running
 
-from paceline.bench.sets import SETS
+from paceline.tools.bench.sets import SETS
 
 MODEL = "smollm2-135m"
 DTYPE = "bfloat16"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline.config import EngineConfig, SamplingParams, StructuredOutputs
+    from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput
     from paceline.llm import LLM
-    from paceline.outputs import CompletionOutput, Metrics, RequestOutput
-    from paceline.params import EngineConfig, SamplingParams, StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -24,12 +24,12 @@ __all__ = [
 
 _HOMES = {
     "LLM": "paceline.llm",
-    "CompletionOutput": "paceline.outputs",
-    "Metrics": "paceline.outputs",
-    "RequestOutput": "paceline.outputs",
-    "EngineConfig": "paceline.params",
-    "SamplingParams": "paceline.params",
-    "StructuredOutputs": "paceline.params",
+    "CompletionOutput": "paceline.core.outputs",
+    "Metrics": "paceline.core.outputs",
+    "RequestOutput": "paceline.core.outputs",
+    "EngineConfig": "paceline.config",
+    "SamplingParams": "paceline.config",
+    "StructuredOutputs": "paceline.config",
 }
 
 

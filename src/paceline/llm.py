@@ -14,37 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from paceline.engine import Engine, Models, Request
-from paceline.errors import EmptyPromptError, PacelineError, ParameterError
-from paceline.hardware import (
-    default_threads,
-    resolve_device,
-    resolve_dtype,
-    threads_of_each,
-    torch_threads,
-    whatever_torch_was_told,
-)
-from paceline.heads.decoder import HeadModel
-from paceline.heads.loading import find_head, load_head_for
-from paceline.inputs import (
-    Message,
-    Prompt,
-    as_conversations,
-    as_documents,
-    as_prompts,
-    as_references,
-    as_references_of_each,
-    as_sources,
-)
-from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded
-from paceline.models.loading import eos_token_ids, load_model
-from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed
-from paceline.models.prepare import prepare
-from paceline.models.shares import Share
-from paceline.outputs import RequestOutput, Score, TokenLogprob
-from paceline.params import (
+from paceline.config import (
     DEFAULT_MODEL,
     EngineConfig,
     EngineOptions,
@@ -54,12 +24,42 @@ from paceline.params import (
     check_used,
     engine_config,
 )
-from paceline.ranges import FileName
-from paceline.rows import Constraint
-from paceline.scoring import Text
-from paceline.sharing import SharedEngine
+from paceline.config.inputs import (
+    Message,
+    Prompt,
+    as_conversations,
+    as_documents,
+    as_prompts,
+    as_references,
+    as_references_of_each,
+    as_sources,
+)
+from paceline.config.ranges import FileName
+from paceline.core.hardware import (
+    default_threads,
+    resolve_device,
+    resolve_dtype,
+    threads_of_each,
+    torch_threads,
+    whatever_torch_was_told,
+)
+from paceline.core.outputs import RequestOutput, Score, TokenLogprob
+from paceline.core.rows import Constraint
+from paceline.drafters.heads.decoder import HeadModel
+from paceline.drafters.heads.loading import find_head, load_head_for
+from paceline.engine.engine import Engine, Models, Request
+from paceline.engine.scoring import Text
+from paceline.engine.sharing import SharedEngine
+from paceline.errors import EmptyPromptError, PacelineError, ParameterError
+from paceline.models.base import AnyModel
+from paceline.models.boundary import Source, is_loaded
+from paceline.models.loading import eos_token_ids, load_model
+from paceline.models.native import NativeModel
+from paceline.models.packed_file import find_packed
+from paceline.models.prepare import prepare
+from paceline.models.shares import Share
+from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
-from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
 _OF_WEIGHTS = "dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic", "tensor_parallel"
 _PARAMS = "SamplingParams, or a list of them, one a prompt; SamplingParams.from_mapping makes them from a dictionary"
@@ -397,7 +397,7 @@ def _load_target(source: ModelSource, config: EngineConfig) -> AnyModel:
     """All of it, or rank 0's part."""
     if config.tensor_parallel == 1:
         return _load(source, config, _dtype(config), config.quantization)
-    from paceline.parallel.launch import lead
+    from paceline.models.parallel.launch import lead
 
     device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
     threads = config.threads or threads_of_each(share.ranks)
@@ -407,7 +407,7 @@ def _load_target(source: ModelSource, config: EngineConfig) -> AnyModel:
 def _serve_if_launched(ranks: int) -> None:
     """A rank other than 0 that torchrun has started comes back from here no more."""
     if ranks > 1:
-        from paceline.parallel.launch import serve_if_launched
+        from paceline.models.parallel.launch import serve_if_launched
 
         serve_if_launched(ranks)
 

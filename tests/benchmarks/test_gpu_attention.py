@@ -12,7 +12,7 @@ from benchmarks.gpu.attention import BACKENDS, SDPA, Case, Heads, Spread, Tensor
 from benchmarks.gpu.run import app
 from typer.testing import CliRunner
 
-from paceline.attention.reference import ReferenceAttention
+from paceline.kernels.attention.reference import ReferenceAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("triton", reason="triton is not installed")

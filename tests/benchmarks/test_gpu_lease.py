@@ -21,10 +21,10 @@ from benchmarks.gpu.run import app
 from benchmarks.gpu.stage import Stage
 from typer.testing import CliRunner
 
-from paceline.engine import Engine, Models, Request
+from paceline.config import EngineConfig, SamplingParams
+from paceline.engine.engine import Engine, Models, Request
 from paceline.errors import ParameterError
-from paceline.gpu.graphs import Graphs
-from paceline.params import EngineConfig, SamplingParams
+from paceline.kernels.gpu.graphs import Graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

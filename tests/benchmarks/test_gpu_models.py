@@ -23,9 +23,9 @@ from benchmarks.gpu.models import (
     tiny,
 )
 
-from paceline.attention import make_backend
-from paceline.decoder import Decoder
+from paceline.kernels.attention import make_backend
 from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
 from paceline.models.weights import slots
 
 pytestmark = pytest.mark.usefixtures("one_thread")

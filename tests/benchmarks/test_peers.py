@@ -9,7 +9,7 @@ import pytest
 from benchmarks.peers import config, contenders, environments, export, run, schedule
 from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec
 
-from paceline.bench.sets import SETS
+from paceline.tools.bench.sets import SETS
 from polling import wait_until
 
 WORKER = Path(__file__).parent / "fake_worker.py"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from benchmarks.references import Side, arguments, separate, siblings
 
-from paceline.bench.measure import BatchRun
-from paceline.bench.sets import SETS
 from paceline.llm import LLM
+from paceline.tools.bench.measure import BatchRun
+from paceline.tools.bench.sets import SETS
 from toy_llm import toy_llm
 
 PROMPT = [1 + i % 7 for i in range(61)]

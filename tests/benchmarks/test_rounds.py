@@ -8,13 +8,13 @@ import pytest
 from benchmarks.rounds import ATTENTION, HEAD, PRODUCTS, Clock, Profile, profile, table
 
 from kernels.tools import random_spec
-from paceline.engine import Engine, Models
+from paceline.config import EngineConfig, SamplingParams
+from paceline.engine.engine import Engine, Models
+from paceline.engine.sharing import SharedEngine
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.llm import LLM
 from paceline.models.native import NativeModel
-from paceline.params import EngineConfig, SamplingParams
-from paceline.sharing import SharedEngine
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")

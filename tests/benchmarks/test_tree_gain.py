@@ -24,9 +24,9 @@ from benchmarks.tree_gain import (
 )
 
 from head_support import tiny_head
-from paceline.batch import Batch, RowStart
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart
 from paceline.drafters.model import ModelDrafter
-from paceline.params import SamplingParams
 from toy import ToyModel, make_engine, slow_answer, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import offline
-from paceline.bench.sets import SETS, Asked
+from paceline.tools.bench import offline
+from paceline.tools.bench.sets import SETS, Asked
 
 
 @pytest.mark.parametrize("how", [["--drafter", "none"], [], ["--drafter", "ngram", "--compare", "transformers"]])
@@ -57,7 +57,7 @@ def test_the_document_tells_whether_references_were_copied_from(
     paceline: Any, tiny: str, how: list[str], copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = (Asked("a b c", ("d e f",)),)
-    monkeypatch.setattr("paceline.bench.offline.SETS", {**SETS, "edits": short})
+    monkeypatch.setattr("paceline.tools.bench.offline.SETS", {**SETS, "edits": short})
     given: list[Any] = []
     sides_for = offline.sides_for
     monkeypatch.setattr(offline, "sides_for", lambda *a: (given.append(a[5]), sides_for(*a))[1])

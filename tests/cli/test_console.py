@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from paceline.bench.offline import Result, Timing
 from paceline.cli.bench import _table
 from paceline.cli.console import latency_table, table
 from paceline.cli.document import as_text
-from paceline.outputs import Latency
+from paceline.core.outputs import Latency
+from paceline.tools.bench.offline import Result, Timing
 
 
 def drawn(renderable: object, width: int) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from paceline import LLM
-from paceline.bench.measure import BatchRun
 from paceline.cli.demo import compare, show, verdict
+from paceline.tools.bench.measure import BatchRun
 
 README = Path(__file__).parent.parent.parent / "README.md"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.drafters import kept_by_position, mixed_batches
-from paceline.bench.tasks import PROMPTS, TASKS
+from paceline.tools.bench.drafters import kept_by_position, mixed_batches
+from paceline.tools.bench.tasks import PROMPTS, TASKS
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "200", "--prompts", "2", "--max-tokens", "6", "--guesses", "2")
 SHORT = (*OPTIONS, "--tasks", "maths,questions", "--repeats", "1", "--batch-sizes", "1,2")
@@ -35,7 +35,7 @@ def test_batches_have_equally_many_prompts_of_every_task(size: int) -> None:
 def test_the_document_has_every_drafter_on_every_task(
     paceline: Any, tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.bench.drafters.COST_SECONDS", 0.02)
+    monkeypatch.setattr("paceline.tools.bench.drafters.COST_SECONDS", 0.02)
     file = tmp_path / "drafters.json"
     options = (*SHORT, "--draft-model", tiny_draft, "--output", str(file))
     result = paceline("bench", "drafters", tiny, *options)

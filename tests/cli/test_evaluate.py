@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from paceline.evaluation import problems as module
-from paceline.evaluation.problems import Problem
-from paceline.evaluation.sandbox import Sandbox
 from paceline.llm import LLM
+from paceline.tools.evaluation import problems as module
+from paceline.tools.evaluation.problems import Problem
+from paceline.tools.evaluation.sandbox import Sandbox
 
 CHECK = "def check(f):\n    assert f(1) == 2\n"
 PROBLEMS = [
@@ -132,8 +132,8 @@ def test_a_run_with_other_documents_or_another_sandbox_is_not_gone_on_with(
         again = paceline(*line, *documents, "--resume")
         assert again.exit_code == 2
         assert again.stderr.splitlines()[-1].startswith("error: --resume: reference_documents=")
-    monkeypatch.setattr("paceline.evaluation.sandbox._LIMITED", ("less than before",))
-    monkeypatch.setattr("paceline.evaluation.sandbox._ENCLOSED", ("less than before",))
+    monkeypatch.setattr("paceline.tools.evaluation.sandbox._LIMITED", ("less than before",))
+    monkeypatch.setattr("paceline.tools.evaluation.sandbox._ENCLOSED", ("less than before",))
     again = paceline(*line, "--reference-document", str(first), "--resume")
     assert again.exit_code == 2
     assert again.stderr.splitlines()[-1].startswith("error: --resume: isolation=")
@@ -187,7 +187,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 PROGRAM = """
 import sys
 from paceline.cli.main import app
-from paceline.evaluation import problems
+from paceline.tools.evaluation import problems
 problems.human_eval = lambda: [
     problems.Problem(f"Test/{n}", f"def f(x):\\n    return {2 + n % 2}  # {n} ", "f", CHECK, "") for n in range(4)
 ]

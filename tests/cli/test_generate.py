@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from paceline.engine import Engine
+from paceline.config import EngineConfig, SamplingParams
+from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
-from paceline.params import EngineConfig, SamplingParams
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import syntax
+from paceline.tools.bench import syntax
 
 ANSWER = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
 

@@ -18,7 +18,7 @@ from paceline.cli.verify import (
     first_divergence,
     law_test,
 )
-from paceline.params import DtypeName
+from paceline.config import DtypeName
 
 QUICK = ("--dtype", "float32", "--batch-sizes", "1,4", "--lengths", "1,3", "--max-tokens", "10", "--samples", "300")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

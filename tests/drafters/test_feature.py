@@ -29,19 +29,19 @@ from head_support import (
     write,
 )
 from paceline import LLM
-from paceline.attention.reference import ReferenceAttention
-from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft
-from paceline.engine import Engine
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft
+from paceline.core.rows import RowState
+from paceline.drafters.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
+from paceline.engine.engine import Engine
+from paceline.engine.memory import plan_memory
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
+from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths import FixedLength
-from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
+from paceline.models.decoder import Decoder
 from paceline.models.loading import load_embedding
-from paceline.params import EngineConfig, SamplingParams
-from paceline.rows import RowState
 from toy import (
     POSITIONS,
     VOCAB,

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from paceline.attention import BACKENDS
-from paceline.batch import Batch, RowStart, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft, Verdict
 from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
+from paceline.kernels.attention import BACKENDS
 from paceline.lengths.base import LengthPolicy
-from paceline.params import SamplingParams
+from paceline.models.decoder import Decoder
 from toy import VOCAB, FlatToy, ToyModel, answers, logits_after, make_engine, run, slow_adjust, slow_draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paceline.attention import BACKENDS
-from paceline.batch import Batch, RowStart, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Verdict
+from paceline.config import AcceptanceName, SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Verdict
+from paceline.core.sampling import Purpose
 from paceline.drafters.model import ModelDrafter
-from paceline.params import AcceptanceName, SamplingParams
-from paceline.sampling import Purpose
+from paceline.kernels.attention import BACKENDS
+from paceline.models.decoder import Decoder
 from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_draw, slow_law
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +127,7 @@ def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_report
 
 def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     purposes = []
-    import paceline.sampling as sampling
+    import paceline.core.sampling as sampling
 
     original = sampling.noise_key
     monkeypatch.setattr(

@@ -13,25 +13,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
-from paceline.attention.reference import ReferenceAttention
-from paceline.batch import Batch, RowStart, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft
+from paceline.core.rows import Constraint
 from paceline.drafters.branches import Branches
 from paceline.drafters.feature import FeatureDrafter
 from paceline.drafters.growth import Growth
-from paceline.engine import Engine
+from paceline.drafters.heads.decoder import TorchHead
+from paceline.drafters.heads.feature import FeatureHead
+from paceline.drafters.heads.loading import prepare_head
+from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
+from paceline.engine.engine import Engine
+from paceline.engine.memory import plan_memory
 from paceline.errors import ParameterError
-from paceline.heads.decoder import TorchHead
-from paceline.heads.feature import FeatureHead
-from paceline.heads.loading import prepare_head
-from paceline.heads.native import NativeHead, NativeHeadDecoder
 from paceline.kernels import native
+from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.pack import INPUT_MULTIPLE, Format, dequantise, quantise
-from paceline.memory import plan_memory
+from paceline.models.decoder import Decoder
 from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization
-from paceline.params import EngineConfig, SamplingParams
-from paceline.rows import Constraint
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, make_request, run, tiny_llama, tiny_native
 
 pytestmark = [

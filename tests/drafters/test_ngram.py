@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.batch import Batch, RowStart, Wish
-from paceline.draft import BESIDE
+from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import BESIDE
 from paceline.drafters.lookup import OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
-from paceline.params import MAX_SPECULATION_LENGTH, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from paceline.batch import Batch, Wish
-from paceline.draft import KINDS, Draft
+from paceline.config import MAX_REFERENCE_TOKENS, MAX_REFERENCES, SamplingParams
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import KINDS, Draft
+from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
 from paceline.drafters.lookup import REFERENCES
-from paceline.engine import Engine
+from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
 from paceline.kernels import native
-from paceline.outputs import RequestOutput
-from paceline.params import MAX_REFERENCE_TOKENS, MAX_REFERENCES, SamplingParams
 from toy import VOCAB, ToyModel, answers, make_engine, make_request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.tools import random_spec, run_attention
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes, seen_by
 from paceline.kernels import native, twin
-from paceline.nodes import Nodes, seen_by
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 ROWS, ROW = 3, 1

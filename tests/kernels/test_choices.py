@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.batch import Batch, RowStart
+from paceline.config import MIN_TEMPERATURE, SamplingParams
+from paceline.core.batch import Batch, RowStart
+from paceline.core.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
 from paceline.kernels import native
 from paceline.kernels.drawing import (
     Gained,
@@ -22,8 +24,6 @@ from paceline.kernels.drawing import (
     likelihood_of,
     logprobs_of,
 )
-from paceline.params import MIN_TEMPERATURE, SamplingParams
-from paceline.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -315,7 +315,7 @@ def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatc
     batch.set_rows(40)
     logits, guesses = logits_of(40, GUESSES + 1, 100, 1.0, 7), guesses_of(batch, 8)
     expected = twin_tokens(logits, batch, guesses)
-    monkeypatch.setattr("paceline.sampling.adjust", lambda *_: pytest.fail("no torch"))
+    monkeypatch.setattr("paceline.core.sampling.adjust", lambda *_: pytest.fail("no torch"))
     counts = torch.full((40,), GUESSES)
     for choices in (
         Choices(logits, batch, guesses),

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.sampling import Purpose, _draw, noise_key
 from paceline.kernels import native
 from paceline.kernels.drawing import Places, Rows, accept_guesses, draw_tokens, kernels_for, likelihood_of
-from paceline.sampling import Purpose, _draw, noise_key
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack
 from paceline.kernels.pack import Weight
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec

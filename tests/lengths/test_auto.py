@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.batch import Batch, RowStart, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
-from paceline.engine import Engine, Request
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.engine.engine import Engine, Request
 from paceline.lengths.auto import CLUELESS_TRIALS, AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
 from paceline.lengths.belief import LONGEST_AUTO, Mean, bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable, RoundTimes
-from paceline.params import EngineConfig, SamplingParams
+from paceline.models.decoder import Decoder
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 

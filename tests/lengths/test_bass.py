@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.batch import Batch
-from paceline.draft import Verdict
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.batch import Batch
+from paceline.core.draft import Verdict
 from paceline.lengths.base import BassLength, FixedLength
-from paceline.params import MAX_SPECULATION_LENGTH
 
 
 @pytest.mark.parametrize(

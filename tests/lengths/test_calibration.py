@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.batch import Batch
-from paceline.draft import Draft, Verdict
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch
+from paceline.core.draft import Draft, Verdict
+from paceline.engine.native_round import NativeRound
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
-from paceline.native_round import NativeRound
-from paceline.params import SamplingParams
 from toy import ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")

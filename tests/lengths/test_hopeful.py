@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.batch import Batch, Wish
-from paceline.engine import Engine
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, Wish
+from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength
 from paceline.lengths.belief import Mean
 from paceline.lengths.cost import CostModel
-from paceline.params import SamplingParams
 from simulation import LENGTHS, SIZES, GuessSimulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.draft import Draft, Verdict
+from paceline.core.draft import Draft, Verdict
 from paceline.lengths.belief import judge
 
 

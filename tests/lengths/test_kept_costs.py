@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import hardware
-from paceline.engine import Engine
+from paceline.core import hardware
+from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
 from paceline.lengths import kept_costs
 from paceline.lengths.calibration import Calibration

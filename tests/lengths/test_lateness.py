@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.batch import Batch, RowStart
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart
 from paceline.lengths.belief import Paces
-from paceline.params import SamplingParams
 
 
 def batch_of(tokens_left: list[int]) -> Batch:

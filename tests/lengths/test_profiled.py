@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.profile import MeasuredProfile, SweepPoint
-from paceline.engine import Engine
+from paceline.config import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.errors import ParameterError, ProfileError
 from paceline.lengths.base import ProfiledLength
 from paceline.lengths.profile import Identity, Profile
 from paceline.models.fingerprint import model_hash
-from paceline.params import SamplingParams
+from paceline.tools.bench.profile import MeasuredProfile, SweepPoint
 from simulation import linear_costs
 from toy import ToyModel, answers, make_engine, run
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.batch import Batch, RowStart, Wish
-from paceline.draft import Draft, Verdict
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.belief import LONGEST_AUTO, Belief, bins_of, bins_of_draft, judge
 from paceline.lengths.cost import CostModel, CostTable
-from paceline.params import SamplingParams
 from simulation import linear_costs
 from toy import SHAPES
 

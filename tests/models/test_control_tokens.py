@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_tokenizer import TEXTS, byte_level_backend, real_model, sentencepiece_backend, smollm2, wrap
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import RequestError
 from paceline.models.control_tokens import ControlTokens
-from paceline.tokenizer import Tokenizer as OurTokenizer
-from test_tokenizer import TEXTS, byte_level_backend, real_model, sentencepiece_backend, smollm2, wrap
+from paceline.models.tokenizer import Tokenizer as OurTokenizer
 
 TEMPLATE = "{% for m in messages %}<eos>{{ m.role }}\n{{ m.content | trim }}{% endfor %}<eos>"
 HOSTILE = [

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.errors import ParameterError
-from paceline.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
+from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
 from paceline.models.kept_tiles import VARIABLE, KeptTiles, tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")

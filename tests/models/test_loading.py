@@ -19,8 +19,8 @@ from paceline.models.base import Model
 from paceline.models.gguf import GGUFFile
 from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
+from paceline.models.tokenizer import Tokenizer
 from paceline.models.transformer import Transformer
-from paceline.tokenizer import Tokenizer
 
 FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3", "opt", "gpt2"]
 

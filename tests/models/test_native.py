@@ -5,13 +5,13 @@ import torch
 from torch.nn import functional
 
 from kernels.tools import cache_for, ragged, random_spec
+from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
-from paceline.nodes import Nodes
 
 QUANTIZATIONS = (None, "int8", "int4")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -402,7 +402,7 @@ def test_a_loaded_transformer_runs_alike(kernels, changes, monkeypatch):
 
 
 def cache_for_model(model):
-    from paceline.cache import KVCache
+    from paceline.core.cache import KVCache
 
     return KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.float32)
 

@@ -27,7 +27,7 @@ from paceline.errors import ModelFormatError
 from paceline.models import hub
 from paceline.models.boundary import reading
 from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
-from paceline.tokenizer import Tokenizer
+from paceline.models.tokenizer import Tokenizer
 
 LARGE = 100_500  # tokens: from 100,000 on transformers asks where a tokenizer comes from
 SHAPE = {"vocab_size": LARGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
@@ -160,7 +160,7 @@ def test_it_is_the_same_when_the_hub_is_forbidden_anyway(kept: Path, monkeypatch
 # In processes of their own, as users start them
 
 
-LOAD = "import sys; from paceline.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).vocab_size)"
+LOAD = "import sys; from paceline.models.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).vocab_size)"
 
 
 def load_elsewhere(source: Path, folder: Path, **environment: str) -> str:

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paceline.attention import make_backend
 from paceline.errors import ParameterError
-from paceline.gpu import launch
+from paceline.kernels.attention import make_backend
+from paceline.kernels.gpu import launch
 from paceline.models import prepare as module
 from paceline.models.prepare import prepare
 from paceline.models.transformer import Transformer
@@ -41,7 +41,7 @@ def test_on_cuda_tritons_products_take_the_weights(
     quantization: Any, deterministic: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from paceline.gpu.linear import SmallRowLinear
+    from paceline.kernels.gpu.linear import SmallRowLinear
 
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     made = module._with_triton(fresh_llama(), quantization, deterministic)

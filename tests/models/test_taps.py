@@ -7,14 +7,14 @@ import torch
 
 import real_models
 from model_support import FOREIGN, NATIVE, Runner, random_tokens, tiny
-from paceline.cache import KVCache
+from paceline.config import QuantizationName
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
-from paceline.nodes import Nodes
-from paceline.params import QuantizationName
 
 TAPS = (2, 0, 1)
 

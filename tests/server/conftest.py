@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.config import ServerConfig
+from paceline.core.outputs import RequestOutput
 from paceline.llm import LLM
-from paceline.outputs import RequestOutput
-from paceline.params import ServerConfig
 from server_support import Live, load, save_model, start
 
 

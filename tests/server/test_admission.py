@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
+from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.server import errors, replies
 from paceline.server.admission import Admission, Place, Room, Work
 from paceline.server.completions import CompletionJob

@@ -20,10 +20,10 @@ import pytest
 from openai import OpenAI
 from starlette.types import Message
 
-from paceline.engine import Engine
+from paceline.config import ServerConfig
+from paceline.core.outputs import RequestOutput
+from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
-from paceline.outputs import RequestOutput
-from paceline.params import ServerConfig
 from paceline.server import limits
 from paceline.server.batch.forms import FormReader, Part
 from paceline.server.batch.runner import BEHIND, Runner

@@ -22,8 +22,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.config import ServerConfig
 from paceline.errors import ParameterError
-from paceline.params import ServerConfig
 from paceline.server.ending import EXIT_STUCK
 from paceline.server.logs import JsonFormatter, Throttle, Writer, request_id
 from paceline.server.sockets import listen
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SCRIPT = """
 import sys, time
 from server_support import load
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from paceline.server import ending, run
 
 model, hangs = sys.argv[1:]

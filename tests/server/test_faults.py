@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from paceline.batch import RowStart
+from paceline.config import ServerConfig
+from paceline.core.batch import RowStart
+from paceline.engine.request import Intake
+from paceline.engine.scoring import Scorer
 from paceline.errors import ParameterError
-from paceline.params import ServerConfig
-from paceline.request import Intake
-from paceline.scoring import Scorer
 from paceline.server.security import KeyRing, read_keys
 from polling import wait_until
 from server_support import Live, start

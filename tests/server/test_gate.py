@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from paceline.server.errors import ApiError
 from paceline.server.security import Hosts
 from paceline.server.shares import Shares

@@ -11,9 +11,9 @@ import jsonschema_rs
 import openai
 import pytest
 
+from paceline.config import SamplingParams
+from paceline.core.outputs import CompletionOutput, TokenKind
 from paceline.llm import LLM
-from paceline.outputs import CompletionOutput, TokenKind
-from paceline.params import SamplingParams
 from paceline.server.replies import kept_by_round
 from server_support import TEMPLATE, Live
 from web import client

@@ -10,7 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from server_support import Live, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

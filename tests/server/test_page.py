@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from paceline.server.playground import HEADERS, MEDIA_TYPES, STATIC
 from server_support import Live, start
 from web import client

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from server_support import Live, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.config import MAX_REFERENCE_CHARACTERS, SamplingParams, ServerConfig
 from paceline.llm import LLM
-from paceline.params import MAX_REFERENCE_CHARACTERS, SamplingParams, ServerConfig
 from paceline.server.predictions import in_common
 from server_support import Live, start
 

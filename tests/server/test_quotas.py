@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.config import ServerConfig
 from paceline.errors import ParameterError
-from paceline.params import ServerConfig
 from paceline.server import errors
 from paceline.server.clients import key_name
 from paceline.server.quotas import Key, Quotas, read_key

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from paceline.config import SamplingParams, ServerConfig
 from paceline.llm import LLM
-from paceline.params import SamplingParams, ServerConfig
 from real_models import find
 from server_support import Live, load, start
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from server_support import Live, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

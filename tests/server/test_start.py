@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from paceline.engine import Engine
+from paceline.config import ServerConfig
+from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
-from paceline.gpu.ahead import Ahead
-from paceline.gpu.graphs import Named
-from paceline.params import ServerConfig
+from paceline.kernels.gpu.ahead import Ahead
+from paceline.kernels.gpu.graphs import Named
 from paceline.server.context import Context
 from server_support import load
 

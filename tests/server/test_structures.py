@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from paceline.config import StructuredOutputs
 from paceline.errors import StructureError
-from paceline.params import StructuredOutputs
 from polling import wait_until
 from server_support import Live
 

@@ -12,11 +12,11 @@ import jsonschema_rs
 import pytest
 import torch
 
+from paceline.config import StructuredOutputs
 from paceline.errors import ParameterError, StructureError
-from paceline.params import StructuredOutputs
+from paceline.models.tokenizer import Tokenizer
 from paceline.structured.grammars import Grammars
 from paceline.structured.limits import Limits
-from paceline.tokenizer import Tokenizer
 from server_support import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

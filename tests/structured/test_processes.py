@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.config import SamplingParams, StructuredOutputs
+from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
 from paceline.llm import LLM
-from paceline.outputs import CompletionOutput
-from paceline.params import SamplingParams, StructuredOutputs
+from paceline.models.tokenizer import Tokenizer
 from paceline.structured.grammars import GrammarConstraint, Grammars
 from paceline.structured.limits import Limits
-from paceline.tokenizer import Tokenizer
 from polling import PATIENCE, wait_until
 from server_support import byte_tokenizer, load, save_model
 
@@ -265,9 +265,9 @@ ORPHANS = """
 import os, sys, time
 sys.path[:0] = {paths!r}
 from server_support import byte_tokenizer
-from paceline.params import StructuredOutputs
+from paceline.config import StructuredOutputs
 from paceline.structured.grammars import Grammars
-from paceline.tokenizer import Tokenizer
+from paceline.models.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(byte_tokenizer())
 grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
 kept = grammars.compile(StructuredOutputs(regex="a+"))()

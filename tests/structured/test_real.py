@@ -8,9 +8,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from paceline.config import DEFAULT_MODEL, SamplingParams, StructuredOutputs
 from paceline.errors import StructureError
 from paceline.llm import LLM
-from paceline.params import DEFAULT_MODEL, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")

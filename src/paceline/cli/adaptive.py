@@ -43,8 +43,8 @@ def traffic(
     quiet: Quiet = False,
 ) -> None:
     """Requests arrive by themselves; every length policy serves the same. The last line is one JSON document."""
-    from paceline.bench.offline import machine, versions
-    from paceline.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
+    from paceline.tools.bench.offline import machine, versions
+    from paceline.tools.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
 
     plot = checked_plot(output)
     _need_drafter(engine)
@@ -101,9 +101,9 @@ def traffic_http(
     quiet: Quiet = False,
 ) -> None:
     """The traffic of bench traffic against running servers: each one's policy, or fewer guesses as requests ask."""
-    from paceline.bench.offline import machine, versions
-    from paceline.bench.traffic import Load, as_json
-    from paceline.bench.traffic_http import compared, draw, measure, served
+    from paceline.tools.bench.offline import machine, versions
+    from paceline.tools.bench.traffic import Load, as_json
+    from paceline.tools.bench.traffic_http import compared, draw, measure, served
 
     plot = checked_plot(output)
     _check_intervals(interval, cv)
@@ -148,8 +148,8 @@ def phases(
     quiet: Quiet = False,
 ) -> None:
     """Batch 1, 16, 1 and SYNTHETIC acceptance 0.9, 0.1, 0.9: auto, every fixed length, and an oracle."""
-    from paceline.bench.offline import machine, versions
-    from paceline.bench.phases import PHASES, Phase, Stage, compare, draw
+    from paceline.tools.bench.offline import machine, versions
+    from paceline.tools.bench.phases import PHASES, Phase, Stage, compare, draw
 
     plot = checked_plot(output)
     if quick:
@@ -189,7 +189,7 @@ def _check_intervals(interval: float, cv: float) -> None:
 
 
 def _known_traces(text: str) -> list[str]:
-    from paceline.bench.traffic import TRACES
+    from paceline.tools.bench.traffic import TRACES
 
     wanted = text.split(",")
     if not set(wanted) <= set(TRACES):

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from paceline.cli.console import note
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.config import DEFAULT_ACCEPTANCE, MAX_COUNT, SamplingParams, ServerConfig
+from paceline.config.files import read_text, write_text
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
-from paceline.files import read_text, write_text
-from paceline.params import DEFAULT_ACCEPTANCE, MAX_COUNT, SamplingParams, ServerConfig
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -95,7 +95,7 @@ def batch(
             failed = asyncio.run(job.run(lines, output))
         else:
             from paceline.cli.workers import Job
-            from paceline.ray.cluster import LOCAL
+            from paceline.integrations.ray.cluster import LOCAL
 
             on_ray = Job(config, params, refuse_params, begin, in_order=in_order, quiet=quiet)
             failed = on_ray.run(engine.recipe(model), replicas, ray_address or LOCAL, lines, output)

@@ -23,12 +23,12 @@ from paceline.cli.options import (
     with_flags,
 )
 from paceline.cli.quality import quality
+from paceline.config import LOOKS_UP
+from paceline.config.files import check_output
 from paceline.errors import ParameterError
-from paceline.files import check_output
-from paceline.params import LOOKS_UP
 
 if TYPE_CHECKING:
-    from paceline.bench.offline import Result
+    from paceline.tools.bench.offline import Result
 
 app = typer.Typer(no_args_is_help=True, help="How fast it is.")
 
@@ -70,8 +70,8 @@ def offline(
     quiet: Quiet = False,
 ) -> None:
     """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
-    from paceline.bench.offline import Transformers, document, has_references, measure, prompts_for, sides_for
-    from paceline.utilisation import arithmetic_of
+    from paceline.engine.utilisation import arithmetic_of
+    from paceline.tools.bench.offline import Transformers, document, has_references, measure, prompts_for, sides_for
 
     check_output("--output", output)
     sizes = whole_numbers("--batch-sizes", batch_sizes)

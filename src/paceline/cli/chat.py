@@ -9,9 +9,9 @@ import typer
 
 from paceline.cli.console import note, report_error, stderr
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.config import SamplingParams
+from paceline.config.ranges import check_text
 from paceline.errors import RequestError
-from paceline.params import SamplingParams
-from paceline.ranges import check_text
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

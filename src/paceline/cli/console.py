@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from paceline.outputs import Latency
+from paceline.core.outputs import Latency
 
 
 def stdout() -> Console:

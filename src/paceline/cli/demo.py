@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.panel import Panel
 from tqdm import tqdm
 
-from paceline.bench.measure import BatchRun, run_batch
-from paceline.bench.prompts import COPYING
 from paceline.cli.console import latency_table, note, stdout, table, working
 from paceline.cli.options import DEFAULT_MODEL, Model
-from paceline.params import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
+from paceline.config import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
+from paceline.tools.bench.measure import BatchRun, run_batch
+from paceline.tools.bench.prompts import COPYING
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -89,7 +89,7 @@ def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> 
             rows,
         )
     )
-    from paceline.utilisation import arithmetic_of  # it imports torch, for which --help need not wait
+    from paceline.engine.utilisation import arithmetic_of  # it imports torch, for which --help need not wait
 
     arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
     sides = {"plain": plain, "speculation": speculative}

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from paceline.files import check_output, write_text
+from paceline.config.files import check_output, write_text
 
 
 def command_line() -> str:

@@ -16,9 +16,9 @@ from paceline.errors import ParameterError
 from paceline.models.hub import own_head
 
 if TYPE_CHECKING:
-    from paceline.bench.drafters import Count, DraftCost, Plan, Speed
-    from paceline.bench.tasks import Task
     from paceline.llm import LLM
+    from paceline.tools.bench.drafters import Count, DraftCost, Plan, Speed
+    from paceline.tools.bench.tasks import Task
 
 CHOSEN_BY_DRAFTERS = {"drafter", "num_speculative_tokens", "profile", "max_batch_size", "prefix_cache"}
 
@@ -42,8 +42,8 @@ def drafters(
     quiet: Quiet = False,
 ) -> None:
     """Compare all drafters of a target: copies, a draft model, a trained head. The last line is one JSON document."""
-    from paceline.bench.drafters import Plan, contenders, count, draft_costs, draw, speeds
-    from paceline.bench.offline import machine, versions
+    from paceline.tools.bench.drafters import Plan, contenders, count, draft_costs, draw, speeds
+    from paceline.tools.bench.offline import machine, versions
 
     plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
@@ -77,7 +77,7 @@ def drafters(
 
 
 def _tasks(text: str) -> tuple[Task, ...]:
-    from paceline.bench.tasks import Task
+    from paceline.tools.bench.tasks import Task
 
     known = get_args(Task)
     wanted = [word.strip() for word in text.split(",")]

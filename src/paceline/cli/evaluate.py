@@ -15,17 +15,17 @@ import typer
 from paceline.cli.console import Sheet, note, stderr, table, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers, with_flags
+from paceline.config import SamplingParams
+from paceline.config.files import check_output, write_text
 from paceline.errors import MissingPackageError, ParameterError
-from paceline.files import check_output, write_text
-from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.evaluation.curves import Share
-    from paceline.evaluation.journal import Sides
-    from paceline.evaluation.problems import Problem, Style
-    from paceline.evaluation.run import Plan, Result, Side
-    from paceline.evaluation.sandbox import Sandbox
     from paceline.llm import LLM
+    from paceline.tools.evaluation.curves import Share
+    from paceline.tools.evaluation.journal import Sides
+    from paceline.tools.evaluation.problems import Problem, Style
+    from paceline.tools.evaluation.run import Plan, Result, Side
+    from paceline.tools.evaluation.sandbox import Sandbox
 
 app = typer.Typer(no_args_is_help=True, help="What its answers are worth, and by when.")
 
@@ -71,9 +71,9 @@ def humaneval(
 
     The programs that the model writes are run in a sandbox. The last line of stdout is one JSON document.
     """
-    from paceline.evaluation.problems import human_eval
-    from paceline.evaluation.run import Plan, sides_of
-    from paceline.evaluation.sandbox import Sandbox
+    from paceline.tools.evaluation.problems import human_eval
+    from paceline.tools.evaluation.run import Plan, sides_of
+    from paceline.tools.evaluation.sandbox import Sandbox
 
     answers = tuple(sorted(set(whole_numbers("--n", n))))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, time_budget=budget_max)
@@ -126,7 +126,7 @@ def _tell(box: Sandbox) -> None:
 
 
 def _style(llm: LLM, wanted: Literal["auto", "chat", "completion"]) -> Style:
-    from paceline.evaluation.problems import style_of
+    from paceline.tools.evaluation.problems import style_of
 
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
     return style_of(llm.tokenizer) if wanted == "auto" else wanted
@@ -136,8 +136,8 @@ def _run(plan: Plan, sides: list[Side], box: Sandbox, path: Path, resume: bool, 
     """All problems' answers, those of an earlier run included."""
     from tqdm import tqdm
 
-    from paceline.evaluation.journal import Journal
-    from paceline.evaluation.run import evaluate, settings
+    from paceline.tools.evaluation.journal import Journal
+    from paceline.tools.evaluation.run import evaluate, settings
 
     with working("identifying the models"):
         journal = Journal(path, settings(plan, sides, box), resume=resume)
@@ -156,9 +156,9 @@ def _finish(
     llm: LLM, plan: Plan, sides: list[Side], box: Sandbox, found: dict[str, Sides], looks: list[float], output: Path
 ) -> None:
     """Tables, files, the document."""
-    from paceline.bench.offline import document
-    from paceline.evaluation.plot import draw
-    from paceline.evaluation.run import different_texts, half_way, results, samples
+    from paceline.tools.bench.offline import document
+    from paceline.tools.evaluation.plot import draw
+    from paceline.tools.evaluation.run import different_texts, half_way, results, samples
 
     problems = list(found.values())
     measured = results(sides, problems, looks)
@@ -229,7 +229,7 @@ def lm_eval(context: typer.Context) -> None:
     For example: paceline eval lm-eval run --model paceline --model_args pretrained=smollm2-135m --tasks arc_easy
     """
     try:
-        import_module("paceline.evaluation.harness")  # it registers the model
+        import_module("paceline.tools.evaluation.harness")  # it registers the model
         main = import_module("lm_eval.__main__")
     except ModuleNotFoundError as error:
         raise MissingPackageError(error.name, "eval") from error

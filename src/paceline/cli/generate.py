@@ -12,10 +12,10 @@ from rich.text import Text
 from paceline.cli.console import note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.config import SamplingParams
+from paceline.config.files import read_stdin, read_text
+from paceline.core.outputs import CompletionOutput
 from paceline.errors import ParameterError
-from paceline.files import read_stdin, read_text
-from paceline.outputs import CompletionOutput
-from paceline.params import SamplingParams
 
 
 def generate(

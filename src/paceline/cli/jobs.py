@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from paceline.config import SamplingParams
+from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.errors import PacelineError, RequestError
-from paceline.outputs import CompletionOutput, RequestOutput
-from paceline.params import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.engine import Request
+    from paceline.engine.engine import Request
     from paceline.llm import LLM
 
 PROMPT_KEYS = ("prompt", "messages")
@@ -64,7 +64,7 @@ def _from_json(line: str) -> object:
 
 def as_job(where: str, entry: object, params: SamplingParams) -> Job:
     """What one line says. Raises ValueError; ParameterError is one."""
-    from paceline.inputs import as_references  # which imports torch: --help does not wait for it
+    from paceline.config.inputs import as_references  # which imports torch: --help does not wait for it
 
     if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
         raise ValueError('a line is an object with either "prompt" or "messages"')

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from paceline.cli.console import note, working
-from paceline.errors import ParameterError
-from paceline.files import read_text
-from paceline.params import (
+from paceline.config import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_MODEL,
     AcceptanceName,
@@ -29,11 +27,13 @@ from paceline.params import (
     SamplingParams,
     engine_config,
 )
-from paceline.ranges import rules_of
+from paceline.config.files import read_text
+from paceline.config.ranges import rules_of
+from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
+    from paceline.integrations.ray.cluster import Recipe
     from paceline.llm import LLM
-    from paceline.ray.cluster import Recipe
 
 ENGINE, SAMPLING = "Engine", "Sampling"
 
@@ -171,7 +171,7 @@ class EngineFlags:
 
     def recipe(self, model: str) -> Recipe:
         """What other processes make the models of. Raises ParameterError."""
-        from paceline.ray.cluster import Recipe
+        from paceline.integrations.ray.cluster import Recipe
 
         documents = [read_text("--reference-document", path) for path in self.reference_document or ()]
         return Recipe(model, self.draft_model, documents, self.options())

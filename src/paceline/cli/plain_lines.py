@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from paceline.cli.document import as_text
 from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, Result, as_document, as_job
-from paceline.engine import Request
+from paceline.config import SamplingParams
+from paceline.config.inputs import check_message
+from paceline.core.outputs import RequestOutput
+from paceline.engine.engine import Request
 from paceline.errors import PacelineError, RequestError
-from paceline.inputs import check_message
-from paceline.outputs import RequestOutput
-from paceline.params import SamplingParams
 from paceline.server import errors
 from paceline.server.batch.answers import Batch, answered, is_the_end, read_chore
 from paceline.server.batch.lines import Line, Names, seed_of

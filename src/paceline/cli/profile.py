@@ -12,12 +12,12 @@ import typer
 from paceline.cli.console import latency_table, note, stdout, table
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given, whole_numbers
+from paceline.core.outputs import Latency
 from paceline.errors import ParameterError
-from paceline.outputs import Latency
 
 if TYPE_CHECKING:
-    from paceline.bench.fit import PaperFit
-    from paceline.bench.profile import MeasuredProfile, SweepPoint
+    from paceline.tools.bench.fit import PaperFit
+    from paceline.tools.bench.profile import MeasuredProfile, SweepPoint
 
 DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32", 8, 128, 3  # the paper's sweep
 
@@ -39,7 +39,7 @@ def profile(
     """Measure all speculation lengths at all batch sizes and write a profile. The last line is one JSON document."""
     from tqdm import tqdm
 
-    from paceline.bench.profile import PROMPTS, Sweep, draw, run_profile
+    from paceline.tools.bench.profile import PROMPTS, Sweep, draw, run_profile
 
     plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))

@@ -10,12 +10,12 @@ import typer
 from paceline.cli.console import Sheet, stderr, table, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, Model
+from paceline.config import EngineOptions
+from paceline.config.files import check_output, read_text
 from paceline.errors import ParameterError
-from paceline.files import check_output, read_text
-from paceline.params import EngineOptions
 
 if TYPE_CHECKING:
-    from paceline.bench.quality import Predictions, Quality
+    from paceline.tools.bench.quality import Predictions, Quality
 
 PRECISIONS: dict[str, EngineOptions] = {
     "float32": {"dtype": "float32"},
@@ -38,8 +38,8 @@ def quality(
     output: Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too.")] = None,
 ) -> None:
     """Perplexity, top-token and greedy agreement of rounded weights. The last line of stdout is one JSON document."""
-    from paceline.bench.offline import machine, versions
-    from paceline.bench.quality import python_reference
+    from paceline.tools.bench.offline import machine, versions
+    from paceline.tools.bench.quality import python_reference
 
     check_output("--output", output)
     wanted = _known(precisions)
@@ -67,8 +67,8 @@ def _known(precisions: str) -> list[str]:
 
 def _measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple[list[Quality], int]:
     """One model in memory at a time; and how many tokens of the text there were. Raises ParameterError."""
-    from paceline.bench.quality import compare, predict
     from paceline.llm import LLM
+    from paceline.tools.bench.quality import compare, predict
 
     first: Predictions | None = None
     results: list[Quality] = []

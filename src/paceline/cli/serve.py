@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
+from paceline.config import EngineConfig, LogFormat, ServerConfig
 from paceline.errors import MissingPackageError, ParameterError
-from paceline.params import EngineConfig, LogFormat, ServerConfig
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -176,8 +176,8 @@ def on_ray(flags: EngineFlags, config: ServerConfig, model: str, replicas: int |
     """Several replicas behind one address. Raises ParameterError, MissingPackageError."""
     if replicas is None:
         raise ParameterError("ray_address", address, "left out without --replicas")
-    from paceline.ray.cluster import LOCAL
-    from paceline.ray.serving import serve as run
+    from paceline.integrations.ray.cluster import LOCAL
+    from paceline.integrations.ray.serving import serve as run
 
     run(config, flags.recipe(model), replicas, LOCAL if address is None else address)
 

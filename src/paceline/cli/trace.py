@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.console import note
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
-from paceline.files import check_output, written_whole
+from paceline.config.files import check_output, written_whole
 
 WITHOUT = {
     "n",
@@ -35,8 +35,8 @@ def trace(
     check_output("OUT.html", output)
     params = sampling.params()
     llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)
-    from paceline.bench import syntax
-    from paceline.bench.trace import Tracer, page
+    from paceline.tools.bench import syntax
+    from paceline.tools.bench.trace import Tracer, page
 
     parts = llm.engine.parts
     tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)

@@ -10,14 +10,14 @@ import typer
 from paceline.cli.console import note, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
+from paceline.config import DRAFT_KINDS, DraftData, DraftTraining, EngineOptions
+from paceline.config.files import check_output, write_text
 from paceline.errors import ParameterError
-from paceline.files import check_output, write_text
-from paceline.params import DRAFT_KINDS, DraftData, DraftTraining, EngineOptions
 
 if TYPE_CHECKING:
-    from paceline.training.fellows import Fellows
-    from paceline.training.learn import Trainer
-    from paceline.training.run import Plan, Watcher
+    from paceline.tools.training.fellows import Fellows
+    from paceline.tools.training.learn import Trainer
+    from paceline.tools.training.run import Plan, Watcher
 
 DATA, TRAINING = "Data", "Training"
 WITHOUT = {
@@ -108,10 +108,10 @@ def train_draft(
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
     with working("reading the prompts"):
-        from paceline.training.fellows import fellows
-        from paceline.training.prompts import read_questions
-        from paceline.training.run import Plan
-        from paceline.training.shards import held
+        from paceline.tools.training.fellows import fellows
+        from paceline.tools.training.prompts import read_questions
+        from paceline.tools.training.run import Plan
+        from paceline.tools.training.shards import held
 
         questions = None if prompts is None else read_questions(prompts)
     plan = Plan(output, data, training, questions, resume)
@@ -126,7 +126,7 @@ def train_draft(
 
 
 def _check_device(device: str) -> None:
-    from paceline.hardware import resolve_device
+    from paceline.core.hardware import resolve_device
 
     if resolve_device(device).type != "cpu":
         raise ParameterError("--device", device, "cpu where several processes learn together; on a GPU start one")
@@ -157,20 +157,20 @@ def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:
 
 def _follow(plan: Plan, model: str, options: EngineOptions, together: Fellows) -> None:
     """What a process does that is not the first."""
-    from paceline.hardware import default_threads
-    from paceline.training.run import follow
-    from paceline.training.target import Target
+    from paceline.core.hardware import default_threads
+    from paceline.tools.training.run import follow
+    from paceline.tools.training.target import Target
 
     training = plan.training
     follow(plan, Target.load(model, training.kind, training.layers), together, options["threads"] or default_threads())
 
 
 def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quiet: bool) -> None:
-    from paceline.bench.offline import machine, versions
-    from paceline.hardware import resolve_device
+    from paceline.core.hardware import resolve_device
     from paceline.llm import LLM
-    from paceline.training.run import as_markdown, check_room, draw, train
-    from paceline.training.target import Target
+    from paceline.tools.bench.offline import machine, versions
+    from paceline.tools.training.run import as_markdown, check_room, draw, train
+    from paceline.tools.training.target import Target
 
     with working(f"loading {model}"):
         target = Target.load(model, plan.training.kind, plan.training.layers)
@@ -210,7 +210,7 @@ class Bars:
 
     @property
     def watcher(self) -> Watcher:
-        from paceline.training.run import Watcher
+        from paceline.tools.training.run import Watcher
 
         return Watcher(self._data.update, self._learnt, note)
 

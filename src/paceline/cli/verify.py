@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tqdm import tqdm
 
-from paceline.bench.prompts import COPYING, FORKED, OPEN
 from paceline.cli.console import stdout, table
 from paceline.cli.jobs import Failure, parse_lines
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers
+from paceline.config import AcceptanceName, Length, SamplingParams
+from paceline.config.files import read_text
+from paceline.core.outputs import RequestOutput
 from paceline.errors import ParameterError
-from paceline.files import read_text
-from paceline.outputs import RequestOutput
-from paceline.params import AcceptanceName, Length, SamplingParams
+from paceline.tools.bench.prompts import COPYING, FORKED, OPEN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,7 @@ def _scores(llm: LLM, prefix: Ids, params: SamplingParams) -> Tensor:
     """What the draw takes the maximum of, in logits: with the noise of that position if the answer is sampled."""
     import torch
 
-    from paceline.sampling import Purpose, noise_key, sequence_seed, uniform
+    from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
 
     logits = llm.engine.next_logits(prefix).double().cpu()
     if params.greedy or params.seed is None:

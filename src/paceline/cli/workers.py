@@ -20,10 +20,10 @@ from tqdm import tqdm
 from paceline.cli.batch import running, settings_of
 from paceline.cli.console import note
 from paceline.cli.plain_lines import PlainRefusal, Reader
+from paceline.config import SamplingParams, ServerConfig
+from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError
-from paceline.hardware import default_threads
-from paceline.params import SamplingParams, ServerConfig
-from paceline.ray.cluster import Recipe, joined, need_ray, shared
+from paceline.integrations.ray.cluster import Recipe, joined, need_ray, shared
 from paceline.server.batch.answers import Batch, read_line, unanswered
 from paceline.server.batch.lines import Line, lines_of
 from paceline.server.batch.output import OutputFile

@@ -1,12 +1,12 @@
-"""Drafters: one base class; which there are, ``paceline.registry.DRAFTERS`` says."""
+"""Drafters: one base class; which there are, ``paceline.config.registry.DRAFTERS`` says."""
 
+from paceline.config.registry import DRAFTERS
 from paceline.drafters.base import Drafter, Equipment, Wrapper, make_drafter
 from paceline.drafters.feature import FeatureDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.plain import NoDrafter
-from paceline.registry import DRAFTERS
 
 __all__ = [
     "DRAFTERS",

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder, Reader
-from paceline.draft import Draft, Verdict
+from paceline.config.registry import DrafterKind
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
-from paceline.registry import DrafterKind
-from paceline.row_keeper import RowKeeper, RowKeepers
+from paceline.models.decoder import Decoder, Reader
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.draft import BESIDE, Draft, branching
-from paceline.params import MAX_SPECULATION_LENGTH
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.draft import BESIDE, Draft, branching
 
 
 @dataclass

@@ -8,15 +8,15 @@ from typing import cast
 
 from torch import Tensor
 
-from paceline.batch import Batch, Wish
-from paceline.decoder import Reader
-from paceline.draft import Draft
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft
 from paceline.drafters.base import Equipment
 from paceline.drafters.growth import Growth
+from paceline.drafters.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
+from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ModelDrafter, Read
 from paceline.errors import ParameterError
-from paceline.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
-from paceline.heads.native import NativeHeadDecoder
+from paceline.models.decoder import Reader
 
 
 class FeatureDrafter(ModelDrafter):

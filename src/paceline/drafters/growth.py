@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch
-from paceline.decoder import Decoder
-from paceline.draft import BESIDE, Verdict
+from paceline.config import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
+from paceline.core.batch import Batch
+from paceline.core.draft import BESIDE, Verdict
+from paceline.core.sampling import Choices, Purpose, noise_key, uniform
 from paceline.drafters.branches import Branches, draft_of
-from paceline.params import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
-from paceline.sampling import Choices, Purpose, noise_key, uniform
+from paceline.models.decoder import Decoder
 
 
 class _Candidate(NamedTuple):

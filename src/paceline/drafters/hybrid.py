@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder, Reader
-from paceline.draft import Draft, Verdict
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.feature import drafting_model
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
-from paceline.row_keeper import RowKeeper, RowKeepers
+from paceline.models.decoder import Decoder, Reader
 
 
 class HybridDrafter(RowKeepers, Drafter):

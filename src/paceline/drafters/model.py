@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.batch import Batch, Enough, Wish
-from paceline.decoder import USUAL_LAG, Decoder
-from paceline.draft import Draft, Verdict
+from paceline.core.batch import Batch, Enough, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.sampling import Choices, Purpose
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
+from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
-from paceline.heads.decoder import HeadDecoder
-from paceline.sampling import Choices, Purpose
+from paceline.models.decoder import USUAL_LAG, Decoder
 
 # Guesses so far [B, n] -> the draft model's logits [B, 1, V] after them.
 Read = Callable[[Tensor], Tensor]

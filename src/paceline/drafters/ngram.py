@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from paceline.batch import Batch, Family, Member, Wish
-from paceline.draft import BESIDE, Draft, ReadDraft
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.batch import Batch, Family, Member, Wish
+from paceline.core.draft import BESIDE, Draft, ReadDraft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import Branches, draft_of
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way, make_lookup
-from paceline.params import MAX_SPECULATION_LENGTH
 
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 

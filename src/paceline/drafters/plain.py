@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.batch import Batch, Wish
-from paceline.draft import Draft
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft
 from paceline.drafters.base import Drafter
 
 

@@ -21,7 +21,7 @@ from ctypes import (
 import torch
 from torch import Tensor
 
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
 from paceline.kernels.pack import Packed
 
 ABI_VERSION = 18  # of model.h: it changes with the structs and functions

@@ -1,4 +1,4 @@
-"""Tokens from logits, natively: what ``paceline.sampling`` and ``acceptance`` do in torch, a pass or two a row.
+"""Tokens from logits, natively: what ``paceline.core.sampling`` and ``acceptance`` do in torch, a pass or two a row.
 
 Shapes: B rows, L places, V vocabulary, G guesses. Place j of a call follows the first ``first + j`` guesses of its row.
 """

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import build
 from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CDraft, CKept, CModel, CRound, address
-from paceline.nodes import Nodes
 
 _log = logging.getLogger("paceline.kernels")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
-from paceline.nodes import Nodes, Seen, seen_by
 
 ACTIVATION_GROUP = 64  # inputs of a row that share a scale: outliers cost their neighbours alone
 _SILENT = 1e-30  # rows whose largest amplitude is not above it count as zero

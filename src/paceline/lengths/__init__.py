@@ -1,12 +1,12 @@
-"""Length policies: one base class; which there are, ``paceline.registry.LENGTHS`` says."""
+"""Length policies: one base class; which there are, ``paceline.config.registry.LENGTHS`` says."""
 
 from __future__ import annotations
 
 import copy
 from typing import cast
 
+from paceline.config.registry import LENGTHS, LengthKind
 from paceline.lengths.base import FixedLength, LengthPolicy, Means
-from paceline.registry import LENGTHS, LengthKind
 
 
 def make_policy(num_speculative_tokens: int | str | LengthKind, means: Means) -> LengthPolicy:

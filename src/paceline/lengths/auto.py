@@ -36,9 +36,9 @@ from operator import itemgetter
 from statistics import fmean
 from typing import TypeAlias
 
-from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.lengths.base import LengthPolicy, Means
 from paceline.lengths.belief import (
     CLUELESS,
@@ -54,7 +54,7 @@ from paceline.lengths.belief import (
     judge,
 )
 from paceline.lengths.cost import REFRESH, CostModel, RoundTimes
-from paceline.row_keeper import RowKeeper, RowKeepers
+from paceline.models.decoder import Decoder
 
 Clock: TypeAlias = Callable[[], float]  # seconds
 Follows: TypeAlias = Sequence[int] | None  # the guess that each guess of a row follows; None: the one before

@@ -7,13 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.batch import Batch, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, Verdict
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.row_keeper import RowKeeper
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
-from paceline.params import MAX_SPECULATION_LENGTH
-from paceline.row_keeper import RowKeeper
+from paceline.models.decoder import Decoder
 
 FIRST = 7  # guesses that ``bass`` begins with
 INCREMENT = 2

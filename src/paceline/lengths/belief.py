@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.batch import Batch
-from paceline.draft import KINDS, Draft, Verdict
-from paceline.row_keeper import PerRow
+from paceline.core.batch import Batch
+from paceline.core.draft import KINDS, Draft, Verdict
+from paceline.core.row_keeper import PerRow
 
 Judged: TypeAlias = tuple[int, bool]  # a guess's bin or place, and whether it is right
 

@@ -10,15 +10,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from paceline.acceptance import AcceptanceRule
-from paceline.batch import Batch, RowStart, Wish
-from paceline.decoder import Decoder
-from paceline.draft import Draft, ReadDraft, Verdict
+from paceline.config import SamplingParams
+from paceline.core.acceptance import AcceptanceRule
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft, ReadDraft, Verdict
+from paceline.core.room import UNLIMITED, Room
 from paceline.drafters.base import Drafter
-from paceline.gpu.graphs import Ticket
+from paceline.kernels.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
-from paceline.params import SamplingParams
-from paceline.room import UNLIMITED, Room
+from paceline.models.decoder import Decoder
 
 Progress = Callable[[Sequence["Point"]], Iterable["Point"]]
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline import __version__
-from paceline.hardware import cpu_signature
+from paceline.core.hardware import cpu_signature
 from paceline.lengths.calibration import Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity

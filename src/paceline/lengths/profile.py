@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.config.files import write_text
 from paceline.errors import ProfileError
-from paceline.files import write_text
 from paceline.lengths.cost import CostTable
-from paceline.params import MAX_SPECULATION_LENGTH
 
 FORMAT = "paceline-profile-1"
 

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.attention.base import Attend
-from paceline.cache import KVCache
+from paceline.config import QuantizationName
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
-from paceline.gpu.graphs import Fellows
-from paceline.nodes import Nodes
-from paceline.params import QuantizationName
+from paceline.kernels.attention.base import Attend
+from paceline.kernels.gpu.graphs import Fellows
 
 
 class Streams(NamedTuple):

@@ -28,10 +28,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from paceline.attention.base import Attend
-from paceline.attention.reference import ReferenceAttention
-from paceline.cache import KVCache
+from paceline.core.cache import KVCache
 from paceline.errors import ModelFormatError, PacelineError
+from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import Streams, check_taps
 from paceline.models.boundary import brief, name_of, reading
 from paceline.models.config import longest_sequence

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from paceline.config.files import write_text
 from paceline.errors import ParameterError
-from paceline.files import write_text
 from paceline.models.hub import cache_directory
 
 log = logging.getLogger("paceline")

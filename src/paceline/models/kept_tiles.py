@@ -17,8 +17,8 @@ import torch
 import triton
 
 from paceline import __version__
-from paceline.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
-from paceline.hardware import machine_name
+from paceline.core.hardware import machine_name
+from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
 from paceline.models.kept import Kept
 
 log = logging.getLogger("paceline")

@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paceline.cache import KVCache
+from paceline.config import QuantizationName
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
@@ -24,8 +26,6 @@ from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.packing import Contents, PackedDecoder, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
-from paceline.nodes import Nodes
-from paceline.params import QuantizationName
 
 Quantization = Literal["int8", "int4"]
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}

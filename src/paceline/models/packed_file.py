@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import __version__
+from paceline.config import AttentionName, QuantizationName
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import LAYOUT_VERSION
@@ -36,7 +37,6 @@ from paceline.models.boundary import reading
 from paceline.models.kept import is_on
 from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.weights import shapes
-from paceline.params import AttentionName, QuantizationName
 
 log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_PACKED_CACHE"

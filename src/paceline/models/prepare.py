@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.config import AttentionName, QuantizationName
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.gpu.launch import has_fp8, require_triton
 from paceline.kernels import native
+from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, Model, SharedModel
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
-from paceline.params import AttentionName, QuantizationName
 
 if TYPE_CHECKING:
-    from paceline.gpu.linear import Format, Linears
+    from paceline.kernels.gpu.linear import Format, Linears
 
 
 def prepare(
@@ -59,7 +59,7 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(model.device):
         raise ParameterError(field, value, f"'int8': {model.device} has no float8, which came with Ada and Hopper")
-    from paceline.gpu.linear import Linears
+    from paceline.kernels.gpu.linear import Linears
 
     to: Format = "same" if quantization is None else quantization
     linears = Linears(to, deterministic=deterministic)
@@ -73,7 +73,7 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
 
 def _tune(model: Transformer, linears: Linears) -> None:
     """Choose the products' tiles."""
-    from paceline.gpu.linear import SmallRowLinear
+    from paceline.kernels.gpu.linear import SmallRowLinear
     from paceline.models.kept_tiles import tune
 
     tune([layer for layer in model.linears() if isinstance(layer, SmallRowLinear)], linears, model.dtype)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.attention.base import Attend, AttendPacked
-from paceline.gpu.state import Norm, PackedHeads
-from paceline.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
+from paceline.kernels.attention.base import Attend, AttendPacked
+from paceline.kernels.gpu.state import Norm, PackedHeads
+from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
 from paceline.models.base import Streams, check_taps
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, Linear, LinearFactory

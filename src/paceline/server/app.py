@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from paceline import __version__
+from paceline.config import ServerConfig
 from paceline.errors import PacelineError
-from paceline.params import ServerConfig
 from paceline.server import errors, replies
 from paceline.server.batch.routes import add_batches
 from paceline.server.batch.runner import Runner

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.engine import Request
-from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
-from paceline.params import StructuredOutputs
+from paceline.config import StructuredOutputs
+from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.engine.engine import Request
 from paceline.server.completions import extras_of, note_guesses
 from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from paceline.engine import Request
-from paceline.outputs import CompletionOutput, RequestOutput, TokenLogprob
-from paceline.params import COMPLETION_MAX_TOKENS
+from paceline.config import COMPLETION_MAX_TOKENS
+from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.engine.engine import Request
+from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
 from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
@@ -33,7 +34,6 @@ from paceline.server.replies import (
     stop_reason,
 )
 from paceline.server.streaming import Events
-from paceline.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True)

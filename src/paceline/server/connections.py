@@ -10,7 +10,7 @@ from typing import Any, Literal
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 
 MAX_HEADER_BYTES = 32 * 2**10
 _CHUNK = 32 * 2**10  # bytes read at a time: what a connection may hold before its request has been looked at

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
-from paceline.engine import Request
+from paceline.config import SamplingParams, ServerConfig, StructuredOutputs
+from paceline.core.outputs import Metrics, RequestOutput
+from paceline.engine.engine import Request
 from paceline.errors import PacelineError
-from paceline.outputs import Metrics, RequestOutput
-from paceline.params import SamplingParams, ServerConfig, StructuredOutputs
+from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors
 from paceline.server.admission import Admission, Room, Work
 from paceline.server.clients import client_of
@@ -35,7 +36,6 @@ from paceline.server.quotas import Quotas
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
 from paceline.server.structures import structured
-from paceline.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

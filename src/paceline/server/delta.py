@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeVar
 
-from paceline.outputs import CompletionOutput, RequestOutput, TokenKind, TokenLogprob
+from paceline.core.outputs import CompletionOutput, RequestOutput, TokenKind, TokenLogprob
 
 T = TypeVar("T")
 

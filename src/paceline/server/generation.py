@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from paceline.engine import Request
-from paceline.outputs import RequestOutput
+from paceline.core.outputs import RequestOutput
+from paceline.engine.engine import Request
 from paceline.server import errors
 from paceline.server.admission import Place
 from paceline.server.delta import Update

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from paceline.outputs import TokenLogprob
+from paceline.core.outputs import TokenLogprob
+from paceline.models.tokenizer import Tokenizer
 from paceline.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from paceline.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not know
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from paceline.params import LogFormat
+from paceline.config import LogFormat
 
 LOGGERS = ("paceline", "uvicorn")
 REFUSALS = "paceline.server.refusals"

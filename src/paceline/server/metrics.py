@@ -18,13 +18,13 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
 
-from paceline.draft import HostVerdict
-from paceline.engine import Engine
-from paceline.outputs import CompletionOutput, Latency, RequestOutput
-from paceline.room import Filled
+from paceline.core.draft import HostVerdict
+from paceline.core.outputs import CompletionOutput, Latency, RequestOutput
+from paceline.core.room import Filled
+from paceline.engine.engine import Engine
+from paceline.engine.utilisation import Arithmetic
 from paceline.server.errors import ApiError
 from paceline.server.logs import REFUSALS
-from paceline.utilisation import Arithmetic
 
 log = logging.getLogger("paceline.server")
 refusals = logging.getLogger(REFUSALS)

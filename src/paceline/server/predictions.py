@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, EngineConfig
+from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, EngineConfig
 from paceline.server import errors
 from paceline.server.replies import CompletionTokensDetails
 

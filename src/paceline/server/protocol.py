@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.params import (
+from paceline.config import (
     MAX_LOGPROBS,
     MAX_REFERENCE_CHARACTERS,
     MAX_SECONDS,

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 
+from paceline.config import MAX_COUNT
 from paceline.errors import ParameterError
-from paceline.params import MAX_COUNT
 from paceline.server import errors
 from paceline.server.clients import key_name
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from paceline.outputs import CompletionOutput, TokenKind
+from paceline.core.outputs import CompletionOutput, TokenKind
 
 FinishWord = Literal["stop", "length"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from paceline.params import ServerConfig
+from paceline.config import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
 from paceline.server.connections import MAX_HEADER_BYTES, Connection, Lobby

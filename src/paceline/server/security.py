@@ -13,8 +13,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.config import ServerConfig
 from paceline.errors import ParameterError
-from paceline.params import ServerConfig
 from paceline.server import errors
 from paceline.server.connections import most_requests
 from paceline.server.generation import ClientGoneError

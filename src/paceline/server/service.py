@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from paceline.engine import Request
+from paceline.config import SamplingParams, ServerConfig
+from paceline.config.ranges import check
+from paceline.core.outputs import RequestOutput, TokenLogprob
+from paceline.engine.engine import Request
+from paceline.engine.scoring import Text
+from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
-from paceline.outputs import RequestOutput, TokenLogprob
-from paceline.params import SamplingParams, ServerConfig
-from paceline.ranges import check
-from paceline.scoring import Text
 from paceline.server import errors
 from paceline.server.admission import Place
 from paceline.server.delta import Growth, Update
 from paceline.server.mailbox import Mailbox, News
 from paceline.server.metrics import Meter, Pace
-from paceline.utilisation import arithmetic_of
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

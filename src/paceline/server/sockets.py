@@ -7,8 +7,8 @@ import resource
 import socket
 from typing import Any
 
+from paceline.config import ServerConfig
 from paceline.errors import ParameterError
-from paceline.params import ServerConfig
 
 ACCEPTED_AT_ONCE = 64  # so many new connections before those that are here are looked at again
 _BACKLOG = 2048  # that the kernel keeps for us meanwhile

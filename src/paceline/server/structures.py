@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.engine import Request
+from paceline.config import StructuredOutputs
+from paceline.core.rows import Constraint
+from paceline.engine.engine import Request
 from paceline.errors import PacelineError
-from paceline.params import StructuredOutputs
-from paceline.rows import Constraint
 from paceline.server import errors
 
 if TYPE_CHECKING:

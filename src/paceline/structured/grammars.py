@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.config import StructuredOutputs
+from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
-from paceline.params import StructuredOutputs
-from paceline.rows import Constraint
+from paceline.models.tokenizer import Tokenizer
 from paceline.structured.limits import AT_ONCE, KEPT, MOST_PATTERN, MOST_TEXT, REFUSED_KEPT, Limits
 from paceline.structured.messages import receive, send
 from paceline.structured.processes import KILLED, TOO_LONG, Nursery, how_it_ended
-from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline")
 

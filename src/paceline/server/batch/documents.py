@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.params import MAX_COUNT
+from paceline.config import MAX_COUNT
 from paceline.server import limits
 from paceline.server.batch.lines import Url
 from paceline.server.protocol import Label, Strict

@@ -13,8 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import BinaryIO
 
+from paceline.config import MAX_SECONDS
 from paceline.errors import PacelineError
-from paceline.params import MAX_SECONDS
 from paceline.server import errors, limits
 from paceline.server.batch.answers import Batch, is_the_end, read_chore, unanswered
 from paceline.server.batch.documents import (

@@ -1,0 +1,127 @@
+"""paceline as models of the ``llm`` command line and library (PyPI ``llm``), which imports this by its entry point.
+
+``llm -m paceline/smollm2-135m "..."``, or ``llm -m paceline -o model FILE.gguf "..."`` for any other model. Nothing
+large is imported before the first prompt: ``llm --help`` loads all plugins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import llm
+from llm.parts import TextPart
+from pydantic import ConfigDict, Field, create_model
+
+from paceline.cli.options import EngineFlags, SamplingFlags
+from paceline.config import DEFAULT_MODEL, StructuredOutputs
+from paceline.errors import ParameterError
+from paceline.models.hub import EMBEDDED
+
+if TYPE_CHECKING:
+    from paceline.core.outputs import CompletionOutput
+    from paceline.llm import LLM
+
+# Of several answers llm could show one; log-probabilities it shows nowhere.
+_NOT_HERE = {"n", "best_of", "rank_by", "logprobs"}
+_LISTS = {"stop", "reference_document"}  # llm's command line gives one text
+
+
+class _Base(llm.Options):  # type: ignore[misc]
+    """Numbers where texts are wanted, such as ``num_speculative_tokens=4`` in Python, are taken as these texts."""
+
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+
+def _fields(flags: type) -> dict[str, Any]:
+    """The options of our own command line, as pydantic's fields; None: what these have as their default."""
+    plain, hints = get_type_hints(flags), get_type_hints(flags, include_extras=True)
+    names = [field.name for field in dataclasses.fields(flags) if field.name not in _NOT_HERE]
+    kinds = {name: (str | list[str] if name in _LISTS else plain[name]) | None for name in names}
+    return {name: (kinds[name], Field(None, description=get_args(hints[name])[1].help)) for name in names}
+
+
+_COMMON = _fields(EngineFlags) | _fields(SamplingFlags)
+_ANY_MODEL = Field(DEFAULT_MODEL, description="A hub name, a directory, a .gguf file or an embedded name.")
+
+
+class PacelineModel(llm.Model):  # type: ignore[misc]
+    """One model; it stays loaded while prompts come that ask for the same engine.
+
+    source: which; None: the option ``model`` says it.
+    """
+
+    can_stream = True
+    supports_schema = True
+
+    def __init__(self, model_id: str, source: str | None = None) -> None:
+        self.model_id, self._source = model_id, source
+        own: dict[str, Any] = {} if source is not None else {"model": (str, _ANY_MODEL)}
+        self.Options = create_model("Options", __base__=_Base, **own, **_COMMON)
+        self._engine: tuple[tuple[str, EngineFlags], LLM] | None = None
+        self._loading = Lock()
+
+    def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
+        """The answer's text as it grows; ``stream`` or not, for llm joins the pieces. Raises PacelineError."""
+        given = {name: value for name, value in prompt.options if value is not None}
+        params = _flags(SamplingFlags, given).params()
+        if prompt.schema is not None:
+            params = dataclasses.replace(params, structured_outputs=StructuredOutputs(json=prompt.schema))
+        engine = self._load(self._source or given["model"], _flags(EngineFlags, given))
+        shown = ""
+        for output in engine.stream(engine.tokens_of_chat(_conversation(prompt.messages)), params):
+            answer = output.outputs[0]
+            yield answer.text[len(shown) :]
+            shown = answer.text
+        if answer.error is not None:
+            raise answer.error
+        _note(response, engine, answer)
+
+    def _load(self, source: str, flags: EngineFlags) -> LLM:
+        """The engine there is, or another one in its place: the old one lives until its last answer has ended."""
+        with self._loading:
+            if self._engine is None or self._engine[0] != (source, flags):
+                self._engine = None
+                self._engine = (source, flags), flags.load(source, quiet=True)
+            return self._engine[1]
+
+
+def _flags(kind: type[Any], given: dict[str, Any]) -> Any:
+    """Those of the options that are of this kind."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    chosen = {name: value for name, value in given.items() if name in known}
+    return kind(
+        **{name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in chosen.items()}
+    )
+
+
+def _conversation(messages: list[Any]) -> list[dict[str, str]]:
+    """llm's messages as a chat template takes them. Raises ParameterError for parts that are no text."""
+    for part in [part for message in messages for part in message.parts if not isinstance(part, TextPart)]:
+        raise ParameterError("messages", type(part).__name__, "text: this model reads nothing else")
+    return [{"role": each.role, "content": "".join(part.text for part in each.parts)} for each in messages]
+
+
+def _note(response: Any, engine: LLM, answer: CompletionOutput) -> None:
+    """What the answer cost, for ``llm -u`` and ``llm logs``."""
+    metrics = answer.metrics
+    counts = ("cached_tokens", "rounds", "drafted", "accepted")
+    details = {name: getattr(metrics, name) for name in counts}
+    response.set_usage(input=metrics.prompt_tokens, output=metrics.output_tokens, details=details)
+    response.response_json = {"finish_reason": answer.finish_reason, "engine": engine.engine.describe()}
+
+
+@llm.hookimpl  # type: ignore[untyped-decorator]
+def register_models(register: Callable[[llm.Model], None]) -> None:
+    """llm asks whenever it looks for a model: it gets the same ones, with their engines."""
+    for model in _models():
+        register(model)
+
+
+@cache
+def _models() -> list[PacelineModel]:
+    """Every embedded model by its name, and one that is told which."""
+    return [*(PacelineModel(f"paceline/{name}", name) for name in EMBEDDED), PacelineModel("paceline")]

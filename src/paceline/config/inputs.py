@@ -1,0 +1,124 @@
+"""What callers hand over to be read by a model, in one form: prompts, documents, conversations.
+
+Prompts are strings or token ids; token ids may be in lists, in numpy's arrays or in torch's tensors. Anything else is a
+ParameterError that names the argument: bytes are no text, and a string is one prompt and not a list of letters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from paceline.config import MAX_REFERENCE_CHARACTERS, MAX_REFERENCES
+from paceline.config.ranges import check_text
+from paceline.errors import ParameterError, RequestError, shown
+
+Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, str]
+
+_PROMPT = "a string, or token ids: a sequence, an array or a tensor of whole numbers"
+_CONVERSATION = "a list of messages, objects with role and content; or a list of such lists"
+
+
+def as_prompt(name: str, prompt: object) -> str | list[int]:
+    """One prompt: its text, or its token ids as Python's own numbers in a list of its own. Raises ParameterError."""
+    if isinstance(prompt, str):
+        return check_text(name, prompt)
+    given = _plain(prompt)
+    if not _is_list(given) or not all(_is_whole(token) for token in given):
+        raise ParameterError(name, prompt, _PROMPT)
+    return [int(token) for token in given]
+
+
+def as_prompts(name: str, prompts: object) -> list[str | list[int]]:
+    """One prompt is a list of one; an array of two dimensions is a list of its lines. Raises ParameterError."""
+    given = _plain(prompts)
+    if isinstance(given, str) or (_is_list(given) and len(given) > 0 and _is_whole(given[0])):
+        return [as_prompt(name, given)]
+    return as_documents(name, given)
+
+
+def as_documents(name: str, documents: object) -> list[str | list[int]]:
+    """Several texts or lists of token ids. Raises ParameterError."""
+    given = _plain(documents)
+    if not _is_list(given):
+        raise ParameterError(name, documents, f"a list, each entry {_PROMPT}")
+    return [as_prompt(name, document) for document in given]
+
+
+def as_sources(name: str, sources: object) -> list[str | list[int]]:
+    """Texts or lists of token ids to copy from: of empty ones nothing can be. Raises ParameterError."""
+    given = as_documents(name, sources)
+    for source in given:
+        if not (source.strip() if isinstance(source, str) else source):
+            raise ParameterError(name, source, "texts to copy from; an empty or blank one does nothing: leave it out")
+    return given
+
+
+def as_references(name: str, references: object) -> list[str | list[int]]:
+    """What one request may copy from (``as_sources``): few, and not too long. Raises ParameterError."""
+    given = as_sources(name, references)
+    letters = sum(len(text) for text in given if isinstance(text, str))
+    if len(given) > MAX_REFERENCES or letters > MAX_REFERENCE_CHARACTERS:
+        allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_CHARACTERS} characters together"
+        raise ParameterError(name, f"{len(given)} texts with {letters} characters", allowed)
+    return given
+
+
+def as_references_of_each(references: object, prompts: int) -> list[Any]:
+    """A list of references for each prompt; None: none for any. What is in it is for ``as_references`` to say."""
+    if references is None:
+        return [()] * prompts
+    given = [_plain(each) for each in references] if _is_list(references) else []  # type: ignore[attr-defined]
+    if len(given) != prompts or not all(map(_is_list, given)):
+        allowed = f"for each of the {prompts} prompts a list of texts, as in references=[[text], ...]"
+        raise ParameterError("references", references, allowed)
+    return given
+
+
+def as_conversations(messages: object) -> list[list[Message]]:
+    """One conversation is a list of one. Raises ParameterError; what is in a message is checked when it is read."""
+    if not _is_list(messages):
+        raise ParameterError("messages", messages, _CONVERSATION)
+    several = messages if len(messages) == 0 or not isinstance(messages[0], Mapping) else [messages]  # type: ignore[arg-type,index]
+    if not all(_is_list(conversation) for conversation in several):  # type: ignore[attr-defined]
+        raise ParameterError("messages", messages, _CONVERSATION)
+    return [list(conversation) for conversation in several]  # type: ignore[attr-defined]
+
+
+def check_message(message: object) -> Message:
+    """Raise RequestError unless it is an object whose role and content are strings, and ParameterError for half
+    characters in them.
+    """
+    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise RequestError(f"a message is an object with role and content, both strings, not {shown(message)}")
+    for key, value in message.items():
+        check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
+    return message
+
+
+def _plain(given: object) -> Any:
+    """Arrays and tensors of whole numbers as lists; everything else as it is."""
+    if isinstance(given, np.ndarray) and np.issubdtype(given.dtype, np.integer):
+        return given.tolist()
+    if isinstance(given, torch.Tensor) and _whole_dtype(given.dtype):
+        return given.tolist()
+    return given
+
+
+def _whole_dtype(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray, memoryview))
+
+
+def _is_whole(token: object) -> bool:
+    if isinstance(token, torch.Tensor):
+        return token.dim() == 0 and _whole_dtype(token.dtype)
+    return isinstance(token, Integral) and not isinstance(token, bool)

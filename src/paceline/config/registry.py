@@ -1,0 +1,154 @@
+"""Parts that are chosen by name and may come from other packages: drafters and length policies.
+
+Ours are listed here, others' in the entry points of the packages that bring them. What stands behind a name is
+imported when the name is asked for, ours like others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+
+from paceline.config.ranges import check
+from paceline.errors import ParameterError
+
+
+@runtime_checkable
+class DrafterKind(Protocol):
+    """What a drafter needs, known before anything is loaded; ``drafters.base.Drafter`` says more, and what it does.
+
+    needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings.
+    auto_width: guesses side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_draft_model(self) -> bool: ...
+
+    @property
+    def copies(self) -> bool: ...
+
+    @property
+    def auto_width(self) -> int: ...
+
+    def build(self, equipment: Any, /) -> Any:
+        """Make one for an engine. equipment: ``drafters.base.Equipment``."""
+        ...
+
+
+@runtime_checkable
+class LengthKind(Protocol):
+    """What a length policy needs; ``lengths.base.LengthPolicy`` says more, and what it does.
+
+    needs_profile: whether it cannot do without one. reads_profile: whether it makes use of one. most_guesses: that it
+    asks for, of a row in a round.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_profile(self) -> bool: ...
+
+    @property
+    def reads_profile(self) -> bool: ...
+
+    @property
+    def most_guesses(self) -> int: ...
+
+    def build(self, means: Any, /) -> Any:
+        """Make one for an engine. means: ``lengths.base.Means``."""
+        ...
+
+
+Kind = TypeVar("Kind", DrafterKind, LengthKind)
+
+
+@dataclass(frozen=True, eq=False)
+class Registry(Generic[Kind]):
+    """Kinds by name; as a rule (``ranges.Rule``) it takes a name, or an object of the kind.
+
+    field: the option that they are given as. kind: what an object must be; what: how errors call one. group: of entry
+    points. own: where ours are, "module:object". words: what else may be said in place of a name.
+    """
+
+    field: str
+    kind: type
+    what: str
+    group: str
+    own: Mapping[str, str]
+    words: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ours first; reads the installed packages' metadata."""
+        names: set[str] = set(entry_points(group=self.group).names)
+        return (*self.own, *sorted(names - self.own.keys()))
+
+    @property
+    def allowed(self) -> str:
+        named = ", ".join(map(repr, (*self.words, *self.names)))
+        return f"one of {named} (a package adds to them by an entry point in {self.group}), or {self.what}"
+
+    def take(self, name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            check(isinstance(value, self.kind), name, value, self.allowed)
+            return value
+        known = value in self.words or value in self.own or value in self.names
+        check(known, name, value, self.allowed)
+        return value
+
+    def get(self, given: str | Kind) -> Kind:
+        """What stands behind a name; an object stands for itself. Raises ParameterError."""
+        return self._load(given) if isinstance(given, str) else given
+
+    def _load(self, name: str) -> Kind:
+        try:
+            found = self._place(name).load()
+        except ParameterError:
+            raise
+        except Exception as error:  # whatever another package does when it is imported
+            allowed = f"a name whose package can be imported: {type(error).__name__}: {error}"
+            raise ParameterError(self.field, name, allowed) from error
+        check(isinstance(found, self.kind), self.field, name, f"{self.what}; its entry point is something else")
+        return cast(Kind, found)
+
+    def _place(self, name: str) -> EntryPoint:
+        if name in self.own:
+            return EntryPoint(name, self.own[name], self.group)
+        places = {place.value: place for place in entry_points(group=self.group, name=name)}
+        check(len(places) > 0, self.field, name, self.allowed)
+        check(len(places) == 1, self.field, name, f"a name that one package brings; {sorted(places)} are several")
+        (place,) = places.values()
+        return place
+
+
+DRAFTERS: Registry[DrafterKind] = Registry(
+    "drafter",
+    DrafterKind,
+    "a subclass of paceline.drafters.Drafter",
+    "paceline.drafters",
+    {
+        "model": "paceline.drafters.model:ModelDrafter",
+        "ngram": "paceline.drafters.ngram:NgramDrafter",
+        "hybrid": "paceline.drafters.hybrid:HybridDrafter",
+        "feature": "paceline.drafters.feature:FeatureDrafter",
+    },
+    words=("auto",),
+)
+
+LENGTHS: Registry[LengthKind] = Registry(
+    "num_speculative_tokens",
+    LengthKind,
+    "a paceline.lengths.LengthPolicy",
+    "paceline.lengths",
+    {
+        "auto": "paceline.lengths.auto:AutoLength",
+        "bass": "paceline.lengths.base:BassLength",
+        "profiled": "paceline.lengths.base:ProfiledLength",
+    },
+)

@@ -1,0 +1,51 @@
+"""The keys and values of all rows, in one place that never moves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.row_tables import RowTables
+from paceline.errors import ParameterError
+
+
+class KVCache(RowTables):
+    """Keys and values, each [layer, row, head, position, dim]; on a CPU a few positions more than ``positions``."""
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        positions: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("layers", layers), ("rows", rows), ("heads", heads), ("positions", positions)):
+            if value < 1:
+                raise ParameterError(name, value, "at least 1")
+        super().__init__(2, (layers, rows, heads, positions, dim), dtype, torch.device(device))
+        self.keys, self.values = self.tables
+
+    @staticmethod
+    def bytes_for(layers: int, rows: int, heads: int, positions: int, dim: int, dtype: torch.dtype) -> int:
+        """Memory that such a cache takes on a device, where all of it is taken at once, in bytes."""
+        return 2 * layers * rows * heads * (positions + 1) * dim * dtype.itemsize
+
+    def write_index(self, first_row: int, positions: Tensor) -> Tensor:
+        """Where tokens for slots ``positions`` [B, L] of rows first_row, first_row + 1, ... go: flat [B * heads * L].
+
+        The same for every layer, so it is computed once a forward pass. Positions beyond the end go to the trash.
+        """
+        _, _, heads, width, _ = self.keys.shape
+        row = torch.arange(first_row, first_row + positions.shape[0], device=positions.device)
+        head = torch.arange(heads, device=positions.device)
+        line = row[:, None, None] * heads + head[None, :, None]
+        return (line * width + self.within(row[:, None], positions)[:, None, :]).flatten()
+
+    def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v [B, heads, L, dim] of one layer at ``index`` (from ``write_index``)."""
+        dim = k.shape[-1]
+        self.keys[layer].view(-1, dim).index_copy_(0, index, k.reshape(-1, dim).to(self.keys.dtype))
+        self.values[layer].view(-1, dim).index_copy_(0, index, v.reshape(-1, dim).to(self.values.dtype))

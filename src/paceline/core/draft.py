@@ -1,0 +1,434 @@
+"""What is guessed for the rows of a batch, and what a round decided. B rows, k guesses, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.nodes import Tree
+from paceline.errors import ParameterError
+
+KINDS = 8  # most kinds of guesses that a drafter may tell apart
+BESIDE = (
+    KINDS // 2
+)  # more than its kind would be, of a guess that stands beside a better one: right where that is wrong
+
+
+def real_places(counts: Tensor, width: int) -> Tensor:
+    """[B, width] bool: the first counts[i] places of row i."""
+    return torch.arange(width, device=counts.device) < counts[:, None]
+
+
+@dataclass
+class Draft:
+    """What a drafter guesses.
+
+    tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
+    probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
+        drawn with the target's own noise (coupled).
+    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
+        it are right; None if it has none.
+    logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
+    parents: [B, k] int64, the guess that each guess follows, one before it, or -1: the row's unseen token. None: each
+        follows the one before, a chain. Trees have no probabilities.
+    kinds: [B, k] or wider, on the host, where each guess comes from, as far as that says something about it (its
+        drafter's numbers, 0 to ``KINDS`` - 1); None: all from the same.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    probabilities: Tensor | None = None
+    confidence: Sequence[Sequence[float]] | None = None
+    logits: Tensor | None = None
+    parents: Tensor | None = None
+    kinds: Sequence[Sequence[int]] | None = None
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+    @cached_property
+    def guesses(self) -> list[list[int]]:
+        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision.
+
+        Raises ParameterError if a count is not one of the row's guesses.
+        """
+        counts = self.counts.tolist()
+        if not all(0 <= count <= self.k for count in counts):
+            raise ParameterError("counts", counts, f"from 0 to the {self.k} guesses that a row has; mend the drafter")
+        return [line[:count] for line, count in zip(self.tokens.tolist(), counts, strict=True)]
+
+    @property
+    def drafted(self) -> list[int]:
+        """How many guesses of each row are real, on the host."""
+        return [len(line) for line in self.guesses]
+
+    @cached_property
+    def follows(self) -> list[list[int]] | None:
+        """``parents`` on the host, read once."""
+        return None if self.parents is None else self.parents.tolist()
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, k + 1] bool: each row's unseen token and its real guesses."""
+        return real_places(self.counts + 1, self.k + 1)
+
+    @cached_property
+    def ways(self) -> list[list[list[int]]]:
+        """Of each row and place the guesses on the way there: none for place 0, the unseen token's."""
+        tokens = self.tokens.tolist()
+        chain = list(range(-1, self.k - 1))
+        parents = self.follows or [chain] * len(tokens)
+        ways: list[list[list[int]]] = []
+        for line, follows in zip(tokens, parents, strict=True):
+            ways.append([[]])
+            for token, parent in zip(line, follows, strict=True):
+                ways[-1].append([*ways[-1][parent + 1], token])
+        return ways
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """None for a chain."""
+        return None if self.parents is None else Tree.of(self.parents, self.counts)
+
+    @cached_property
+    def ragged(self) -> bool:
+        """Whether some row has fewer than k guesses; reads the device."""
+        return not bool(self.real.all())
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Draft:
+        """No guess for any row: the round is plain decoding."""
+        return _no_guesses(rows, device)
+
+    def capped(self, caps: Sequence[int] | None) -> Draft:
+        """At most caps[i] guesses for row i, of a tree as deep; None caps nothing."""
+        if caps is None:
+            return self
+        if self.follows is not None:
+            return self._cut(caps)
+        most = self.counts.new_tensor(caps)
+        return replace(self, counts=torch.minimum(self.counts, most))
+
+    def first(self, counts: Sequence[int]) -> Draft:
+        """The first counts[i] guesses of each row alone, as narrow as they allow."""
+        k = max(counts)
+        if k == 0:
+            return _no_guesses(len(counts), self.tokens.device)
+        laws = None if self.probabilities is None else self.probabilities[:, :k]
+        if self.follows is not None:
+            follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
+            return branching(
+                [line[: len(tree)] for line, tree in zip(self.guesses, follows, strict=True)], follows, self._device
+            )
+        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
+        chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+        return chosen
+
+    def _cut(self, depths: Sequence[int]) -> Draft:
+        """Of a tree: row i without what stands deeper than depths[i]."""
+        assert self.follows is not None
+        kept = [
+            [place for place, depth in enumerate(depths_of(line[:count])) if depth <= most]
+            for line, count, most in zip(self.follows, self.drafted, depths, strict=True)
+        ]
+        scores = None if self.confidence is None else _taken(self.confidence, kept)
+        kinds = None if self.kinds is None else _taken(self.kinds, kept)
+        return branching(_taken(self.guesses, kept), self._follows_among(kept), self._device, scores, kinds)
+
+    def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
+        """Of a tree: row i has its real guesses in the order orders[i], in which none comes before what it follows."""
+        return ReadDraft.of(_taken(self.guesses, orders), self._device, follows=self._follows_among(orders))
+
+    def _follows_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What each of these guesses follows among them."""
+        assert self.follows is not None
+        new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
+        return [[places[old] for old in line] for places, line in zip(new, _taken(self.follows, kept), strict=True)]
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return self.tokens.device
+
+    def spread(self, first: int, rows: int) -> Draft:
+        """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
+
+        def widen(table: Tensor) -> Tensor:
+            wide = table.new_zeros(rows, *table.shape[1:])
+            wide[first : first + table.shape[0]] = table
+            return wide
+
+        laws = None if self.probabilities is None else widen(self.probabilities)
+        parents = None if self.parents is None else widen(self.parents + 1) - 1
+        spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
+        after = rows - first - self.tokens.shape[0]
+        if self.confidence is not None:
+            spread.confidence = [*[[]] * first, *self.confidence, *[[]] * after]
+        if self.kinds is not None:
+            spread.kinds = [*[[]] * first, *self.kinds, *[[]] * after]
+        return spread
+
+
+class ReadDraft(Draft):
+    """A draft that the host has from the start; its tensors are made if anybody asks for them."""
+
+    @staticmethod
+    def of(
+        guesses: list[list[int]],
+        device: torch.device,
+        confidence: Sequence[Sequence[float]] | None = None,
+        kinds: Sequence[Sequence[int]] | None = None,
+        follows: Sequence[Sequence[int]] | None = None,
+    ) -> ReadDraft:
+        """guesses: of each row. follows: of trees, what each of them follows."""
+        draft = ReadDraft.__new__(ReadDraft)
+        draft.guesses, draft._device, draft.confidence, draft.kinds = guesses, device, confidence, kinds
+        k = draft.k
+        draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
+        return draft
+
+    @cached_property
+    def parents(self) -> Tensor | None:  # type: ignore[override]
+        if self.follows is None:
+            return None
+        return torch.tensor(self.follows, dtype=torch.int64, device=self._device).view(len(self.follows), self.k)
+
+    @property
+    def k(self) -> int:
+        known = self.__dict__.get("tokens")
+        return max(map(len, self.guesses), default=0) if known is None else known.shape[1]
+
+    def capped(self, caps: Sequence[int] | None) -> Draft:
+        if caps is None or self.follows is not None:
+            return super().capped(caps)
+        return ReadDraft.of(self._lines(caps), self._device, self.confidence, self.kinds)
+
+    def first(self, counts: Sequence[int]) -> Draft:
+        return ReadDraft.of(self._lines(counts), self._device) if self.follows is None else super().first(counts)
+
+    def spread(self, first: int, rows: int) -> Draft:
+        after = rows - first - len(self.guesses)
+
+        def widen(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
+            return [*([] for _ in range(first)), *map(list, lines), *([] for _ in range(after))]
+
+        tables = (None if table is None else widen(table) for table in (self.confidence, self.kinds, self.follows))
+        return ReadDraft.of(widen(self.guesses), self._device, *tables)
+
+    def _lines(self, counts: Sequence[int]) -> list[list[int]]:
+        return [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "counts":
+            made = torch.tensor(self.drafted, dtype=torch.int64, device=self._device)
+        elif name == "tokens":
+            k = self.k
+            lines = [line + [0] * (k - len(line)) for line in self.guesses]
+            made = torch.tensor(lines, dtype=torch.int64, device=self._device).view(len(lines), k)
+        else:
+            raise AttributeError(name)
+        setattr(self, name, made)
+        return made
+
+
+def branching(
+    guesses: list[list[int]],
+    follows: list[list[int]],
+    device: torch.device,
+    confidence: Sequence[Sequence[float]] | None = None,
+    kinds: Sequence[Sequence[int]] | None = None,
+) -> ReadDraft:
+    """Trees: of each row its guesses and what each follows. Where no row has a branch they are chains."""
+    if all(line == list(range(-1, len(line) - 1)) for line in follows):
+        return ReadDraft.of(guesses, device, confidence, kinds)
+    return ReadDraft.of(guesses, device, confidence, kinds, follows)
+
+
+def _taken(table: Sequence[Sequence[Any]], kept: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """Of each row the entries at these places."""
+    return [[line[place] for place in places] for line, places in zip(table, kept, strict=True)]
+
+
+def depths_of(follows: Sequence[int]) -> list[int]:
+    """How deep each guess of a row stands, from 1 on. follows: the guess that each follows, or -1."""
+    depths: list[int] = []
+    for parent in follows:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+@cache
+def _no_guesses(rows: int, device: torch.device) -> Draft:
+    return ReadDraft.of([[] for _ in range(rows)], device)
+
+
+@dataclass
+class Logprobs:
+    """Under the target's own law: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
+
+    own: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    @staticmethod
+    def alone(own: Tensor) -> Logprobs:
+        """Of the tokens drawn, and of no others."""
+        nothing = own.new_empty(*own.shape, 0)
+        return Logprobs(own, nothing.long(), nothing)
+
+    @cached_property
+    def host(self) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[float]]]]:
+        """own, top_ids and top_values, read once."""
+        return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
+
+
+class JudgedTree(NamedTuple):
+    """What became of a row's tree.
+
+    depths: of each of its guesses, from 1 on. saved_at: the place among the guesses kept of the first that stands
+    beside a better one: a chain would have ended there; None: there is none. whole: nothing was guessed after the last
+    one kept.
+    """
+
+    depths: list[int]
+    saved_at: int | None
+    whole: bool
+
+    @staticmethod
+    def of(follows: Sequence[int], path: Sequence[int]) -> JudgedTree:
+        """follows: the guess that each guess follows, or -1. path: the guesses kept."""
+        saved_at = next((place for place, guess in enumerate(path) if stands_beside(follows, guess)), None)
+        return JudgedTree(depths_of(follows), saved_at, (path[-1] if path else -1) not in follows)
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths, default=0)
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is no chain."""
+        return len(self.depths) > self.depth
+
+    def judged(self, kept: int) -> int:
+        """Guesses for the places of the first ``kept`` tokens."""
+        return sum(depth <= kept for depth in self.depths)
+
+
+def stands_beside(follows: Sequence[int], guess: int) -> bool:
+    """Whether a guess is not the first for its place."""
+    return follows[guess] in follows[:guess]
+
+
+@dataclass
+class HostVerdict:
+    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
+
+    gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
+    trees: None where all guesses were chains.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    drafted: list[int]
+    gained: list[int] = field(default_factory=list)
+    trees: list[JudgedTree] | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        """How far each row's guesses reach."""
+        return self.drafted if self.trees is None else [tree.depth for tree in self.trees]
+
+    @property
+    def saved(self) -> int:
+        """Rows that kept a guess which stood beside a better one."""
+        return sum(tree.saved_at is not None for tree in self.trees or ())
+
+    def judged(self, row: int, kept: int) -> int:
+        """Guesses that a row's first ``kept`` tokens judge; where it ended among those accepted not all are."""
+        drafted = self.drafted[row]
+        if kept > self.accepted[row]:
+            return drafted
+        return min(drafted, kept) if self.trees is None else self.trees[row].judged(kept)
+
+    def saves(self, row: int, kept: int) -> bool:
+        """Whether among these tokens is a guess which stood beside a better one."""
+        place = None if self.trees is None else self.trees[row].saved_at
+        return place is not None and place < kept
+
+    def whole(self, row: int) -> bool:
+        """Whether nothing was guessed after what was accepted."""
+        return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].whole
+
+
+@dataclass
+class Verdict:
+    """What a round decided: row i gains tokens[i, : accepted[i] + 1].
+
+    tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
+    path: [B, k], of trees: the guesses kept, in their order; behind them each place's own number. None: the first.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    drafted: Tensor
+    logprobs: Logprobs | None = None
+    path: Tensor | None = None
+
+    @cached_property
+    def host(self) -> HostVerdict:
+        """The one read of a round, on a device; on the CPU a cat would take longer than three reads."""
+        if self.tokens.device.type == "cpu":
+            accepted = self.accepted.tolist()
+            lines = zip(self.tokens.tolist(), accepted, strict=True)
+            return HostVerdict([line[: kept + 1] for line, kept in lines], accepted, self.drafted.tolist())
+        table = torch.cat([self.tokens, self.accepted[:, None], self.drafted[:, None]], dim=1).tolist()
+        return HostVerdict(
+            tokens=[line[: line[-2] + 1] for line in table],
+            accepted=[line[-2] for line in table],
+            drafted=[line[-1] for line in table],
+        )
+
+    @cached_property
+    def kept(self) -> list[list[int]] | None:
+        """``path`` on the host, of each row the guesses kept alone; None of chains."""
+        if self.path is None:
+            return None
+        return [path[:good] for path, good in zip(self.path.tolist(), self.host.accepted, strict=True)]
+
+    def note_trees(self, draft: Draft) -> None:
+        """Of a draft of trees, what became of them, for all who count."""
+        if draft.follows is None or self.kept is None:
+            return
+        trees = zip(draft.follows, draft.drafted, self.kept, strict=True)
+        self.host.trees = [JudgedTree.of(line[:count], path) for line, count, path in trees]
+
+
+class ReadVerdict(Verdict):
+    """A verdict that the host has from the start; its tensors are made if anybody asks for them."""
+
+    def __init__(self, host: HostVerdict, kept: list[list[int]] | None = None) -> None:
+        self.host, self.logprobs, self.kept = host, None, kept
+
+    @cached_property
+    def path(self) -> Tensor | None:  # type: ignore[override]
+        if self.kept is None:
+            return None
+        width = max(self.host.drafted)
+        lines = [[*path, *range(len(path), width)] for path in self.kept]
+        return torch.tensor(lines, dtype=torch.int64).view(len(lines), width)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in ("accepted", "drafted"):
+            made = torch.tensor(getattr(self.host, name))
+        elif name == "tokens":
+            width = max(len(line) for line in self.host.tokens)
+            made = torch.tensor([line + [0] * (width - len(line)) for line in self.host.tokens])
+        else:
+            raise AttributeError(name)
+        setattr(self, name, made)
+        return made

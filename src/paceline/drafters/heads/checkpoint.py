@@ -1,0 +1,179 @@
+"""Heads on disk: both layouts are read, speculators' is written. Safetensors alone; files may be anybody's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.config.files import write_text, written_whole
+from paceline.drafters.heads.config import HeadConfig, layout_of
+from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.kinds import make_head
+from paceline.errors import ModelFormatError
+from paceline.models.boundary import Found, brief, reading, reads_model
+from paceline.models.json_files import read_configuration, read_object
+from paceline.models.loading import PICKLES, stored_tensors
+
+_FLAT_LAYER = "midlayer."
+_EMBEDDING = "embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+_VOCABULARY = ("d2t", "t2d")
+_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")  # of the target's, for training: no part of the head
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_head(path: Path) -> bool:
+    """Whether the directory holds a head, of whatever kind, and no model."""
+    return path.is_dir() and layout_of(read_object(path / "config.json")) is not None
+
+
+@reads_model
+def read_head_config(source: Found) -> HeadConfig:
+    """What the head at ``source``, a directory or a hub name, looks like. Raises as ``load_head``."""
+    return HeadConfig.read(read_configuration(_directory(source) / "config.json"))[0]
+
+
+@reads_model
+def load_head(
+    source: Found,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    embedding: Tensor | Callable[[], Tensor] | None = None,
+    output: Callable[[], Tensor] | None = None,
+) -> Head:
+    """The head at ``source``, a directory or a hub name, in ``dtype`` (float32, bfloat16 or float16).
+
+    embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own. output: loads the rows
+    [V, H] that the target's tokens are said with, for a checkpoint that leaves its own out, because they are the same.
+
+    Raises ModelNotFoundError, or ModelFormatError if the files are broken or of a kind that is not run, or if a tensor
+    is missing, unknown or of another shape.
+    """
+    path = _directory(source)
+    config, layout = HeadConfig.read(read_configuration(path / "config.json"))
+    tensors = _tensors(path, layer=_FLAT_LAYER if layout == "flat" else "layers.0.")
+    if _EMBEDDING not in tensors and embedding is not None:
+        tensors[_EMBEDDING] = embedding if isinstance(embedding, Tensor) else embedding()
+    with torch.device("meta"):
+        head = make_head(config)
+    wanted = head.state_dict()
+    _complete(tensors, config, str(path))
+    if _OUTPUT not in tensors and output is not None and "d2t" in tensors:
+        tensors[_OUTPUT] = _said_by(output(), tensors["d2t"], str(path))
+    _compare(tensors, wanted, str(path))
+    found = {name: tensors[name].to(device, _kind(tensors[name], dtype)) for name in wanted}
+    head.load_state_dict(found, assign=True)
+    _check_vocabulary(head, str(path))
+    return head.requires_grad_(False).eval()
+
+
+def save_head(head: Head, directory: Path, *, embedding: bool = False, output: bool = True) -> None:
+    """Write the speculators layout, as vLLM reads it: config.json and model.safetensors, each whole.
+
+    embedding: with the token embedding, which readers otherwise take from the target. output: with the rows that tokens
+    are said with; without them a head whose rows are the target's is half as large, but other readers want them.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    if not embedding:
+        del state[_EMBEDDING]
+    if not output:
+        del state[_OUTPUT]
+    shared = {name: tensor.clone() for name, tensor in state.items()}  # safetensors takes no two names of one memory
+    with written_whole(directory / "model.safetensors") as part:
+        save_file(shared, part, metadata={"format": "pt"})
+    kind = str(head.dtype).removeprefix("torch.")
+    fields = head.config.written() | {"torch_dtype": kind}
+    write_text(directory / "config.json", json.dumps(fields, indent=2) + "\n")
+
+
+def _directory(source: Found) -> Path:
+    if not isinstance(source, Path) or not source.is_dir():
+        raise ModelFormatError(f"{source}: a head is a directory with config.json and safetensors files")
+    return source
+
+
+def _tensors(path: Path, layer: str) -> dict[str, Tensor]:
+    """By the names of the speculators layout."""
+    pickles = [file.name for pattern in PICKLES for file in path.glob(pattern)]
+    if pickles and not any(path.glob("*.safetensors")):
+        raise ModelFormatError(
+            f"{path} has only pickled weights ({pickles[0]}), which can run any code and are not loaded. Convert them "
+            "where you trust them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
+        )
+    with reading(path):
+        stored = stored_tensors(path)
+        named = {name: name.replace(layer, "layers.0.", 1) if name.startswith(layer) else name for name in stored}
+        ignored = [name for name in stored if name in _COPIES or name.endswith("rotary_emb.inv_freq")]
+        found = {named[name]: tensor.load() for name, tensor in stored.items() if name not in ignored}
+    if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
+        kind = found[strange[0]].dtype
+        raise ModelFormatError(f"{path}: the tensor {brief(strange[0])} is of {kind}, in which heads are not run")
+    return found
+
+
+def _is_plain(name: str, tensor: Tensor) -> bool:
+    if name in _VOCABULARY:
+        return not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor.dtype in _FLOATS
+
+
+def _complete(tensors: dict[str, Tensor], config: HeadConfig, where: str) -> None:
+    """What may be left out: the vocabulary's tables, where the vocabulary is not cut or one table says it all."""
+    size, draft = config.decoder.vocab_size, config.draft_vocab_size
+    if "d2t" not in tensors and "t2d" not in tensors and draft == size:
+        tensors["d2t"], tensors["t2d"] = torch.zeros(draft, dtype=torch.int64), torch.ones(size, dtype=torch.bool)
+    if "t2d" not in tensors and "d2t" in tensors and tensors["d2t"].shape == (draft,):
+        targets = torch.arange(draft) + tensors["d2t"]
+        _check_targets(targets, size, where)
+        tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, targets, True)
+
+
+def _said_by(rows: Tensor, d2t: Tensor, where: str) -> Tensor:
+    """Of the target's rows [V, H] those of the tokens that the head can say."""
+    targets = torch.arange(d2t.numel()) + d2t.flatten()
+    _check_targets(targets, rows.shape[0], where)
+    return rows[targets.to(rows.device)]
+
+
+def _compare(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
+    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing:
+        hint = "; it is the target's, hand it over" if set(missing) <= {_EMBEDDING, _OUTPUT} else ""
+        raise ModelFormatError(f"{where}: the head lacks {_some(missing)}{hint}")
+    if unknown:
+        raise ModelFormatError(f"{where}: {_some(unknown)} belong to no head of this configuration")
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            shapes = f"{list(tensor.shape)}, where config.json says {list(wanted[name].shape)}"
+            raise ModelFormatError(f"{where}: {name} has the shape {shapes}")
+
+
+def _kind(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype if tensor.dtype == torch.bool else torch.int64
+
+
+def _check_vocabulary(head: Head, where: str) -> None:
+    """The two tables name the same tokens, each of them once."""
+    head.t2d = head.t2d.bool()
+    _check_targets(head.targets, head.t2d.shape[0], where)
+    if int(head.t2d.sum()) != head.d2t.shape[0] or not bool(head.t2d[head.targets].all()):
+        raise ModelFormatError(f"{where}: d2t and t2d name different tokens")
+
+
+def _check_targets(targets: Tensor, size: int, where: str) -> None:
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < size:
+        raise ModelFormatError(f"{where}: d2t names tokens outside of the target's {size}")
+    if len(set(targets.tolist())) != len(targets):
+        raise ModelFormatError(f"{where}: d2t names a token twice")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(map(brief, names[:4]))}{more}"

@@ -1,0 +1,303 @@
+"""What a trained head looks like, from the config.json of either layout in which heads are published.
+
+speculators (vllm-project): the layers' shape in ``transformer_layer_config``, the switches beside it, the target's
+name in ``speculators_config``.
+Flat (SafeAILab/EAGLE, sgl-project/SpecForge): a Llama configuration and ``draft_vocab_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.errors import ModelFormatError
+from paceline.models.boundary import brief
+from paceline.models.config import ModelConfig
+
+Layout = Literal["speculators", "flat"]
+T = TypeVar("T")
+
+_FAMILIES = ("llama", "qwen3")  # of the head's own layers, whatever the target's
+_COPIED = (*_FAMILIES, "qwen2")  # of layers that are the target's
+_FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
+_KINDS = {  # by speculators' names, and what it calls their class; the last is a layout of ours
+    "eagle3": "Eagle3Speculator",
+    "peagle": "PEagleSpeculator",
+    "hidden_transfer": "HiddenTransferSpeculator",
+}
+_OTHER_KINDS = ("eagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
+_USUAL_STREAMS = 3
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """An EAGLE-3 or 3.1 head (arXiv 2503.01840): decoder layers on a token's embedding and streams of the target.
+
+    Or a parallel one (P-EAGLE, arXiv 2602.01469; ParallelSpec, 2410.05589): the same, but that it reads a mask where
+    the target has read nothing yet, so that all guesses come of one pass. Or one that transfers hidden states (arXiv
+    2404.12022): its layers are the target's last ones, and it reads the stream that enters the first of them.
+
+    transformer: its layers as Hugging Face says it: model_type (llama or qwen3), hidden_size, intermediate_size,
+        num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope and so on.
+    target_width: of the target's streams. draft_vocab_size: how many of the target's tokens it can say.
+    taps: the target's layers whose entering streams it reads; None: the usual three, see ``taps_of``.
+    norm_before_residual: the layer's residual is the normed hidden state, not the raw one.
+    norm_before_fc: one norm over all streams side by side; fc_norm: one norm for each (EAGLE-3.1). At most one of them.
+    norm_output: the next step gets what the last norm gave, not what it was given (EAGLE-3.1).
+    mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
+    transfers: guesses for which hidden states are transferred; 0: a head of another kind.
+    verifier, architectures: the target's name and classes, as the checkpoint has them.
+
+    Raises ModelFormatError for what cannot be run.
+    """
+
+    transformer: Mapping[str, Any]
+    target_width: int
+    draft_vocab_size: int
+    taps: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token: int | None = None
+    transfers: int = 0
+    verifier: str = ""
+    architectures: tuple[str, ...] = ()
+    speculative_tokens: int = field(default=3, compare=False)  # what the checkpoint proposes; ours are the policy's
+
+    def __post_init__(self) -> None:
+        decoder = self.decoder
+        sizes = (decoder.width, decoder.mlp_width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.layers)
+        wrong = {
+            "a size that is no positive number": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
+            f"{decoder.heads} heads over {decoder.kv_heads} key heads": decoder.heads % max(1, decoder.kv_heads) != 0,
+            "an odd head_dim": decoder.head_dim % 2 != 0,
+            f"draft_vocab_size {self.draft_vocab_size} beyond vocab_size": self.draft_vocab_size > decoder.vocab_size,
+            "both norm_before_fc and fc_norm": self.norm_before_fc and self.fc_norm,
+            f"streams of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
+            f"mask_token_id {self.mask_token} outside of vocab_size": not 0
+            <= (self.mask_token or 0)
+            < decoder.vocab_size,
+            "transfers of hidden states and what belongs to other kinds of heads": self.transfers > 0
+            and not self._only_transfers(),
+        }
+        if found := [what for what, there in wrong.items() if there]:
+            raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
+
+    @cached_property
+    def decoder(self) -> ModelConfig:
+        """The layers' shape; its vocabulary is the target's."""
+        kind = self.transformer.get("model_type")
+        families = _COPIED if self.transfers else _FAMILIES
+        if kind not in families:
+            raise ModelFormatError(
+                f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(families)} can be run"
+            )
+        decoder = ModelConfig.from_huggingface(self.transformer)
+        if decoder is None:
+            raise ModelFormatError("the head's layers have an activation, a rope or windows that cannot be run")
+        return decoder
+
+    @property
+    def width(self) -> int:
+        return self.decoder.width
+
+    def _only_transfers(self) -> bool:
+        """Whether nothing is said that only other kinds know: one stream as wide as the layers, which see all text."""
+        plain = not any(getattr(self, name) for name in _SWITCHES) and self.mask_token is None
+        return plain and self.target_width == self.width and self.streams == 1 and set(self.decoder.windows) == {None}
+
+    @property
+    def kind(self) -> str:
+        """By the name that ``paceline train-draft`` has for it."""
+        return "hidden_transfer" if self.transfers else "parallel" if self.parallel else "feature"
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it reads a mask in place of its own guesses."""
+        return self.mask_token is not None
+
+    @property
+    def streams(self) -> int:
+        """How many of the target's streams are fused."""
+        return _USUAL_STREAMS if self.taps is None else len(self.taps)
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """The layers of a target of so many whose entering streams are read. Raises ModelFormatError."""
+        taps = (2, layers // 2, layers - 3) if self.taps is None else self.taps
+        if not all(0 <= tap < layers for tap in taps):
+            raise ModelFormatError(
+                f"the head reads the streams that enter the target's layers {taps}; this target has {layers}, 0 to "
+                f"{layers - 1}"
+            )
+        return taps
+
+    @staticmethod
+    def read(fields: Mapping[str, Any]) -> tuple[HeadConfig, Layout]:
+        """The configuration in a config.json, and which layout it is. Raises ModelFormatError, saying what is wrong."""
+        layout = layout_of(fields)
+        if layout is None:
+            raise ModelFormatError("config.json is of no head: neither speculators_model_type nor draft_vocab_size")
+        if fields.get("quantization_config"):
+            raise ModelFormatError("heads with quantised weights are not run; take the one in float32 or bfloat16")
+        return (_from_speculators(fields) if layout == "speculators" else _from_flat(fields)), layout
+
+    def written(self) -> dict[str, Any]:
+        """The config.json of the speculators layout."""
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": self.speculative_tokens,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
+        kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
+        more = {"mask_token_id": self.mask_token} if self.parallel else {}
+        more |= {"transfers": self.transfers} if self.transfers else {}
+        return {
+            "architectures": [_KINDS[kind]],
+            "speculators_model_type": kind,
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": target,
+            },
+            "transformer_layer_config": dict(self.transformer),
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_width,
+            "eagle_aux_hidden_state_layer_ids": None if self.taps is None else list(self.taps),
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+            **more,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+        }
+
+
+def layout_of(fields: Mapping[str, Any]) -> Layout | None:
+    """Which layout of a head a config.json is of; None if it is of a model."""
+    if "speculators_model_type" in fields:
+        return "speculators"
+    eagle = any("Eagle" in str(name) for name in _list(fields, "architectures"))
+    return "flat" if eagle or "draft_vocab_size" in fields else None
+
+
+def _are_layers(taps: tuple[int, ...]) -> bool:
+    return len(taps) > 0 and len(set(taps)) == len(taps) and min(taps) >= 0
+
+
+def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
+    kind = fields["speculators_model_type"]
+    if kind not in _KINDS:
+        known = f"{kind} heads are not run yet" if kind in _OTHER_KINDS else f"{brief(repr(kind))} is of no known kind"
+        raise ModelFormatError(f"speculators_model_type: {known}; {', '.join(_KINDS)} heads are")
+    if kind in _NEEDS and fields.get(_NEEDS[kind]) is None:
+        raise ModelFormatError(f"the head's configuration lacks {_NEEDS[kind]}, which a {kind} head has")
+    transfers = _number(fields, "transfers", 0) if kind == "hidden_transfer" else None
+    if transfers is not None and not 0 < transfers <= MAX_SPECULATION_LENGTH:
+        raise ModelFormatError(
+            f"transfers of the head's configuration is 1 to {MAX_SPECULATION_LENGTH}, not {transfers}"
+        )
+    transformer = _object(fields, "transformer_layer_config")
+    transformer = {"model_type": "qwen3"} | transformer  # what the format means where it is left out
+    config = _object(fields, "speculators_config")
+    verifier = _object(config, "verifier")
+    return HeadConfig(
+        transformer,
+        **_sizes(fields, transformer),
+        taps=_taps(fields, 0),
+        **{name: _flag(fields, name) for name in _SWITCHES},
+        mask_token=_number(fields, "mask_token_id", 0) if kind == "peagle" else None,
+        transfers=transfers or 0,
+        verifier=str(verifier.get("name_or_path") or ""),
+        architectures=tuple(map(str, _list(verifier, "architectures"))),
+        speculative_tokens=_proposed(config),
+    )
+
+
+def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
+    found = _list(fields, "architectures")
+    if found and found[0] not in _FLAT_ARCHITECTURES:
+        raise ModelFormatError(
+            f"a head of architecture {brief(repr(found[0]))} is not run; {' and '.join(_FLAT_ARCHITECTURES)} are"
+        )
+    eagle = _object(fields, "eagle_config")
+    if not _flag(eagle, "use_aux_hidden_state", True):
+        raise ModelFormatError("eagle_config.use_aux_hidden_state is false: heads on one stream (EAGLE-1) are not run")
+    if found := [name for name in _FLAT_PARALLEL if fields.get(name) not in (None, False)]:
+        raise ModelFormatError(
+            f"{found[0]}: heads that guess in parallel are run in the layout of speculators (peagle)"
+        )
+    if _number(fields, "num_hidden_layers", 1) != 1:
+        raise ModelFormatError(f"num_hidden_layers={brief(fields['num_hidden_layers'])}: heads of this layout have one")
+    transformer = {name: value for name, value in fields.items() if name not in _NO_LAYERS} | {"model_type": "llama"}
+    switches = {name: _flag(fields, name) or _flag(eagle, name) for name in _SWITCHES}
+    sizes: dict[str, Any] = {**_sizes(fields, transformer), **switches}
+    return HeadConfig(transformer, **sizes, taps=_taps(fields, 0) or _taps(eagle, 1))
+
+
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_NEEDS = {"peagle": "mask_token_id", "hidden_transfer": "transfers"}
+_FLAT_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
+_NO_LAYERS = (*_SWITCHES, "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "auto_map")
+
+
+def _sizes(fields: Mapping[str, Any], transformer: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [name for name in _NEEDED if name not in transformer]
+    if missing:
+        raise ModelFormatError(f"the head's configuration lacks {', '.join(missing)}")
+    for name in _NEEDED:
+        _number(transformer, name, 0)
+    width = fields.get("target_hidden_size") or transformer["hidden_size"]
+    vocabulary = fields.get("draft_vocab_size") or transformer["vocab_size"]
+    found = {"target_width": width, "draft_vocab_size": vocabulary}
+    return {name: _number(found, name, 0) for name in found}
+
+
+_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
+    """The layers whose entering streams are meant; shift 1: the file names layers by their outputs."""
+    found = _list(fields, "eagle_aux_hidden_state_layer_ids")
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found):
+        raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(found)}")
+    return tuple(layer + shift for layer in found) or None
+
+
+def _proposed(config: Mapping[str, Any]) -> int:
+    methods = _list(config, "proposal_methods")
+    first = methods[0] if methods and isinstance(methods[0], dict) else {}
+    return _number(first, "speculative_tokens", 3)
+
+
+def _object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return _of_kind(fields, name, dict, {}, "an object")
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    return _of_kind(fields, name, list, [], "a list")
+
+
+def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    return _of_kind(fields, name, bool, default, "true or false")
+
+
+def _number(fields: Mapping[str, Any], name: str, default: int) -> int:
+    return _of_kind(fields, name, int, default, "a whole number")
+
+
+def _of_kind(fields: Mapping[str, Any], name: str, kind: type[T], default: T, words: str) -> T:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ModelFormatError(f"{name} of the head's configuration is {words}, not {brief(repr(value))}")
+    return value

@@ -1,0 +1,278 @@
+"""A head with its cache: what a ``Decoder`` is to a model, for one that reads a target's streams instead of text alone.
+
+The streams of a token exist only while the target reads it; fused, they are kept for every position of every row. So a
+head's cache may lag behind the text, be cut and be copied as a draft model's may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.batch import Batch
+from paceline.core.draft import Draft
+from paceline.core.nodes import Tree
+from paceline.core.row_tables import RowTables, grows_on
+from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.layers import Step
+from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.attention.cached import CachedAttend
+from paceline.models.decoder import Decoder, at
+
+NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a floor of -inf would make 0 / 0 of nothing
+
+
+class HeadModel:
+    """A head as the engine sees a draft model: V the target's vocabulary.
+
+    taps: the target's layers whose entering streams it reads. kind: of ``HeadConfig``. one_pass: whether all guesses
+    come of one pass. most_guesses: of a draft, if it cannot make more.
+    max_positions: what its target allows; with rotary positions nothing but its guesses' quality depends on them.
+    dtype: of its keys, values and fused streams.
+    """
+
+    def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
+        shape = head.config.decoder
+        self.name, self.taps, self.max_positions = name, tuple(taps), max_positions
+        self.vocab_size, self.layers = shape.vocab_size, shape.layers
+        self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
+        self.dtype, self.device = head.dtype, head.device
+        self.kind, self.most_guesses = head.config.kind, head.config.transfers or None
+        self.one_pass = self.kind != "feature"
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
+        raise NotImplementedError
+
+    def weight_bytes(self) -> int:
+        """Memory of its tensors, in bytes."""
+        raise NotImplementedError
+
+    def stream_bytes(self, positions: int) -> int:
+        """Memory of a row's fused streams, beside keys and values, in bytes."""
+        if grows_on(self.device):
+            return RowTables.row_bytes(1, (1, 1, self.width), positions, self.dtype)
+        return (positions + 1) * self.width * self.dtype.itemsize
+
+
+class TorchHead(HeadModel):
+    """One that runs in torch: where the kernels do not run, and what they are compared with."""
+
+    def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
+        super().__init__(head, name, taps, max_positions)
+        self.head, self._targets = head, head.targets
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        own = self.head.logits(hidden).float()
+        logits = own.new_full((*own.shape[:-1], self.vocab_size), NEVER)
+        return logits.index_copy_(-1, self._targets, own)
+
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.head.state_dict().values())
+
+
+class KeptStreams:
+    """A head's view of its target's rows: the streams of every position, fused. It moves as the target's cache moves.
+
+    fused [R, P + 1 or a few more, width]; behind a row's last place lands what lies beyond its end.
+    """
+
+    def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
+        self.taps = model.taps
+        self._table = RowTables(1, (1, rows, 1, positions, model.width), model.dtype, model.device)
+        self.fused = self._table.tables[0][0, :, 0]
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        """N tokens: rows, slots [N], features [N, taps, target width]."""
+        raise NotImplementedError
+
+    def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        self._table.keep(rows, text, paths)
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        self._table.copy_row(source, destination, length)
+
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        self._table.swap_rows(one, other, length)
+
+    def resize_row(self, row: int, positions: int) -> None:
+        """As ``RowTables.resize``."""
+        self._table.resize(row, positions)
+
+    def at(self, first_row: int, places: Tensor) -> Tensor:
+        """places [B, L] of rows first_row, ... -> [B, L, width]."""
+        index = places.clamp(max=self._table.positions)[..., None].expand(-1, -1, self.fused.shape[-1])
+        return self.fused[first_row : first_row + len(places)].gather(1, index)
+
+
+class TorchStreams(KeptStreams):
+    """Fused by torch."""
+
+    def __init__(self, model: TorchHead, rows: int, positions: int) -> None:
+        super().__init__(model, rows, positions)
+        self._head = model.head
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
+
+
+class HeadDecoder(Decoder):
+    """Token j of a row is read at place j - 1, with the streams of the token before it; the first is never read.
+
+    seen [R]: the tokens read, the first counted in: at least 1.
+    """
+
+    streams: KeptStreams
+    reads = 8  # kept guesses were read without streams, and are read again
+
+    def __init__(
+        self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, backend, rows, positions, vocab_size)
+        self.seen.fill_(1)
+
+    def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
+        return before
+
+    def lag_after(self, k: int) -> int:
+        return k + 1
+
+    def note_guesses(self, batch: Batch, count: int) -> None:
+        """They were read without streams: those that are kept are read again, with theirs."""
+
+    def keep_guesses(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Likewise."""
+
+    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        """After the target, whose streams of these tokens and of those before them it reads."""
+        super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        super().copy_row(source, destination, length)
+        self.seen[destination].clamp_(min=1)
+
+    def resize_row(self, row: int, positions: int) -> None:
+        super().resize_row(row, positions)
+        self.streams.resize_row(row, positions)
+
+    def cut_row(self, row: int, length: int) -> None:
+        super().cut_row(row, max(1, length))
+
+
+class TorchHeadDecoder(HeadDecoder):
+    """Runs a ``TorchHead``."""
+
+    model: TorchHead
+
+    def __init__(
+        self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, backend, rows, positions, vocab_size)
+        self.head, self.streams = model.head, TorchStreams(model, rows, positions)
+        self._last: Step  # of the last forward pass, [B, L, width]
+        self._states: Tensor  # [B, n, width], after the text and the guesses of a tree: what the next are read with
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        longest: int,
+        first_row: int = 0,
+        counts: Tensor | None = None,
+        tree: Tree | None = None,
+    ) -> Tensor:
+        """Tokens [B, L] of the text from ``start`` [B] on, each with the streams before it -> normed [B, L, width]."""
+        assert tree is None, "a head reads chains"
+        places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
+        return self._run(tokens, self.streams.at(first_row, places), places, longest, first_row)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        places: Tensor,
+        longest: int,
+        first_row: int,
+        ancestors: Tensor | None = None,
+    ) -> Tensor:
+        plan = self.backend.plan(places, min(longest, self.cache.positions + 1), ancestors)
+        attend = CachedAttend(self.cache, self.backend, plan, first_row)
+        self._last = self.head.step(tokens.clamp(max=self.model.vocab_size - 1), hidden, places, attend)
+        return self._last.normed
+
+    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
+        """Feed what the cache lacks, at most ``lag`` tokens a row -> normed [B, width] at each row's last token.
+
+        A row of one token has nothing to read yet: what it gives means nothing.
+        """
+        return self.read_ahead(batch, lag, 1)[:, 0]
+
+    def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
+        """As ``next_hidden``, and places behind the text in the same pass -> normed [B, k, width].
+
+        Each is what the next of k guesses is drawn from. k > 1: of a head that guesses so; what it reads behind the
+        text does not count as seen.
+        """
+        seen, late = self.seen_by(batch), self.head.late
+        place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
+        before = (place - 1).clamp(min=0)
+        read = self._text_at(batch, place), self.streams.at(batch.first, before)
+        tokens, hidden = read if late + k == 1 else self._with_ahead(batch, place, *read, late + k - 1)
+        self._run(tokens, hidden, before, batch.longest + late + k - 1, batch.first)
+        ahead = torch.arange(late, late + k, device=batch.device)
+        last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
+        seen.copy_(batch.live_length)
+        last = last[..., None].expand(-1, -1, self.head.config.width)
+        state, normed = (part.gather(1, last) for part in self._last)
+        self._states = state[:, -1:]
+        return normed
+
+    def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
+        normed = super().begin_draft(text, before, span)
+        self._states = at(self._last.state, before - self.seen[: len(text)] - 1)
+        return normed
+
+    def go_on_drafting(self, guess: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+        """As ``hidden_after``."""
+        normed = self._run(guess, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
+        self._states = self._last.state
+        return normed
+
+    def _with_ahead(
+        self, batch: Batch, place: Tensor, tokens: Tensor, hidden: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens and hidden states of the text at these places [B, L], and so many that the head has behind it."""
+        end = batch.live_length[:, None]
+        last, before = self._text_at(batch, end - 1), self.streams.at(batch.first, (end - 2).clamp(min=0))
+        further, behind = self.head.ahead(last[:, 0], before[:, 0], count)
+        known, step = place < end, (place - end).clamp(0, count - 1)
+        tokens = torch.where(known, tokens, further.gather(1, step))
+        step = step[..., None].expand_as(hidden)
+        return tokens, torch.where(known[..., None], hidden, behind.gather(1, step))
+
+    def _text_at(self, batch: Batch, place: Tensor) -> Tensor:
+        """[B, L] tokens; beyond the end of a row's memory its last."""
+        return batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
+
+    def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
+        """A guess has no streams yet: the state at the token before it stands in. None of them counts as seen."""
+        step = guesses.shape[1]
+        places = (batch.live_length + step - 2).clamp(min=0)[:, None]
+        normed = self._run(guesses[:, -1:], self._states, places, batch.longest + step, batch.first)
+        self._states = self._last.state
+        return normed[:, 0]
+
+    def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
+        """Each guess with the state at what it follows; the last token of the text, below them, with its streams."""
+        root = (batch.live_length - 2).clamp(min=0)[:, None]
+        chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
+        tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1
+        before = self._states.gather(1, places[..., None].expand(-1, -1, self._states.shape[-1]))
+        hidden = torch.cat([self.streams.at(batch.first, root), before], dim=1)
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        depths, ancestors = (chain, None) if tree is None else (tree.depths, tree.ancestors)
+        normed = self._run(tokens, hidden, root + depths, batch.longest + draft.k, batch.first, ancestors)
+        self._states = self._last.state
+        return normed

@@ -1,0 +1,13 @@
+"""Which module a head's configuration is of."""
+
+from __future__ import annotations
+
+from paceline.drafters.heads.config import HeadConfig
+from paceline.drafters.heads.feature import FeatureHead
+from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.transfer import TransferHead
+
+
+def make_head(config: HeadConfig) -> Head:
+    """Its weights are not set."""
+    return TransferHead(config) if config.kind == "hidden_transfer" else FeatureHead(config)

@@ -1,0 +1,129 @@
+"""What heads are made of, and how whole sequences are read in training.
+
+Shapes: B rows, T places, H the head's width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.drafters.heads.config import HeadConfig
+from paceline.kernels.attention.base import Attend
+from paceline.kernels.gpu.steps import ACTIVATIONS
+from paceline.models.config import ModelConfig
+from paceline.models.transformer import Rotation, rotate
+
+
+class Step(NamedTuple):
+    """What one step gives at every place, [B, T, H] each.
+
+    state: what the next step reads in place of fused streams. normed: what ``logits`` takes.
+    """
+
+    state: Tensor
+    normed: Tensor
+
+
+def rms_norm(width: int, config: HeadConfig) -> nn.RMSNorm:
+    """With the head's own epsilon."""
+    return nn.RMSNorm(width, eps=config.decoder.norm_eps)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: HeadConfig, index: int, read: int) -> None:
+        super().__init__()
+        shape = config.decoder
+        self.index, self.window, self.dim = index, shape.windows[index], shape.head_dim
+        self.q_proj = nn.Linear(read, shape.query_width, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(read, shape.kv_width, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(read, shape.kv_width, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(shape.query_width, shape.width, bias=shape.output_bias)
+        self.q_norm = rms_norm(shape.head_dim, config) if shape.qk_norm else nn.Identity()
+        self.k_norm = rms_norm(shape.head_dim, config) if shape.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        out = attend(self.index, *(part.transpose(1, 2) for part in (q, k, v)), window=self.window)
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+
+
+class _MLP(nn.Module):
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[shape.activation]
+        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    """A decoder layer. joined: it reads the token's embedding beside the hidden state (``first``)."""
+
+    def __init__(self, config: HeadConfig, index: int, *, joined: bool) -> None:
+        super().__init__()
+        self.normed_residual = config.norm_before_residual
+        self.self_attn = _Attention(config, index, config.width * (1 + joined))
+        self.mlp = _MLP(config.decoder)
+        self.input_layernorm = rms_norm(config.width, config)
+        self.post_attention_layernorm = rms_norm(config.width, config)
+        if joined:
+            self.hidden_norm = rms_norm(config.width, config)
+
+    def first(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        read = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        return self._rest(normed if self.normed_residual else hidden, read, rotation, attend)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        return self._rest(hidden, self.input_layernorm(hidden), rotation, attend)
+
+    def _rest(self, residual: Tensor, read: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        hidden = residual + self.self_attn(read, rotation, attend)
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Unrolled:
+    """An ``Attend`` over whole sequences, one call a layer and step.
+
+    The first step is causal. At step s place i sees the first step's keys up to its own place, and at its own place
+    those of the steps between: what drafting s guesses behind place i would have in its cache.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        """q [B, heads, T, D], k and v [B, key heads, T, D] -> [B, heads, T, D]."""
+        steps = self._steps.setdefault(layer, [])
+        steps.append((k, v))
+        if len(steps) == 1 and window is None:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return _attend_steps(q, steps, scale=scale, window=window)
+
+
+def _attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], *, scale: float | None, window: int | None) -> Tensor:
+    shared, length, last = q.shape[1] // steps[0][0].shape[1], q.shape[2], len(steps) - 1
+    spread = [(k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)) for k, v in steps]
+    place = torch.arange(length, device=q.device)
+    seen = place <= place[:, None]
+    if window is not None:
+        seen = seen & (place[:, None] + last - place < window)
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    text = (q @ spread[0][0].mT).masked_fill(~seen, -torch.inf)
+    later = spread[1:] if window is None else spread[1:][-window:]
+    own = [(q * k).sum(-1, keepdim=True) for k, _ in later]
+    weights = torch.cat((text, *own), dim=-1).float().softmax(-1).to(q.dtype)
+    out = weights[..., :length] @ spread[0][1]
+    for number, (_, v) in enumerate(later):
+        out = out + weights[..., length + number, None] * v
+    return out

@@ -1,0 +1,131 @@
+"""From a directory or a hub name to a head that fits its target, or the reason why it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Literal
+
+import torch
+
+from paceline.config import QuantizationName
+from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_config
+from paceline.drafters.heads.config import HeadConfig
+from paceline.drafters.heads.decoder import HeadModel, TorchHead
+from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.native import NativeHead
+from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
+from paceline.models.base import AnyModel
+from paceline.models.boundary import Source, is_loaded, name_of
+from paceline.models.hub import resolve
+from paceline.models.loading import load_config, load_embedding, load_output
+from paceline.models.native import NativeModel
+
+log = logging.getLogger("paceline")
+
+
+def find_head(source: Source) -> Path | None:
+    """The directory of the head of that name; None if it is a model's. Raises ModelNotFoundError, ModelFormatError."""
+    if is_loaded(source):
+        return None
+    path = resolve(source)
+    return path if is_head(path) else None
+
+
+def load_head_for(
+    target: AnyModel,
+    source: Source,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    quantization: QuantizationName | Literal["same"] | None = "same",
+) -> HeadModel:
+    """The head at ``path`` for the target that was loaded from ``source``, on its device.
+
+    quantization: "same": its weights as the target has them, on the CPU kernels if these run the target and can run the
+    head, else in ``dtype``.
+
+    Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers,
+    or of another class. Another name is only warned of: one model has many.
+    """
+    config = read_head_config(path)
+    taps = _check_target(config, target, source, path)
+    head = load_head(
+        path,
+        dtype=dtype,
+        device=target.device,
+        embedding=lambda: load_embedding(source, dtype=dtype, device=target.device),
+        output=lambda: load_output(source, dtype=dtype, device=target.device),
+    )
+    return prepare_head(head, str(path), taps, target, quantization)
+
+
+def prepare_head(
+    head: Head,
+    name: str,
+    taps: Sequence[int],
+    target: AnyModel,
+    quantization: QuantizationName | Literal["same"] | None = "same",
+) -> HeadModel:
+    """For the CPU kernels where they run the target, else for torch.
+
+    Raises ParameterError if a quantization was asked for that is not possible.
+    """
+    given = name, taps, target.max_positions
+    obstacle = "its target does not run on the CPU kernels"
+    if isinstance(target, NativeModel) and target.plays_rounds:
+        wanted = target.quantization if quantization == "same" else quantization
+        if wanted is None and head.dtype != torch.bfloat16:
+            return TorchHead(head, *given)
+        try:
+            if wanted == "fp8":
+                raise ModelFormatError("fp8 weights need a CUDA device")
+            return NativeHead(head, *given, quantization=wanted)
+        except ModelFormatError as error:
+            obstacle = str(error)
+    if quantization not in ("same", None):
+        allowed = f"None with this trained head, whose weights stay in its draft_dtype: {obstacle}"
+        raise ParameterError("draft_quantization", quantization, allowed)
+    return TorchHead(head, *given)
+
+
+def _check_target(config: HeadConfig, target: AnyModel, source: Source, path: Path) -> tuple[int, ...]:
+    """The layers whose streams are read."""
+    said = load_config(source)
+    width = said.get_text_config().hidden_size
+    if config.target_width != width:
+        raise ModelFormatError(
+            f"the head {path} reads streams of width {config.target_width}, the target {target.name} has {width}: it "
+            f"was made for another model{_named(config)}"
+        )
+    if config.decoder.vocab_size != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"the head {path} was made for {config.decoder.vocab_size} tokens, the target {target.name} has "
+            f"{target.vocab_size}: it was made for another model{_named(config)}"
+        )
+    classes = [type(source).__name__] if is_loaded(source) else said.architectures or []
+    if config.architectures and classes and not set(config.architectures) & set(classes):
+        raise ModelFormatError(
+            f"the head {path} was made for a {', '.join(config.architectures)}{_named(config)}, the target "
+            f"{target.name} is a {', '.join(classes)}"
+        )
+    _compare_names(config, source, path)
+    return config.taps_of(target.layers)
+
+
+def _named(config: HeadConfig) -> str:
+    return f" ({config.verifier})" if config.verifier else ""
+
+
+def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
+    """By their last parts, of which one may be the other's beginning: -AWQ, -GGUF, .Q8_0.gguf."""
+    given = name_of(source) if is_loaded(source) else str(source)
+    ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
+    if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
+        log.warning(
+            "the head %s was made for %s, the target is %s: unless these are the same model its guesses are wrong",
+            path,
+            config.verifier,
+            given,
+        )

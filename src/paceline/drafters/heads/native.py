@@ -1,0 +1,381 @@
+"""A head on the CPU kernels: what it lacks of the text is read and all guesses are drawn in one native call.
+
+The same reading as ``heads.feature``, in packed weights: ``csrc/head.cpp`` reads and guesses, ``csrc/forward.cpp`` runs
+the layers. Its keys, values and fused streams are kept where a torch head's are.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.batch import Batch, Enough
+from paceline.core.draft import BESIDE, Draft, ReadDraft, branching
+from paceline.core.sampling import Purpose
+from paceline.drafters.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
+from paceline.drafters.heads.feature import FeatureHead
+from paceline.drafters.heads.head import Head
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.kernels import abi, native
+from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.pack import INPUT_MULTIPLE
+from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_config, check_spec
+from paceline.models.packing import PackedDecoder, packed_size
+
+T = TypeVar("T")
+
+
+class NativeHead(HeadModel):
+    """A head's weights packed: bf16 (quantization None), int8 or int4. The torch head is not needed any longer.
+
+    Raises ModelFormatError if the kernels cannot run it.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        name: str,
+        taps: Sequence[int],
+        max_positions: int,
+        *,
+        quantization: Quantization | None = None,
+        kernels: native.Kernels | None = None,
+    ) -> None:
+        super().__init__(head, name, taps, max_positions)
+        spec = spec_of_head(head, max_positions)
+        kernels = kernels or native.select()
+        if kernels is None:
+            raise ModelFormatError(f"a head runs on the CPU kernels where there are some: {native.why_none()}")
+        formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
+        self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads())
+        self._bytes = packed_size(spec, *formats)
+        self.drafted = len(head.targets)  # tokens that it can say
+        self._targets = head.targets.sort().values
+        self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
+
+    @property
+    def decoder(self) -> native.NativeDecoder:
+        return self._packed.decoder
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, self.width).float().contiguous()
+        own = flat.new_empty(flat.shape[0], self.drafted)
+        self.decoder.logits(flat, own)
+        logits = own.new_full((flat.shape[0], self.vocab_size), NEVER).index_copy_(-1, self._targets, own)
+        return logits.view(*hidden.shape[:-1], self.vocab_size)
+
+    def weight_bytes(self) -> int:
+        return self._bytes
+
+
+def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
+    """A head's parts. Raises ModelFormatError if the kernels cannot run it."""
+    shape, config, state = head.config.decoder, head.config, head.state_dict()
+    if not isinstance(head, FeatureHead):
+        raise ModelFormatError("a head that transfers hidden states runs in torch")
+    check_config(shape)
+    assert shape.rotary is not None
+    order = head.targets.argsort()  # tokens that are equally likely are told apart by their numbers at the target
+
+    def linear(*names: str) -> LinearWeights:
+        biases = [state.get(f"{name}.bias") for name in names]
+        bias = torch.cat([each for each in biases if each is not None]) if biases[0] is not None else None
+        return LinearWeights(torch.cat([state[f"{name}.weight"] for name in names]), bias)
+
+    def layer(index: int) -> LayerWeights:
+        name = f"layers.{index}"
+        qkv = linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv"))
+        return LayerWeights(
+            qkv=_halves_padded(qkv) if index == 0 else qkv,
+            attention_out=linear(f"{name}.self_attn.o_proj"),
+            gate_up=linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
+            down=linear(f"{name}.mlp.down_proj"),
+            input_norm=state[f"{name}.input_layernorm.weight"],
+            post_norm=state[f"{name}.post_attention_layernorm.weight"],
+            q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
+            k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
+            window=shape.windows[index],
+        )
+
+    norms = [state[f"fc_norm.{stream}.weight"] for stream in range(config.streams)] if config.fc_norm else None
+    spec = NativeSpec(
+        width=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.mlp_width,
+        vocab_size=config.draft_vocab_size,
+        max_positions=max_positions,
+        inverse_frequencies=shape.rotary.inverse_frequencies,
+        embedding=state["embed_tokens.weight"],
+        final_norm=state["norm.weight"],
+        layers=[layer(index) for index in range(shape.layers)],
+        head=LinearWeights(state["lm_head.weight"][order]),
+        epsilon=shape.norm_eps,
+        rotary_scaling=shape.rotary.scaling,
+        fusion=FusionWeights(
+            fuse=linear("fc"),
+            hidden_norm=state["layers.0.hidden_norm.weight"],
+            targets=head.targets[order],
+            vocabulary=shape.vocab_size,
+            streams=config.streams,
+            stream_width=config.target_width,
+            stream_norms=None if norms is None else torch.stack(norms),
+            joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
+            mask=head.mask(),
+            mask_token=config.mask_token or 0,
+            normed_residual=config.norm_before_residual,
+            normed_state=config.norm_output,
+        ),
+    )
+    check_spec(spec)
+    return spec
+
+
+def _halves_padded(linear: LinearWeights) -> LinearWeights:
+    """Of the embedding and of the hidden state: the kernels pad each of them."""
+    halves = [pad(half, (0, -half.shape[1] % INPUT_MULTIPLE)) for half in linear.weight.chunk(2, dim=1)]
+    return LinearWeights(torch.cat(halves, dim=1), linear.bias)
+
+
+class NativeStreams(KeptStreams):
+    """Fused by the kernels; rounds of theirs keep them in the same call (``csrc`` ``pl_round``)."""
+
+    def __init__(self, model: NativeHead, rows: int, positions: int) -> None:
+        super().__init__(model, rows, positions)
+        self.model = model  # whose weights calls name
+        self.described = abi.CKept(
+            self.fused.data_ptr(), self.fused.shape[1] - 1, int(self.fused.dtype == torch.bfloat16)
+        )
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        given = rows.contiguous(), slots.contiguous(), features.float().contiguous()
+        self.model.decoder.keep_streams(self.described, *given)
+
+
+class NativeHeadDecoder(HeadDecoder):
+    """Reads and drafts in one call, every row with its own lag, text and number of guesses."""
+
+    streams: NativeStreams
+
+    def __init__(
+        self, model: NativeHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, backend, rows, positions, vocab_size)
+        self._head, self.streams = model, NativeStreams(model, rows, positions)
+        self._cache = abi.CCache.of(self.cache)
+        self._seen = self.seen.numpy().data
+        self._logits = self._nothing_said(rows)
+
+    def _nothing_said(self, lines: int) -> Tensor:
+        """Logits [lines, V]; those of what it cannot say stay as they are."""
+        return torch.full((lines, self.model.vocab_size), NEVER, dtype=torch.float32)
+
+    def rewind(self, batch: Batch) -> None:
+        """Guesses never count as seen; a token that was seen last and is wanted again is read again."""
+
+    def lags(self, batch: Batch) -> list[int]:
+        return [batch.lengths[row] - max(1, self._seen[batch.first + row]) for row in range(batch.rows)]
+
+    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        parts = [(row, max(1, start), stop) for row, start, stop in zip(rows, starts, stops, strict=True)]
+        lines = [part for part in parts if part[1] < part[2]]
+        if lines:
+            numbers = array("q", [number for column in zip(*lines, strict=True) for number in column])
+            self._run(self._call(batch, len(lines), numbers), len(lines))
+        for row, _, stop in parts:
+            self._seen[row] = max(1, stop)
+
+    def draft(self, batch: Batch, counts: Sequence[int], enough: Enough | None, *, laws: bool, width: int = 1) -> Draft:
+        """counts [B]: guesses of each row, not all 0. laws: they are drawn with noise of their own, and say from what.
+
+        A row of one token gets none. enough: asked after each guess of all rows whether to stop there.
+        width: more than 1: trees as ``Growth`` grows them, counts [B] deep, without laws.
+        """
+        rows, deepest = batch.rows, max(counts)
+        most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
+        lengths, first = batch.lengths[:rows], batch.first
+        places = range(first, first + rows)
+        given = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
+        tables = 1 if width == 1 else 3
+        numbers = array("q", [*given, *bytes(rows * (1 + tables * most))])
+        chances = None if enough is None and width == 1 else array("f", bytes(4 * rows * most))
+        said = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if laws else None
+        found = (_Found if width == 1 else _FoundTrees)(memoryview(numbers)[4 * rows :], chances, rows, most)
+        call = self._call(batch, rows, numbers)
+        call.guess_stride, call.laws = most, abi.address(said)
+        if width > 1:
+            self._branch(call, rows, width)
+        self._ask(call, batch, Purpose.GUESS if laws else Purpose.DRAW)
+        call.chances = None if chances is None else chances.buffer_info()[0]
+        questions = _Questions()
+        if enough is not None:
+            call.goes_on = questions.callback(lambda: not enough(batch, found.scores, found.follows))
+        if batch.sampling.any_constraint:
+            held = _Held(batch, counts, found, self._logits, width)
+            call.look, call.instead = questions.callback(held.look), held.addresses.buffer_info()[0]
+        self._run(call, rows)
+        questions.raise_failure()
+        for place, length, count in zip(places, lengths, counts, strict=True):
+            if count > 0 and length > 1:
+                self._seen[place] = length
+        return found.draft(batch, said)
+
+    def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
+        """numbers: places, starts and stops; then counts, how many were drawn, and guesses, if there are any."""
+        start, size = numbers.buffer_info()[0], 8 * rows
+        stride = batch.tokens.stride(0)
+        more = [start + size * column for column in (3, 4, 5)] if len(numbers) > 3 * rows else [None] * 3
+        return abi.CDraft(
+            text=batch.tokens.data_ptr() - 8 * stride * batch.first,
+            text_stride=stride,
+            kept=self.streams.described,
+            rows=rows,
+            places=start,
+            start=start + size,
+            stop=start + 2 * size,
+            counts=more[0],
+            drawn=more[1],
+            guesses=more[2],
+        )
+
+    def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
+        """Behind the guesses are what each follows and its rank."""
+        call.width = width
+        call.parents = call.guesses + 8 * rows * call.guess_stride
+        call.ranks = call.parents + 8 * rows * call.guess_stride
+        if len(self._logits) < rows * width:
+            self._logits = self._nothing_said(rows * width)
+
+    def _ask(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
+        call.by = batch.sampling.drawing(batch.tokens, batch.length).described
+        call.logits, call.purpose = self._logits.data_ptr(), purpose
+
+    def _run(self, call: abi.CDraft, rows: int) -> None:
+        problem = self._head.decoder.draft(call, self._cache)
+        if problem is not None:
+            raise ParameterError("tokens", f"[{rows} rows]", problem)
+
+
+class _Found:
+    """What a call has drawn so far. numbers: how many guesses of each row, then the guesses [rows, width]."""
+
+    def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
+        self._drawn, self._guesses = numbers[:rows], numbers[rows:]
+        self._chances, self._width = chances, width
+
+    def _lines(self, table: Sequence[T]) -> list[list[T]]:
+        starts = range(0, len(self._drawn) * self._width, self._width)
+        return [list(table[at : at + count]) for at, count in zip(starts, self._drawn, strict=True)]
+
+    @property
+    def scores(self) -> list[list[float]]:
+        assert self._chances is not None
+        return self._lines(self._chances)
+
+    @property
+    def guesses(self) -> list[list[int]]:
+        return self._lines(self._guesses)
+
+    @property
+    def follows(self) -> list[list[int]] | None:
+        """Of trees, what each guess follows."""
+        return None
+
+    def ways(self, row: int, known: int) -> list[list[int]]:
+        """The guesses on the way to each that is new: so many of the row's were there before."""
+        return [self.guesses[row]]
+
+    def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
+        """laws [width, B, V]."""
+        scores = None if self._chances is None else self.scores
+        read = ReadDraft.of(self.guesses, batch.device, scores)
+        if laws is None or read.k == 0:
+            return read
+        return Draft(read.tokens, read.counts, laws[: read.k].transpose(0, 1).contiguous(), scores)
+
+
+class _FoundTrees(_Found):
+    """Behind the guesses stand what each follows and its rank among what was drawn there."""
+
+    def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
+        super().__init__(numbers, chances, rows, width)
+        size = rows * width
+        self._parents, self._ranks = self._guesses[size : 2 * size], self._guesses[2 * size :]
+
+    @property
+    def follows(self) -> list[list[int]]:
+        return self._lines(self._parents)
+
+    def ways(self, row: int, known: int) -> list[list[int]]:
+        ways: list[list[int]] = [[]]
+        for token, parent in zip(self.guesses[row], self.follows[row], strict=True):
+            ways.append([*ways[parent + 1], token])
+        return ways[1 + known :] if len(ways) > 1 else ways
+
+    def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
+        kinds = [[BESIDE if rank else 0 for rank in line] for line in self._lines(self._ranks)]
+        return branching(self.guesses, self.follows, batch.device, self.scores, kinds)
+
+
+class _Held:
+    """Rows with a constraint draw from copies of their logits without what it forbids.
+
+    addresses [B, width]: where the copies lie for the guesses after which it draws; 0: nowhere.
+    """
+
+    def __init__(self, batch: Batch, counts: Sequence[int], found: _Found, logits: Tensor, width: int) -> None:
+        self._constraints, self._counts = batch.sampling.constraints[: batch.rows], counts
+        self._found, self._logits, self._width, self._step = found, logits, width, 0
+        self._known = [0] * batch.rows  # guesses when it looked last
+        self._copies: dict[int, Tensor] = {}
+        self.addresses = array("q", bytes(8 * batch.rows * width))
+
+    def look(self) -> bool:
+        """Before each draw; all questions are sent before the first answer is waited for."""
+        asked = {
+            self._width * row + number: constraint.ask(way, self._step, 1)
+            for row, constraint in enumerate(self._constraints)
+            if constraint is not None and self._counts[row] > self._step
+            for number, way in enumerate(self._found.ways(row, self._known[row]))
+            if len(way) == self._step
+        }
+        for question in asked.values():
+            question.send()
+        for line, question in asked.items():
+            copy = self._copies[line] = self._logits[line : line + 1].clone()
+            question.mask(copy)
+            self.addresses[line] = copy.data_ptr()
+        self._known = [len(guesses) for guesses in self._found.guesses]
+        self._step += 1
+        return True
+
+
+class _Questions:
+    """What the library asks while it drafts; an error in an answer ends the draft and waits until the call is over."""
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+
+    def callback(self, answer: Callable[[], bool]) -> Any:
+        """For the library, which does not keep it alive: the call does."""
+
+        def answered() -> int:
+            try:
+                return int(answer())
+            except BaseException as failure:  # noqa: BLE001 it is raised again
+                self._failure = failure
+                return 0
+
+        return abi.Callback(answered)
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

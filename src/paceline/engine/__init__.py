@@ -1,0 +1,1 @@
+"""The loop: requests become rows, rounds are run, tokens become answers."""

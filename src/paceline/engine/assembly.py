@@ -1,0 +1,102 @@
+"""What an engine is put together from: its models, and decoders and a drafter of the kinds that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from paceline.config import EngineConfig
+from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
+from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
+from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
+from paceline.engine.request import check_tokens
+from paceline.errors import ParameterError
+from paceline.kernels.attention import AttentionBackend, make_backend
+from paceline.lengths.cost import CostTable
+from paceline.models.base import AnyModel, FlatModel, SharedModel
+from paceline.models.decoder import Decoder
+
+
+@dataclass
+class Models:
+    """What the engine runs: a target, perhaps a draft model, and the tokens that end a text."""
+
+    target: AnyModel
+    draft: AnyModel | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    documents: Sequence[Sequence[int]] = field(default_factory=tuple)  # for the n-gram drafter
+    costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines on these models
+    users: WeakSet[object] = field(default_factory=WeakSet)
+
+    def give_back(self, user: object) -> None:
+        """One user less. Where other ranks have parts of the target, they end with the last."""
+        self.users.discard(user)
+        if not self.users and isinstance(self.target, SharedModel):
+            self.target.close()
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Makes an engine's parts; ``max_model_len`` is the engine's own."""
+
+    models: Models
+    config: EngineConfig
+    max_model_len: int
+
+    def backend(self) -> AttentionBackend:
+        """What models that do not run their own attention use."""
+        config, target = self.config, self.models.target
+        deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel is so by itself
+        return make_backend(config.attention, target.device, deterministic=deterministic)
+
+    def decoder(self, model: AnyModel) -> Decoder:
+        """With a cache for all rows; its logits have the size of the target's."""
+        sizes = self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+        if isinstance(model, NativeHead):
+            return NativeHeadDecoder(model, *sizes)
+        return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else Decoder(model, *sizes)
+
+    def drafter(self, target: Decoder) -> Drafter:
+        """Raises ParameterError where it lacks what it needs."""
+        config, models, kind = self.config, self.models, self.config.drafter_kind
+        if kind is None or not config.guesses:
+            return NoDrafter()
+        if kind.needs_draft_model and models.draft is None:
+            raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
+        for document in models.documents if config.looks_up else ():
+            check_tokens("reference_documents", document, models.target.vocab_size)
+        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width_of)
+        return make_drafter(kind, equipment)
+
+
+def lookup_is_free(models: Models, config: EngineConfig) -> bool:
+    """Whether n-gram lookup takes no round off the device, or somebody asked for it."""
+    by_choice = config.rounds == "host" or (config.rounds == "auto" and config.tensor_parallel > 1)
+    on_host = models.target.device.type != "cuda" or by_choice or isinstance(models.draft, HeadModel)
+    return on_host or bool(models.documents)
+
+
+def max_model_len(models: Models, config: EngineConfig) -> int:
+    """Most tokens of a sequence; raises ParameterError if a model cannot have as many as were asked for."""
+    running = [models.target]
+    if models.draft is not None and config.asks_draft_model:
+        running.append(models.draft)
+    shortest = min(running, key=lambda model: model.max_positions)
+    if config.max_model_len is None:
+        return min(shortest.max_positions, config.DEFAULT_MAX_MODEL_LEN)
+    if config.max_model_len > shortest.max_positions:
+        allowed = f"at most {shortest.max_positions}, the limit of {shortest.name}"
+        raise ParameterError("max_model_len", config.max_model_len, allowed)
+    return config.max_model_len
+
+
+def check_attention(models: Models, config: EngineConfig) -> None:
+    """The weights were packed, or not, when they were loaded: refuse what can no longer be chosen."""
+    packed = isinstance(models.target, FlatModel)
+    if config.attention in ("padded", "split", "ragged") and packed:
+        raise ParameterError(
+            "attention", config.attention, "'native' or 'auto' with weights loaded for the CPU kernels"
+        )
+    if config.attention == "native" and not packed:
+        raise ParameterError("attention", "native", "weights loaded with attention='native' or 'auto'")

@@ -1,0 +1,364 @@
+"""The engine: requests in, tokens out, one round at a time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core.acceptance import make_rule
+from paceline.core.batch import Batch
+from paceline.core.draft import Verdict
+from paceline.core.hardware import threads_of_each, torch_threads, whatever_torch_was_told
+from paceline.core.outputs import RequestOutput
+from paceline.core.room import Filled
+from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
+from paceline.engine.chunks import Chunks
+from paceline.engine.description import Running
+from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.memory import check_memory, scoring_room
+from paceline.engine.native_round import NativeRound
+from paceline.engine.pipeline import Pipeline, why_not_device
+from paceline.engine.prefixes import Scope
+from paceline.engine.request import Intake, Request, check_tokens
+from paceline.engine.round import Speculation, speculative_round
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scoring import WIDEST_PASS, Scorer, Text
+from paceline.engine.sequences import Sequence as Row
+from paceline.errors import ParameterError, PromptTooLongError
+from paceline.kernels.gpu import ahead
+from paceline.kernels.native import kernel_threads
+from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths.calibration import Calibration, Grid, Progress
+from paceline.lengths.cost import CostTable
+from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
+from paceline.lengths.profile import Identity, Profile
+from paceline.models.base import FlatModel
+from paceline.models.decoder import Decoder
+from paceline.models.fingerprint import is_from_files
+
+__all__ = ["Engine", "Models", "Request"]
+
+
+class Engine:
+    """Decodes all requests in one ragged batch. Not thread-safe: one thread calls ``add`` and ``step``.
+
+    Raises CapacityError if the rows asked for do not fit into memory, ParameterError for a configuration that makes no
+    sense with these models.
+    """
+
+    @whatever_torch_was_told
+    @torch.inference_mode(False)  # its tensors are written in and out of a caller's inference mode
+    def __init__(self, models: Models, config: EngineConfig) -> None:
+        self.models = models
+        self.config = config = config.resolved(
+            draft_model=models.draft is not None, lookup=lookup_is_free(models, config)
+        )
+        self.max_model_len = max_model_len(models, config)
+        check_attention(models, config)
+        self.room = check_memory(models.target, models.draft, config, self.max_model_len)
+        self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
+        self.threads = config.threads or threads_of_each(config.tensor_parallel)
+        self._ids = itertools.count()
+        self._requests: dict[str, RequestOutput] = {}
+        self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
+        self._step_seconds = 0.0  # that the last step took
+        self._assembly = Assembly(models, config, self.max_model_len)
+        self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
+        target = self._assembly.decoder(models.target)
+        drafter = self._assembly.drafter(target)
+        if drafter.reader is not None:
+            target.show(drafter.reader)
+        self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
+        self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
+        self._player = self._make_player()
+        self._profile = self._load_profile()
+        self.parts.policy = self._policy()
+        self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
+        self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
+        self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks, room=self.room)
+        self._pipeline = self._make_pipeline()
+
+    def _make_pipeline(self) -> Pipeline | None:
+        """None where the host plays all rounds."""
+        player = self._player
+        return Pipeline(player, self.parts, self.scheduler) if player is not None and self._device_plays() else None
+
+    def _make_player(self) -> DeviceRound | None:
+        """Of rounds that the device plays alone; None where the host plays them."""
+        config, parts = self.config, self.parts
+        if not self._device_plays():
+            return None
+        draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
+        rule = Rule(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
+        drafter = parts.drafter
+        return DeviceRound(parts.target, draft, self.batch, rule, width=drafter.width, copies=drafter.copies)
+
+    def _device_plays(self) -> bool:
+        """As far as is known: the length policy comes last. Raises ParameterError where it was asked for and cannot."""
+        rounds, obstacle = self.config.rounds, why_not_device(self.parts)
+        if rounds == "device" and obstacle is not None:
+            raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
+        alone = self.models.target.device.type == "cuda" and self.config.tensor_parallel == 1
+        wanted = rounds == "device" or (rounds == "auto" and alone)
+        return wanted and obstacle is None
+
+    def _policy(self) -> LengthPolicy:
+        """No drafter is the length 0."""
+        config, drafter = self.config, self.parts.drafter
+        overlaps = self._player is not None
+        means = Means(self._costs, self._need_profile, drafter.decoders, self._on_kernels, drafter.copies, overlaps)
+        return make_policy(config.num_speculative_tokens if config.guesses else 0, means)
+
+    def _load_profile(self) -> Profile | None:
+        if self.config.profile is None:
+            return None
+        profile = Profile.load(Path(self.config.profile))
+        profile.check(self.identity())
+        return profile
+
+    def _need_profile(self) -> Profile:
+        if self._profile is None:
+            raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
+        return self._profile
+
+    @whatever_torch_was_told
+    def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
+        """What rounds cost with these models; only while the engine is idle."""
+        self.scheduler.forget()
+        with self._own_threads():
+            return self._calibration(grid).run(progress)
+
+    def _calibration(self, grid: Grid) -> Calibration:
+        parts = self.parts
+        natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
+        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._player, natively, self.room)
+
+    def _costs(self) -> CostTable:
+        """From the profile, from an engine before this one on the same models, from disk, or measured now."""
+        if self._profile is not None:
+            return self._profile.costs
+        config, known = self.config, self.models.costs
+        sizes = config.max_batch_size, self.max_model_len, self.threads
+        key = (
+            config.drafter,
+            self.parts.drafter.width,
+            config.attention,
+            config.acceptance,
+            self._player is None,
+            *sizes,
+        )
+        if key not in known:
+            with self._own_threads():
+                known[key] = kept_or_measured(self._calibration(Grid.coarse(config.max_batch_size)), self._keep())
+        return known[key]
+
+    def _keep(self) -> KeptCosts | None:
+        """Where costs are kept from one process to the next; None unless files say which weights these are."""
+        draft = self.models.draft if self.config.asks_draft_model else None
+        if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
+            return None
+        return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
+
+    @property
+    def _running(self) -> Running:
+        return Running(self.models, self.config, self.parts, self._player, self.threads, self.max_model_len, self.room)
+
+    def identity(self) -> Identity:
+        """What a profile of this engine is measured for."""
+        return self._running.identity()
+
+    def describe(self) -> str:
+        """What runs and why, in one line."""
+        return self._running.describe()
+
+    @whatever_torch_was_told
+    @torch.inference_mode()
+    def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
+        """Capture the rounds that requests will need, the likeliest first, so that they need not wait for it.
+
+        For about so many seconds, and as far as memory goes; only while the engine is idle. What is left out is
+        captured when it is first needed. progress: may wrap the programs in a progress bar. None: here no rounds are
+        captured.
+        """
+        assert not self.busy, "requests would wait for what they may not need"
+        if self._pipeline is None:
+            return None
+        with self._own_threads():
+            return self._pipeline.capture_ahead(seconds, progress)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def add(self, request: Request) -> RequestOutput:
+        """Queue a request; the result it returns fills up as ``step`` is called.
+
+        Raises EmptyPromptError, PromptTooLongError or ParameterError; other requests are not affected.
+        """
+        self.check(request)
+        request_id = request.request_id or f"request-{next(self._ids)}"
+        if request_id in self._requests:
+            raise ParameterError("request_id", request_id, "not the id of a request that still runs")
+        output, rows = self._intake.begin(request, request_id)
+        self._requests[request_id] = output
+        self.scheduler.waiting.extend(rows)
+        return output
+
+    def scope_of(self, params: SamplingParams) -> Scope:
+        """Whose texts its prompt may be copied from, and who may copy it."""
+        return self._intake.scope_of(params)
+
+    def check(self, request: Request) -> None:
+        """Raise what ``add`` would; any thread may ask."""
+        self._intake.check(request)
+
+    @whatever_torch_was_told
+    def step(self) -> list[RequestOutput]:
+        """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
+        if self._goes_without_torch():
+            with kernel_threads(self.threads):
+                return self._step()
+        with torch.inference_mode(), self._own_threads():
+            return self._step()
+
+    def _goes_without_torch(self) -> bool:
+        """Whether the kernels play the next round and nothing else is to do: then torch's modes, 80 us, are not set."""
+        scheduler, parts = self.scheduler, self.parts
+        comes = scheduler.prefilling or scheduler.may_begin
+        lean = not comes and parts.native is not None and not parts.native.needs_host(parts.accept)
+        return lean and not parts.drafter.uses_torch
+
+    @contextmanager
+    def _own_threads(self) -> Iterator[None]:
+        """Beside the CPU kernels' own threads torch gets one: its others would spin on cores that they need next."""
+        with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads):
+            yield
+
+    def _step(self) -> list[RequestOutput]:
+        self.last_verdict, began = None, time.perf_counter()
+        changed = self.scheduler.overdue(time.monotonic())
+        changed += self.scheduler.admit()
+        if self.scheduler.running:
+            self.batch.draining = self.scheduler.draining
+            started = time.perf_counter()
+            changed += self._play()
+            self.chunks.round_seconds = time.perf_counter() - started
+        if not self.busy:
+            if self._pipeline is not None:
+                self._pipeline.forget()
+            self.scheduler.check_integrity()
+        self._step_seconds = time.perf_counter() - began
+        return self._collect(changed)
+
+    def _play(self) -> list[Row]:
+        """One round: by the device alone where it can. Returns the sequences that gained tokens."""
+        pipeline = self._pipeline
+        if pipeline is not None:
+            suits, pipeline.last_verdict = pipeline.suits(), None
+            gained = pipeline.step() if suits else pipeline.drain()
+            self.last_verdict = pipeline.last_verdict
+            return gained if suits or not self.scheduler.running else gained + self._play_on_host()
+        return self._play_on_host()
+
+    def _play_on_host(self) -> list[Row]:
+        self.last_verdict = speculative_round(self.parts, self.batch)
+        return self.scheduler.settle(self.last_verdict)
+
+    @whatever_torch_was_told
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its rows are free at once. None if there is no such request."""
+        output = self._requests.get(request_id)
+        self._collect(self.scheduler.drop(request_id, "abort"))
+        return output
+
+    @whatever_torch_was_told
+    def clear(self) -> None:
+        """End all requests; also after an exception or Ctrl-C in the middle of a round."""
+        self.scheduler.clear()
+        if self._pipeline is not None:
+            self._pipeline.forget()
+        for output in self._requests.values():  # an interrupt may have caught a sequence between two queues
+            for answer in output.candidates:
+                answer.finish_reason = answer.finish_reason or "abort"
+            output.close()
+        self._requests.clear()
+
+    def clear_begun(self) -> list[RequestOutput]:
+        """After an exception in a round: end the requests it may have touched; those that only wait go on."""
+        waiting = Counter(row.request_id for row in self.scheduler.waiting)
+        begun = {name for name, output in self._requests.items() if waiting[name] < len(output.candidates)}
+        ended = [self._requests[name] for name in begun]
+        untouched = {name: output for name, output in self._requests.items() if name not in begun}
+        queue = [row for row in self.scheduler.waiting if row.request_id in untouched]
+        self.scheduler.waiting.keep(row for row in self.scheduler.waiting if row.request_id in begun)
+        self._requests = {output.request_id: output for output in ended}
+        self.clear()
+        self.scheduler.waiting.extend(queue)
+        self._requests.update(untouched)
+        return ended
+
+    def _collect(self, changed: list[Row]) -> list[RequestOutput]:
+        ids = dict.fromkeys(row.request_id for row in changed)
+        outputs = [self._requests[request_id] for request_id in ids]
+        for output in outputs:
+            if output.finished:
+                output.close()
+                del self._requests[output.request_id]
+        return outputs
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """Of texts whose log-probabilities are asked for: ``add`` them to it, then call ``score_some``."""
+        config, target = self.config, self.models.target
+
+        def rows_for(rows: int, positions: int) -> Decoder:
+            return Decoder(target, self._assembly.backend(), rows, positions, target.vocab_size)
+
+        room = scoring_room(target, config.max_batch_size, self.max_model_len)
+        return Scorer(rows_for, room, Chunks(WIDEST_PASS, config.longest_pause))
+
+    @property
+    def filled(self) -> Filled:
+        """Memory that caches hold now."""
+        return self.scheduler.filled(self.scorer.bytes_held)
+
+    def check_scored(self, token_ids: Sequence[int]) -> None:
+        """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
+        if len(token_ids) > self.max_model_len + 1:  # nothing follows the last one: it is not read
+            raise PromptTooLongError(
+                f"the text has {len(token_ids)} tokens, max_model_len is {self.max_model_len}; shorten it or raise that"
+            )
+        check_tokens("token_ids", token_ids, self.models.target.vocab_size)
+
+    @whatever_torch_was_told
+    @torch.inference_mode()
+    def score_some(self, *, awaited: bool = True) -> list[Text]:
+        """One pass over the texts to score; those that ended. Rounds may be played between two passes.
+
+        awaited: whether anybody waits for what is done between passes. Beside rows that decode a pass takes what the
+        last step has left of ``longest_pause``, but a quarter of it at least.
+        """
+        self.scorer.chunks.awaited = awaited
+        with self._own_threads():
+            return self.scorer.step(decoding=bool(self.scheduler.running), seconds=self._step_seconds)
+
+    @whatever_torch_was_told
+    @torch.inference_mode()
+    def next_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """The target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
+        model = self.models.target
+        decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size)
+        tokens = torch.tensor([list(token_ids)], device=model.device)
+        with self._own_threads():
+            hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))
+            return decoder.logits(hidden[:, -1])[0]

@@ -1,0 +1,171 @@
+"""A request: checked against what the engine can do, then made into the answers that wait for rows."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
+from paceline.core.batch import Family, Member
+from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput
+from paceline.core.rows import Constraint
+from paceline.core.sampling import sequence_seed
+from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
+from paceline.engine.guard import Guarded
+from paceline.engine.prefixes import Scope
+from paceline.engine.sequences import Sequence as Row
+from paceline.engine.sequences import TextStream
+from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+
+
+@dataclass
+class Request:
+    """A prompt to continue. ``make_stream`` makes one text stream an answer; None leaves the texts empty.
+
+    make_constraint: makes one constraint an answer, where ``params`` have structured_outputs, or where tokens are held
+        to something else.
+
+    arrival: when it came, on the clock of time.monotonic: its ``time_budget`` is counted from there; None: when it is
+        added.
+
+    references: token ids of texts that n-gram lookup may copy from, for this request alone.
+
+    client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
+        ones, whoever asks.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None = None
+    request_id: str | None = None
+    arrival: float | None = None
+    make_stream: Callable[[SamplingParams], TextStream] | None = None
+    make_constraint: Callable[[], Constraint] | None = None
+    client: str = ""
+    priority: int = 0
+    references: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True)
+class _Begins:
+    """What all answers of a request begin with."""
+
+    request: Request
+    request_id: str
+    seed: int
+    arrival: float
+    family: Family | None
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class Intake:
+    """How an engine takes requests; ``max_model_len`` is its own, ``eos_token_ids`` end a text."""
+
+    config: EngineConfig
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+    def begin(self, request: Request, request_id: str) -> tuple[RequestOutput, list[Row]]:
+        """The result that fills up, and its answers, which may wait for rows."""
+        params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
+        output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
+        rows = [self._sequence(begins, index) for index in range(params.answers)]
+        output.outputs.extend(row.output for row in rows)
+        for row in rows if params.answers > params.n else ():
+            row.rivals = output.candidates
+        return output, rows
+
+    def _family(self, request: Request) -> Family | None:
+        """What an answer can be guessed from beside its own text; None where that is nothing."""
+        answers = request.params.answers
+        alone = answers == 1 and not request.references
+        return None if alone else Family(request.references, answers)
+
+    def scope_of(self, params: SamplingParams) -> Scope:
+        """Whose texts its prompt may be copied from, and who may copy it."""
+        name = (params.cache_salt or "") if self.config.prefix_cache else None
+        return Scope(copies=name, kept=name if params.keep_prefix else None)
+
+    def _sequence(self, begins: _Begins, index: int) -> Row:
+        request, params, arrival, family = begins.request, begins.request.params, begins.arrival, begins.family
+        eos = () if params.ignore_eos else self.eos_token_ids
+        rate = self.config.synthetic_acceptance
+        metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
+        return Row(
+            request_id=begins.request_id,
+            prompt=request.prompt_token_ids,
+            params=params,
+            seed=sequence_seed(begins.seed, index),
+            stop_tokens=frozenset((*eos, *params.stop_token_ids)),
+            output=CompletionOutput(
+                index,
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.scored is None else 0.0,
+                metrics=metrics,
+            ),
+            stream=request.make_stream(params) if request.make_stream is not None else None,
+            deadline=None if params.time_budget is None else arrival + params.time_budget,
+            constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
+            client=request.client,
+            priority=request.priority,
+            scope=begins.scope,
+            member=None if family is None else Member(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
+        )
+
+    def check(self, request: Request) -> None:
+        """Raise what ``add`` would; any thread may ask."""
+        size, vocab = len(request.prompt_token_ids), self.vocab_size
+        if size == 0:
+            raise EmptyPromptError("the prompt has no tokens; give at least one")
+        if size >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {size} tokens, and max_model_len={self.max_model_len} leaves no room for an answer; "
+                "shorten the prompt or raise max_model_len"
+            )
+        if request.params.stop and request.make_stream is None:
+            raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
+        if request.params.structured_outputs is not None and request.make_constraint is None:
+            allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
+            raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
+        if not isinstance(request.priority, int):
+            raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
+        self._check_references(request)
+        ids: dict[str, Iterable[int]] = {
+            "prompt_token_ids": request.prompt_token_ids,
+            "stop_token_ids": request.params.stop_token_ids,
+            "logit_bias": request.params.logit_bias,
+        }
+        for name, tokens in ids.items():
+            check_tokens(name, tokens, vocab)
+
+    def _check_references(self, request: Request) -> None:
+        """Those that nobody would look at are refused, too."""
+        if not request.references:
+            return
+        given, size = f"{len(request.references)} texts", sum(map(len, request.references))
+        if not self.config.looks_up:
+            raise ParameterError("references", given, f"left out here; they need {LOOKS_UP}")
+        if request.params.num_speculative_tokens == 0:
+            raise ParameterError("references", given, "left out beside num_speculative_tokens=0, which guesses nothing")
+        if size > MAX_REFERENCE_TOKENS or len(request.references) > MAX_REFERENCES:
+            allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_TOKENS} tokens together"
+            raise ParameterError("references", f"{given} with {size} tokens", allowed)
+        for tokens in request.references:
+            if not tokens:
+                raise ParameterError(
+                    "references", tokens, "lists of token ids; an empty one does nothing: leave it out"
+                )
+            check_tokens("references", tokens, self.vocab_size)
+
+
+def check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:
+    """Raise ParameterError unless they are the target's token ids."""
+    for token in tokens:
+        if not (isinstance(token, int) and 0 <= token < vocab):
+            raise ParameterError(name, token, f"token ids from 0 to {vocab - 1}, the target's vocabulary")

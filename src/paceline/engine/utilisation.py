@@ -1,0 +1,144 @@
+"""Utilisation: how much of a machine's arithmetic ends up in answers (model-FLOP utilisation).
+
+BASS (2404.15778, abstract) gives it for its GPU: 15.8 % at its best while decoding, over 3 times regular decoding's
+best and about 10 times that of speculation with one sequence. Here it is
+
+    2 x multiply-adds of the target's matrices for a token x tokens of the answers / seconds / peak
+
+so only what ended up in answers counts: not rejected guesses, not the draft model, not attention (some percent at a few
+hundred positions), not prefill, whose time is left out, too. The peak is operations a second in the precision that the
+target runs in: on a CPU that of the same kernels on weights that lie in the cache, or of torch's product, measured in
+the same run; on a GPU what the maker's data sheet says, without sparsity.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from paceline.core.hardware import torch_threads
+from paceline.kernels import abi, native, pack
+from paceline.kernels.pack import Format
+from paceline.models.base import AnyModel, Counted
+from paceline.models.native import LAYER_FORMAT, NativeModel
+
+SECONDS = 0.5  # of measuring a peak
+_WIDTH = 1024  # of the square matrices for torch's product
+
+# Dense 10^12 operations a second: in bfloat16, as in float16, and in float32 outside of the tensor cores, as torch
+# multiplies it.
+# 8-bit weights are widened in registers and multiplied in bfloat16.
+_DATA_SHEETS: dict[str, tuple[float, float]] = {
+    "GH200": (989.5, 67.0),
+    "H200": (989.5, 67.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100": (989.5, 67.0),
+    "A100": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "L4": (121.0, 30.3),
+    "A10": (125.0, 31.2),
+    "A30": (165.0, 10.3),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Operations a second, a multiplication and an addition being two; None: not known, ``source`` says why."""
+
+    operations_per_second: float | None
+    source: str
+
+    def __str__(self) -> str:
+        if self.operations_per_second is None:
+            return self.source
+        return f"{self.operations_per_second / 1e12:.3g} TOP/s, {self.source}"
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a token of a model's answers takes, and the most that the machine can do. multiply_adds: None: not known."""
+
+    multiply_adds: int | None
+    peak: Peak
+
+    @property
+    def operations(self) -> int | None:
+        """Of a token."""
+        return None if self.multiply_adds is None else 2 * self.multiply_adds
+
+    def utilisation(self, tokens: int, seconds: float) -> float | None:
+        """A share of 1, as the module says. tokens: of all answers; seconds: of their decoding, prefill left out."""
+        peak = self.peak.operations_per_second
+        if self.operations is None or peak is None or seconds <= 0:
+            return None
+        return self.operations * tokens / seconds / peak
+
+    def as_document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"multiply_adds_a_token": self.multiply_adds, "peak": asdict(self.peak)}
+
+
+def arithmetic_of(model: AnyModel, threads: int, seconds: float = SECONDS) -> Arithmetic:
+    """Of a target; on a CPU its peak is measured now, with so many threads."""
+    return Arithmetic(model.multiply_adds() if isinstance(model, Counted) else None, peak_of(model, threads, seconds))
+
+
+def peak_of(model: AnyModel, threads: int, seconds: float = SECONDS) -> Peak:
+    """In the precision in which a model multiplies."""
+    if model.device.type == "cuda":
+        return data_sheet(torch.cuda.get_device_name(model.device), model.dtype)
+    kernels = native.select() if isinstance(model, NativeModel) else None
+    if kernels is not None and isinstance(model, NativeModel):
+        to = LAYER_FORMAT[model.quantization]
+        rate = kernel_rate(kernels, to, threads, seconds)
+        return Peak(2 * rate, f"measured: {to} kernels ({kernels.name}) on weights in the cache, {threads} threads")
+    name = str(model.dtype).removeprefix("torch.")
+    return Peak(2 * torch_rate(model.dtype, threads, seconds), f"measured: torch's {name} product, {threads} threads")
+
+
+def data_sheet(device: str, dtype: torch.dtype) -> Peak:
+    """Of a GPU by its name, as the driver spells it: "NVIDIA H100 PCIe"."""
+    words = set(re.split(r"[\s-]+", device))
+    for name, (in_bfloat16, in_float32) in _DATA_SHEETS.items():
+        if words.issuperset(name.split()):
+            rate = in_float32 if dtype == torch.float32 else in_bfloat16
+            return Peak(rate * 1e12, f"data sheet of {name}, {str(dtype).removeprefix('torch.')}, dense")
+    return Peak(None, f"unknown: no data sheet of {device} here")
+
+
+def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: float) -> float:
+    """Multiply-adds a second of the CPU kernels for many rows over weights that lie in the cache."""
+    rows, inputs, outputs = 96, 512, 1024 * threads
+    packed = pack.pack(pack.quantise(torch.randn(outputs, inputs, dtype=torch.float32), to))
+    layer = abi.CLinear.of(packed)
+    x, out = torch.randn(rows, inputs, dtype=torch.float32), torch.empty(rows, outputs, dtype=torch.float32)
+    pool = native.pool(kernels, threads).handle
+    place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs
+    took = fastest(lambda: kernels.library.pl_linear(kernels.handle, *place), seconds)
+    return rows * inputs * outputs / took
+
+
+def torch_rate(dtype: torch.dtype, threads: int, seconds: float) -> float:
+    """Multiply-adds a second of torch's matrix product on the CPU."""
+    a, b = torch.randn(2, _WIDTH, _WIDTH).to(dtype)
+    with torch_threads(threads):
+        return float(_WIDTH**3 / fastest(lambda: a @ b, seconds))
+
+
+def fastest(function: Callable[[], object], seconds: float) -> float:
+    """The least time of a call, over as many calls as fit, one at least after a first one."""
+    function()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() >= end:
+            return best

@@ -1,0 +1,1 @@
+"""paceline inside of other libraries: transformers' generate, Ray."""

@@ -1,0 +1,255 @@
+"""The front of several replicas: it listens, lets in, sends each request to a replica and passes on what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from paceline.config import ServerConfig
+from paceline.integrations.ray.replica import Look
+from paceline.integrations.ray.routing import AFFINITY, blocks_of
+from paceline.integrations.ray.sums import labelled, together
+from paceline.server import errors
+from paceline.server.app import PROMETHEUS
+from paceline.server.bodies import parsed
+from paceline.server.documents import event
+from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.logs import request_id
+from paceline.server.metrics import Meter
+from paceline.server.security import Gate
+from paceline.server.streaming import DONE
+from paceline.server.tracing import HEADER, Tracing
+
+log = logging.getLogger("paceline.server")
+
+REPLICA = b"x-paceline-replica"
+_ATTEMPTS = 2  # of a request of which nobody has seen anything; a third replica is not risked for it
+_TAKEN_WITHIN = 30.0  # seconds until a replica has it
+_LOOK = 2.0  # seconds that replicas may take to say how they are
+
+
+class ReplicaLostError(Exception):
+    """It died, or cannot be reached."""
+
+
+class Front:
+    """An ASGI application in front of replicas.
+
+    deploy: starts the replicas and returns Ray Serve's handle to them; called in a thread of its own. on_end: called if
+    that fails; ``failure`` says why. lost: the exceptions by which Ray says that a replica is not there any more.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        deploy: Callable[[], Any],
+        on_end: Callable[[], None],
+        lost: tuple[type[Exception], ...],
+    ) -> None:
+        self._config, self._deploy, self._on_end, self._lost = config, deploy, on_end, lost
+        self.failure: BaseException | None = None
+        self._meter = Meter(config.log_interval)
+        self._handle: Any = None
+        self._gone: errors.ApiError | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def app(self) -> Starlette:
+        """Its own routes, and all others for the replicas."""
+        own = {"/health": self._health, "/ping": self._health, "/metrics": self._metrics}
+        own |= {"/load": self._load, "/stats": self._stats}
+        app = Starlette(
+            routes=[Route(path, answer) for path, answer in own.items()],
+            lifespan=self._lifespan,
+            exception_handlers={HTTPException: _refused},
+            middleware=[Middleware(Tracing), Middleware(Gate, config=self._config, meter=self._meter)],
+        )
+        app.router.default = self._forward
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _: object) -> AsyncIterator[None]:
+        threading.Thread(target=self._start, args=(asyncio.get_running_loop(),), daemon=True, name="replicas").start()
+        yield
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._handle = self._deploy()
+            log.info("ready")
+        except Exception as error:  # noqa: BLE001 (whatever Ray says; it is told to the user)
+            if not loop.is_closed():  # else it was ended before
+                self.failure = error
+                self._on_end()
+
+    def give_up(self, error: errors.ApiError) -> None:
+        """End all requests with this error."""
+        self._gone = error
+        for task in self._tasks:
+            task.cancel()
+
+    # --- what it answers itself --------------------------------------------------
+
+    async def _looks(self) -> list[Look]:
+        """Of all replicas that answer."""
+        if self._handle is None:
+            return []
+        try:
+            found = await self._handle.broadcast("look").results_async(timeout_s=_LOOK, return_exceptions=True)
+        except TimeoutError:
+            return []
+        return [cast(Look, each) for each in found if isinstance(each, dict)]
+
+    async def _health(self, _: Request) -> Response:
+        """200 while any replica is ready."""
+        states = [look["state"] for look in await self._looks()]
+        state = "ready" if "ready" in states else states[0] if states else "loading"
+        ready = states.count("ready")
+        return JSONResponse({"status": state, "replicas": ready}, 200 if ready else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        texts = {look["name"]: look["metrics"] for look in await self._looks()}
+        return Response(labelled(texts, self._meter.exposition().decode()), media_type=PROMETHEUS)
+
+    async def _load(self, _: Request) -> Response:
+        return JSONResponse({"server_load": sum(look["load"] for look in await self._looks())})
+
+    async def _stats(self, _: Request) -> Response:
+        return JSONResponse(together([look["stats"] for look in await self._looks()]))
+
+    # --- what replicas answer ----------------------------------------------------
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive()).get("body", b"")  # the gate has read all of it
+        relay = Relay(scope, receive, send)
+        task = asyncio.ensure_future(self._answer(scope, body, relay))
+        self._tasks.add(task)
+        try:
+            await while_connected(receive, _outcome(task))
+        except ClientGoneError:
+            if self._gone is not None:
+                await self._fail(relay, self._gone)
+            elif not relay.ended:
+                log.info("a client hung up")
+        except errors.ApiError as error:
+            await self._fail(relay, error)
+        finally:
+            self._tasks.discard(task)
+            task.cancel()
+
+    async def _fail(self, relay: Relay, error: errors.ApiError) -> None:
+        self._meter.refused(error)
+        await relay.end_with(error)
+
+    async def _answer(self, scope: Scope, body: bytes, relay: Relay) -> None:
+        """Raises ApiError if no replica could."""
+        if self._handle is None:
+            raise errors.unavailable("the server is loading", "not_ready")
+        blocks = await asyncio.to_thread(_blocks, body)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                await self._ask_one(_plain(scope), body, blocks, relay)
+                return
+            except ReplicaLostError as error:
+                log.warning("a replica was lost with a request on it: %s", error)
+                if relay.ended:  # it died behind its last word
+                    return
+                if relay.begun or attempt == _ATTEMPTS:
+                    message = "the replica that decoded this request was lost; what it sent so far is all there is"
+                    raise errors.ApiError(502, "server_error", message, code="replica_lost") from error
+
+    async def _ask_one(self, scope: dict[str, Any], body: bytes, blocks: Sequence[bytes], relay: Relay) -> None:
+        """Raises ReplicaLostError, or ApiError if none takes it."""
+        flight = secrets.token_hex(8)
+        answer = self._handle.options(stream=True).stream.remote(flight, blocks, scope, body)
+        try:
+            async with asyncio.timeout(_TAKEN_WITHIN):
+                relay.replica = await anext(answer)
+            async for some in answer:
+                for message in some:
+                    await relay.put(message)
+        except TimeoutError as error:
+            raise errors.unavailable("no replica has room, or none is ready", "not_ready") from error
+        except self._lost as error:
+            raise ReplicaLostError(str(error).partition("\n")[0]) from error
+        except Exception as error:
+            log.exception("a replica failed on a request")
+            raise errors.ApiError(500, "server_error", "an error in a replica; the log says more") from error
+        finally:
+            AFFINITY.end(flight)
+            answer.cancel()  # which does nothing where it has ended
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """In the server's words."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return errors.ApiError(error.status_code, errors.INVALID, message).response()
+
+
+async def _outcome(task: asyncio.Task[None]) -> None:
+    await task
+
+
+class Relay:
+    """Passes a replica's messages on to the client. begun: whether the client has seen any; ended: all."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._asgi = (scope, receive)
+        self._send = send
+        self._start: Message | None = None
+        self.replica = ""
+        self.begun = self.ended = False
+
+    async def put(self, message: Message) -> None:
+        """The start is kept until something follows it: until then another replica may answer."""
+        if message["type"] == "http.response.start":
+            kept = [(name, value) for name, value in message["headers"] if name != HEADER]
+            self._start = {**message, "headers": [*kept, (REPLICA, self.replica.encode())]}
+            return
+        if not self.begun:
+            assert self._start is not None, "ASGI"
+            self.begun = True
+            await self._send(self._start)
+        self.ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def end_with(self, error: errors.ApiError) -> None:
+        """As an answer of its own, as the last event of a stream, or by an end that is none: the connection breaks."""
+        if self.ended:
+            return
+        if not self.begun:
+            await error.response()(*self._asgi, self._send)
+            return
+        assert self._start is not None
+        if (b"content-type", b"text/event-stream; charset=utf-8") in self._start["headers"]:
+            last = event(json.dumps(error.body).encode()) + DONE
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _blocks(body: bytes) -> list[bytes]:
+    """For the router; what is wrong with a body is for the replica to say."""
+    try:
+        return blocks_of(parsed(body)) if body else []
+    except errors.ApiError:
+        return []
+
+
+def _plain(scope: Scope) -> dict[str, Any]:
+    """What another process needs of it, with the name that logs have for the request."""
+    name = (request_id.get() or "").encode()
+    kept = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+    headers = [(key, value) for key, value in scope["headers"] if key != HEADER]
+    return {key: scope[key] for key in kept if key in scope} | {"root_path": "", "headers": [*headers, (HEADER, name)]}

@@ -1,0 +1,126 @@
+"""``paceline serve --replicas``: Ray Serve places, watches and replaces the replicas; the front is this process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from typing import Any
+
+from paceline.config import ServerConfig
+from paceline.core.hardware import default_threads
+from paceline.errors import PacelineError, ParameterError
+from paceline.integrations.ray.cluster import LOCAL, Recipe, Share, joined, need_ray, shared
+from paceline.integrations.ray.front import Front
+from paceline.integrations.ray.replica import Replica
+from paceline.server import logs
+from paceline.server.ending import watch_signals
+from paceline.server.run import LAST_STEP, LAST_WORDS, Server, say_where
+from paceline.server.sockets import listen
+
+log = logging.getLogger("paceline.server")
+
+_HEALTH_EVERY = 2.0  # seconds between two questions of Ray Serve to a replica
+_RAY_ENDS = 30.0  # seconds for Ray to end the replicas
+
+
+def serve(config: ServerConfig, recipe: Recipe, replicas: int, address: str) -> None:
+    """Serve until a signal comes. Raises ParameterError for what does not go with replicas.
+
+    PacelineError if they cannot be started.
+    """
+    need_ray()
+    check(config, recipe, replicas)
+    sockets = listen(config)
+    cores = max(default_threads(), replicas * (recipe.options.get("threads") or 0))
+    with logs.to_stderr(config.log_format), joined(address, cores) as ray:
+        recipe, share = shared(ray, recipe, replicas)
+        log.info(
+            "%d replicas on Ray (%s): %s; a conversation goes where its beginning was read", replicas, address, share
+        )
+        failure = _serve(config, deployment(ray, config, recipe, replicas, share), sockets, local=address == LOCAL)
+    if failure is not None:
+        raise PacelineError(f"the replicas could not be started: {failure}") from failure
+
+
+def check(config: ServerConfig, recipe: Recipe, replicas: int) -> None:
+    """Raise ParameterError for options that would mean something else, or nothing, with replicas."""
+    if replicas < 1:
+        raise ParameterError("replicas", replicas, "at least 1")
+    if (ranks := recipe.options.get("tensor_parallel", 1)) != 1:
+        raise ParameterError("tensor_parallel", ranks, "1 with --replicas: each replica is one process")
+    if config.batch_dir is not None:
+        allowed = "left out with --replicas: files belong to one engine; paceline batch plays them, too"
+        raise ParameterError("batch_dir", config.batch_dir, allowed)
+    if config.log_format != "text":
+        allowed = '"text" with --replicas: Ray writes words of its own before the lines of replicas'
+        raise ParameterError("log_format", config.log_format, allowed)
+    if any(len(key.split()) > 1 for key in config.api_keys):
+        allowed = "keys without limits with --replicas: each replica would count for itself"
+        raise ParameterError("api_keys", "a key with limits", allowed)
+
+
+def deployment(ray: Any, config: ServerConfig, recipe: Recipe, replicas: int, share: Share) -> Deployment:
+    """What Ray Serve is told."""
+    options = {
+        "num_replicas": replicas,
+        "ray_actor_options": share.ray_options,
+        "max_ongoing_requests": config.max_connections,  # replicas refuse by themselves what they have no room for
+        "health_check_period_s": _HEALTH_EVERY,
+        "health_check_timeout_s": config.stall_timeout,
+        "graceful_shutdown_timeout_s": 1.0,  # the front has drained them
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},  # replicas have lines of their own
+        "request_router_config": {"request_router_class": "paceline.integrations.ray.router:PrefixRouter"},
+    }
+    made = ray.serve.deployment(Replica, name="paceline", **options).bind(config, recipe)
+    return Deployment(ray, made, f"paceline-{secrets.token_hex(4)}")
+
+
+class Deployment:
+    """The replicas in Ray Serve, under a name that no other server has."""
+
+    def __init__(self, ray: Any, made: Any, name: str) -> None:
+        self._ray, self._made, self._name = ray, made, name
+
+    @property
+    def lost(self) -> tuple[type[Exception], ...]:
+        """How Ray says that a replica is not there any more."""
+        found = self._ray.exceptions
+        return (found.RayActorError, found.ActorUnavailableError, found.RaySystemError, found.ObjectLostError)
+
+    def start(self) -> Any:
+        """A handle to the replicas, once all of them are ready. Raises RuntimeError if they do not become so."""
+        serve = self._ray.serve
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        return serve.run(self._made, name=self._name, route_prefix=None)
+
+    def end(self, *, local: bool) -> None:
+        """local: with everything else that Ray Serve runs."""
+        if local:
+            self._ray.serve.shutdown()
+        else:
+            self._ray.serve.delete(self._name)
+
+
+def _serve(
+    config: ServerConfig, made: Deployment, sockets: list[socket.socket], *, local: bool
+) -> BaseException | None:
+    servers: list[Server] = []
+
+    def end() -> None:
+        servers[0].should_exit = True
+
+    front = Front(config, made.start, end, made.lost)
+    servers.append(Server(front.app(), config, front.give_up))
+    watch_signals(config.shutdown_timeout + LAST_WORDS + LAST_STEP + _RAY_ENDS, _never)
+    say_where(config, sockets)
+    try:
+        servers[0].run(sockets)
+    finally:
+        made.end(local=local)
+    return front.failure
+
+
+def _never() -> bool:
+    """Also while replicas load Ray has to be told that they are to end."""
+    return False

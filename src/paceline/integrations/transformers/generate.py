@@ -1,0 +1,316 @@
+"""transformers' ``generate`` by paceline: the same call, the same shapes, for batches and with an assistant."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from paceline.config import DtypeName, EngineOptions
+from paceline.core.hardware import whatever_torch_was_told
+from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.engine.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.integrations.transformers.hooks import Criteria, Criterion, Processed, Processor, Record
+from paceline.integrations.transformers.wishes import Wishes, merged
+from paceline.llm import LLM
+from paceline.models.loading import max_positions
+
+_DTYPES: dict[torch.dtype, DtypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_DTYPES_ON_CUDA: dict[torch.dtype, DtypeName] = {**_DTYPES, torch.float16: "float16"}
+_NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate")
+Allowed = Callable[[int, Tensor], list[int]]
+
+
+@whatever_torch_was_told
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: Sequence[Processor] | None = None,
+    stopping_criteria: Sequence[Criterion] | None = None,
+    prefix_allowed_tokens_fn: Allowed | None = None,
+    synced_gpus: bool | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    streamer: BaseStreamer | None = None,
+    **kwargs: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """``model.generate`` of transformers, decoded by paceline: prompts of any lengths, speculation in all rows.
+
+    inputs (or input_ids) [B, L] int64, padded on the left; attention_mask [B, L]. The rest is called as there, and
+    every field of a ``GenerationConfig`` is honoured or refused by name. Guesses come from the assistant, else from the
+    text so far; they do not change the answers. Sampling draws its seed from torch's generator, so that
+    ``torch.manual_seed`` fixes it; the draws are other ones than transformers'. Processors and criteria are called for
+    one row at a time, [1, L].
+
+    Returns sequences [B * num_return_sequences, L + N] on the inputs' device, filled with the padding token; with
+    ``return_dict_in_generate`` a GenerateDecoderOnlyOutput.
+
+    The engine is kept as long as the model lives, and made anew when weights or assistant are other ones.
+
+    Raises ParameterError for what cannot be honoured, ModelError for a model that cannot be run, CapacityError, and
+    what a processor or criterion raises.
+    """
+    _check_alone(model)
+    refused = dict(kwargs, synced_gpus=synced_gpus)
+    for name in _NOT_HERE:
+        if refused.get(name):
+            raise ParameterError(name, refused[name], "left out here: model.generate of transformers has it")
+        kwargs.pop(name, None)
+    config, rest = merged(model, generation_config, kwargs)
+    prompts = _prompts(inputs, rest, config)
+    wishes = Wishes(config, prompts.ids.shape[1])
+    criteria = [*(stopping_criteria or ()), *_stop_strings(config, rest.pop("tokenizer", None))]
+    if rest:
+        allowed = "left out: this argument is unknown here; model.generate of transformers may have it"
+        raise ParameterError(next(iter(rest)), next(iter(rest.values())), allowed)
+    if assistant_model is not None and config.prompt_lookup_num_tokens is not None:
+        raise ParameterError("prompt_lookup_num_tokens", config.prompt_lookup_num_tokens, "left out with an assistant")
+    if streamer is not None and len(prompts.ids) * wishes.answers > 1:
+        raise ParameterError("streamer", streamer, "for one prompt with one answer")
+    call = _Call(prompts, wishes, list(logits_processor or ()), criteria, prefix_allowed_tokens_fn, streamer)
+    kept = _kept(model)
+    with kept.lock:
+        return call.run(kept.engine(model, assistant_model, call))
+
+
+# What is given
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """ids [B, L] as they were given, on the CPU; paddings: how many tokens of each row's beginning are none."""
+
+    ids: Tensor
+    paddings: list[int]
+    device: torch.device
+
+    def tokens(self, row: int) -> list[int]:
+        found: list[int] = self.ids[row, self.paddings[row] :].tolist()
+        return found
+
+
+def _prompts(inputs: Tensor | None, rest: dict[str, Any], config: GenerationConfig) -> _Prompts:
+    named = rest.pop("input_ids", None)
+    if inputs is not None and named is not None:
+        raise ParameterError("input_ids", named, "left out where inputs are given")
+    ids = named if inputs is None else inputs
+    if ids is None and config.bos_token_id is not None:
+        ids = torch.tensor([[config.bos_token_id]])
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
+        raise ParameterError("input_ids", ids, "token ids as a tensor [B, L]")
+    mask = _mask(ids, rest.pop("attention_mask", None), config)
+    kinds = rest.pop("token_type_ids", None)
+    if kinds is not None and bool(torch.as_tensor(kinds).any()):
+        raise ParameterError("token_type_ids", kinds, "left out, or all 0")
+    return _Prompts(ids.cpu(), (mask == 0).sum(1).tolist(), ids.device)
+
+
+def _mask(ids: Tensor, given: Tensor | None, config: GenerationConfig) -> Tensor:
+    """[B, L]: 0 where a row is padded, which is at its beginning and not all of it.
+
+    Without one, padding tokens are padding, unless they end answers, too: then nothing is, as in transformers.
+    """
+    pads = Wishes(config, 0)
+    if given is None:
+        padded = config.pad_token_id is not None and pads.pad not in pads.ends
+        given = (ids != pads.pad).long() if padded else torch.ones_like(ids)
+    fits = isinstance(given, Tensor) and given.shape == ids.shape
+    allowed = f"[B, L] like the prompts', {tuple(ids.shape)}, 0 at the beginning of a row alone (padding_side='left')"
+    if not fits or bool((given[:, 1:].bool() < given[:, :-1].bool()).any()) or not bool(given[:, -1].all()):
+        raise ParameterError("attention_mask", given, allowed)
+    return given.cpu()
+
+
+def _stop_strings(config: GenerationConfig, tokenizer: Any) -> list[Criterion]:
+    if config.stop_strings is None:
+        return []
+    if tokenizer is None:
+        raise ParameterError("stop_strings", config.stop_strings, "given together with tokenizer=")
+    return [StopStringCriteria(tokenizer, config.stop_strings)]
+
+
+# One call
+
+
+@dataclass
+class _Call:
+    prompts: _Prompts
+    wishes: Wishes
+    own: list[Processor]
+    criteria: list[Criterion]
+    allowed: Allowed | None
+    streamer: BaseStreamer | None
+    records: list[Record] = field(default_factory=list)  # one an answer, in their order
+
+    @property
+    def rows(self) -> int:
+        return len(self.prompts.ids) * self.wishes.answers
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a row."""
+        return self.prompts.ids.shape[1] + self.wishes.max_tokens
+
+    def run(self, engine: Engine) -> GenerateDecoderOnlyOutput | Tensor:
+        try:
+            outputs = [engine.add(request) for request in self._requests()]
+            self._decode(engine, outputs)
+        except BaseException:
+            engine.clear()
+            raise
+        answers = [answer for output in outputs for answer in output.outputs]
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return self._result([answer.token_ids for answer in answers])
+
+    def _requests(self) -> list[Request]:
+        seeds = torch.randint(2**62, (len(self.prompts.ids),)).tolist() if self.wishes.sampled else []
+        return [self._request(row, seeds[row] if seeds else None) for row in range(len(self.prompts.ids))]
+
+    def _request(self, row: int, seed: int | None) -> Request:
+        processed = self.wishes.processed(self.own, self.allowed)
+        return Request(
+            self.prompts.tokens(row),
+            self.wishes.params(seed, processed),
+            make_stream=(lambda _: Criteria(self.prompts.ids[row : row + 1], self.criteria)) if self.criteria else None,
+            make_constraint=(lambda: self._processed(row)) if processed else None,
+        )
+
+    def _processed(self, row: int) -> Processed:
+        record = Record() if self.wishes.records else None
+        if record is not None:
+            self.records.append(record)
+        processors = self.wishes.processors(row, self.prompts.paddings[row], self.own, self.allowed)
+        return Processed(self.prompts.ids[row : row + 1], processors, self.wishes.ends, record)
+
+    def _decode(self, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
+        if self.streamer is not None:
+            self.streamer.put(self.prompts.ids)
+        shown = 0
+        while engine.busy:
+            engine.step()
+            if self.streamer is not None:
+                shown = self._stream(outputs[0].outputs[0], shown)
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def _stream(self, answer: CompletionOutput, shown: int) -> int:
+        assert self.streamer is not None
+        for token in answer.token_ids[shown:]:
+            self.streamer.put(torch.tensor([token]))
+        return len(answer.token_ids)
+
+    def _result(self, answers: list[list[int]]) -> GenerateDecoderOnlyOutput | Tensor:
+        longest = max(map(len, answers))
+        filled = torch.tensor([answer + [self.wishes.pad] * (longest - len(answer)) for answer in answers])
+        prompts = self.prompts.ids.repeat_interleave(self.wishes.answers, 0)
+        sequences = torch.cat([prompts, filled.to(prompts.dtype).view(len(answers), longest)], 1)
+        sequences = sequences.to(self.prompts.device)
+        config = self.wishes.config
+        if not config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=self._recorded("scores", longest) if config.output_scores else None,
+            logits=self._recorded("raw", longest) if config.output_logits else None,
+        )
+
+    def _recorded(self, kind: str, longest: int) -> tuple[Tensor, ...]:
+        """For each token of the longest answer [B * n, V]; of an answer that has ended, those of its last token."""
+        each = [getattr(record, kind) for record in self.records]
+        steps = [torch.stack([found[min(place, len(found) - 1)] for found in each]) for place in range(longest)]
+        return tuple(step.to(self.prompts.device) for step in steps)
+
+
+# Engines that are kept
+
+
+class _Kept:
+    """A model's engine, with one assistant or none, for the weights that they had when it was made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._llm: LLM | None = None
+        self._weights: object = None
+        self._options: object = None
+
+    def engine(self, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> Engine:
+        weights = _stamp(model), None if assistant is None else _stamp(assistant)
+        if self._llm is None or weights != self._weights:
+            self._llm, self._weights = _load(model, assistant, call), weights
+            self._options = _options(self._llm, model, assistant, call)
+        wanted = _options(self._llm, model, assistant, call)
+        if wanted != self._options:
+            self._llm, self._options = self._llm.with_options(**wanted), wanted
+        return self._llm.engine
+
+
+_KEPT: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+_KEPT_LOCK = threading.Lock()
+
+
+def _kept(model: PreTrainedModel) -> _Kept:
+    if not isinstance(model, PreTrainedModel):
+        raise ParameterError("model", model, "a loaded transformers model")
+    with _KEPT_LOCK:
+        return _KEPT.setdefault(model, _Kept())
+
+
+def _check_alone(model: PreTrainedModel) -> None:
+    """Raise ParameterError for what has an encoder: before anything that such models are given is looked at."""
+    if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+        raise ParameterError(
+            "model", type(model).__name__, "a decoder alone; model.generate of transformers runs others"
+        )
+
+
+def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> LLM:
+    known = _DTYPES_ON_CUDA if model.device.type == "cuda" else _DTYPES
+    if model.dtype not in known:
+        allowed = " or ".join(map(str, known))
+        raise ParameterError("model", model.dtype, f"in {allowed} on this device: model.to(torch.bfloat16)")
+    options = _sized(model, assistant, call)
+    options |= EngineOptions(device=str(model.device), dtype=known[model.dtype])
+    if assistant is not None:
+        options["draft_dtype"] = known.get(assistant.dtype, "same")
+    return LLM(model, assistant, **options)
+
+
+def _options(llm: LLM, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:
+    """What the next engine has: room for this call and for those before it."""
+    options, engine = _sized(model, assistant, call), llm.engine
+    options["max_batch_size"] = max(call.rows, engine.config.max_batch_size)
+    options["max_model_len"] = max(_positions(model, assistant, call), engine.max_model_len)
+    return options
+
+
+def _sized(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:
+    drafter, guesses = call.wishes.drafting
+    return EngineOptions(
+        drafter=drafter,
+        num_speculative_tokens="auto" if guesses is None else guesses,
+        max_batch_size=call.rows,
+        max_model_len=_positions(model, assistant, call),
+    )
+
+
+def _positions(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> int:
+    """Of a row: the next power of two, so that calls of other lengths find room, too."""
+    most = min(max_positions(each) for each in (model, assistant) if each is not None)
+    return min(most, 1 << (call.length - 1).bit_length())
+
+
+def _stamp(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """Changes when weights do: where each lies, and how often it was written to."""
+    weights = model.state_dict(keep_vars=True).values()
+    return tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)

@@ -1,0 +1,43 @@
+"""Attention over ragged rows: one protocol, a dictionary of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.config import AttentionName
+from paceline.errors import ParameterError
+from paceline.kernels.attention.base import Attend, AttentionBackend, Plan
+from paceline.kernels.attention.padded import PaddedAttention
+from paceline.kernels.attention.split import SplitAttention
+from paceline.kernels.gpu.launch import require_triton, why_not
+
+
+def _ragged(*, deterministic: bool = False) -> AttentionBackend:
+    from paceline.kernels.attention.ragged import RaggedAttention  # needs triton
+
+    return RaggedAttention(deterministic=deterministic)
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "padded": PaddedAttention,
+    "split": SplitAttention,
+    "ragged": _ragged,
+}
+
+
+def make_backend(name: AttentionName, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
+    """What runs the attention of models that do not run their own. Raises ParameterError for what cannot run here."""
+    if name not in BACKENDS:
+        name = "ragged" if device.type == "cuda" and why_not(device) is None else "padded"
+    if name == "ragged":
+        require_triton(device, "attention", name)
+        return _ragged(deterministic=deterministic)
+    if deterministic:
+        allowed = "with attention='ragged' (a CUDA device with Triton), or 'native' (a CPU); False otherwise"
+        raise ParameterError("deterministic", True, allowed)
+    return BACKENDS[name]()
+
+
+__all__ = ["BACKENDS", "Attend", "AttentionBackend", "Plan", "make_backend"]

@@ -1,0 +1,312 @@
+"""All rows in one Triton launch, each over its own length: no padding, no loop over rows, no read by the host.
+
+Shapes: B rows, L new tokens a row, H heads, G key/value heads, P positions, D head width. One program takes one row,
+one key head, a tile of the H / G x L queries that share it (packed along the tile's first axis), and one stretch of the
+row's positions. A second kernel joins the stretches (Flash-Decoding's reduction, here for more than one query).
+
+A row's share of the work is found inside the kernel from the positions of its queries: lengths stay on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.attention.base import Plan
+from paceline.kernels.gpu.launch import multiprocessors
+
+_LOG2_E = 1.4426950408889634
+_SMALLEST_TILE = 16  # what tl.dot multiplies at least
+_JOINED_AT_ONCE = 16
+
+
+# What differs from prompt to prompt and from batch to batch is no compile-time constant, nor is its value looked at
+# when a compiled kernel is chosen: a new length compiles nothing while rows wait.
+@triton.jit(do_not_specialize=["longest", "window", "rows_times_heads", "new_tokens", "splits"])
+def attend_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    positions: tl.tensor,
+    tree: tl.tensor,
+    partial: tl.tensor,
+    levels: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    longest: tl.tensor,
+    window: tl.tensor,
+    rows_times_heads: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    q_token: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    k_position: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    v_position: tl.tensor,
+    new_tokens: tl.tensor,
+    splits: tl.tensor,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TREE: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+) -> None:
+    """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, D] and levels [splits, B, L, H], both float32.
+
+    With one split there is nothing to join: it writes out [B, L, H, D] itself.
+
+    tree: with TREE "ancestors", which new token sees which, [B, L, L] int8. With TREE "paths" a tile is of one token
+    alone (HEAD_TILES of them a token) and meets its keys in the order of positions: tree [B, L, L] int32 says at which
+    of the new tokens' slots they lie. That takes each token its own loads, and gives the bits of plain decoding.
+
+    A level is the base-2 logarithm of the sum of the stretch's weights, -inf where it holds nothing visible.
+    SPLIT_SIZE: positions of a stretch, counted from position 0, or 0 to share each row's blocks evenly.
+    """
+    split = tl.program_id(0)
+    row = (tl.program_id(1) // GROUPS).to(tl.int64)
+    group = (tl.program_id(1) % GROUPS).to(tl.int64)
+    place = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = place < SHARED * new_tokens
+    head, token = group * SHARED + place // new_tokens, place % new_tokens
+    alone = tl.program_id(2) // HEAD_TILES
+    if TREE == "paths":
+        place = (tl.program_id(2) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+        real = place < SHARED
+        head, token = group * SHARED + place, place * 0 + alone
+    column = tl.arange(0, BLOCK_D)
+    inside = column < DIM
+
+    query_at = tl.load(positions + row * new_tokens + token, mask=real, other=-1).to(tl.int32)
+    base = tl.load(positions + row * new_tokens).to(tl.int32)
+    last = tl.load(positions + row * new_tokens + new_tokens - 1).to(tl.int32)
+    if TREE == "ancestors":  # the new keys lie side by side from the root's position on, wherever they stand
+        last = base + new_tokens - 1
+    if TREE == "paths":
+        last = tl.load(positions + row * new_tokens + alone).to(tl.int32)
+    end = tl.minimum(last + 1, longest)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(base - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT_SIZE > 0:
+        start = tl.maximum(split * SPLIT_SIZE, begin)
+        stop = tl.minimum((split + 1) * SPLIT_SIZE, end)
+    else:
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
+        start = begin + split * share
+        stop = tl.minimum(start + share, end)
+
+    q_place = q + row * q_row + head[:, None] * q_head + token[:, None] * q_token + column[None, :]
+    queries = tl.load(q_place, mask=real[:, None] & inside[None, :], other=0.0)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(start, stop, BLOCK_N):
+        key_at = block + tl.arange(0, BLOCK_N)
+        there = key_at < stop
+        slot = key_at
+        if TREE == "paths":
+            way = tree + (row * new_tokens + alone) * new_tokens
+            among = there & (key_at >= base)
+            slot = tl.where(among, base + tl.load(way + key_at - base, mask=among, other=0), key_at)
+        k_place = k + row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
+        keys = tl.load(k_place, mask=there[None, :] & inside[:, None], other=0.0)
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if TREE == "ancestors":
+            new = key_at - base
+            among = there & (new >= 0)
+            line = tree + (row * new_tokens + token[:, None]) * new_tokens + new[None, :]
+            kept = tl.load(line, mask=real[:, None] & among[None, :], other=0) != 0
+            visible = there[None, :] & tl.where(among[None, :], kept, True)
+            new_at = tl.load(positions + row * new_tokens + new, mask=among, other=0).to(tl.int32)
+            key_at = tl.where(among, new_at, key_at)
+        else:
+            visible = there[None, :] & (key_at[None, :] <= query_at[:, None])
+        if WINDOWED:
+            visible = visible & (key_at[None, :] > query_at[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible yet: -inf - -inf is no number
+        weights = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        v_place = v + row * v_row + group * v_head + slot[:, None].to(tl.int64) * v_position + column[None, :]
+        values = tl.load(v_place, mask=there[:, None] & inside[None, :], other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        top = higher
+
+    seen = total > 0
+    mixed = mixed / tl.where(seen, total, 1.0)[:, None]
+    line = (row * new_tokens + token) * (GROUPS * SHARED) + head
+    if splits == 1:
+        whole = real[:, None] & inside[None, :]
+        tl.store(out + line[:, None] * DIM + column[None, :], mixed.to(out.dtype.element_ty), mask=whole)
+    else:
+        line += split.to(tl.int64) * rows_times_heads * new_tokens
+        some = place < tl.where(start < stop, SHARED if TREE == "paths" else SHARED * new_tokens, 0)
+        some = some[:, None] & inside[None, :]  # no key: no result
+        tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some)
+        tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
+
+
+@triton.jit(do_not_specialize=["lines", "splits"])
+def join_kernel(
+    partial: tl.tensor,
+    levels: tl.tensor,
+    out: tl.tensor,
+    lines: tl.tensor,
+    splits: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> None:
+    """Grid (B * L * H): partial [splits, lines, D] and levels [splits, lines] -> out [lines, D], in a fixed order."""
+    line = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    inside = column < DIM
+    top = -float("inf")
+    total = 0.0
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
+        level = tl.load(levels + split * lines + line, mask=split < splits, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(level, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(level - safe)
+        there = (level > float("-inf"))[:, None] & inside[None, :]
+        parts = tl.load(partial + (split[:, None] * lines + line) * DIM + column[None, :], mask=there, other=0.0)
+        fade = tl.exp2(top - safe)
+        mixed = mixed * fade + tl.sum(parts * weight[:, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        top = higher
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    tl.store(out + line * DIM + column, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the work is cut. queries, positions: a program's tile. split: positions of a stretch.
+
+    None is chosen by the shape of the batch. With ``queries`` and ``split`` fixed, the order of every sum is fixed by
+    absolute positions: a query's bits do not depend on its neighbours, on their number or on the row's other queries,
+    be they a chain or a tree.
+    """
+
+    queries: int | None = None
+    positions: int = 64
+    split: int | None = None
+    warps: int = 4
+    stages: int = 2
+
+    def warps_for(self, queries: int) -> int:
+        """Twice as many for the largest tile, whose registers spill otherwise (docs/gpu-kernels.md)."""
+        return self.warps if queries < _LARGEST_TILE else 2 * self.warps
+
+
+FIXED = Tiles(queries=_SMALLEST_TILE, positions=64, split=256)
+_MOST_SPLITS = 64
+_LARGEST_TILE = 64
+
+
+class RaggedAttention:
+    """One launch for all rows, split along the positions so that few rows fill the chip as well as many.
+
+    deterministic: tiles and stretches of fixed size, so that a token's bits do not depend on the batch or on k.
+    """
+
+    name = "ragged"
+
+    def __init__(self, *, deterministic: bool = False, tiles: Tiles | None = None) -> None:
+        self.tiles = tiles or (FIXED if deterministic else Tiles())
+
+    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
+        """Nothing is read and nothing is computed: rows may be of any lengths below ``longest``."""
+        return Plan(positions.contiguous(), longest, None if ancestors is None else ancestors.contiguous())
+
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+    ) -> Tensor:
+        rows, heads, length, dim = q.shape
+        groups = k_cache.shape[1]
+        shared = heads // groups
+        kind, tree = self._tree(plan)
+        tile = self.tiles.queries or _tile(shared * length, q.dtype)
+        head_tiles = triton.cdiv(shared, tile)
+        tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
+        splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
+        block_d = max(_SMALLEST_TILE, triton.next_power_of_2(dim))
+        joined = splits if splits > 1 else 0
+        partial = torch.empty((joined, rows, length, heads, dim), dtype=torch.float32, device=q.device)
+        levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
+        out = torch.empty((rows, length, heads, dim), dtype=q.dtype, device=q.device)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        attend_kernel[(splits, rows * groups, tiles)](
+            q,
+            k_cache,
+            v_cache,
+            plan.positions,
+            tree,
+            partial,
+            levels,
+            out,
+            (dim**-0.5 if scale is None else scale) * _LOG2_E,
+            plan.longest,
+            0 if window is None else window,
+            rows * heads,
+            *q.stride()[:3],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            length,
+            splits,
+            GROUPS=groups,
+            SHARED=shared,
+            DIM=dim,
+            BLOCK_M=tile,
+            BLOCK_N=self.tiles.positions,
+            BLOCK_D=block_d,
+            SPLIT_SIZE=split_size,
+            WINDOWED=window is not None,
+            TREE=kind,
+            HEAD_TILES=head_tiles,
+            num_warps=self.tiles.warps_for(tile),
+            num_stages=self.tiles.stages,
+        )
+        if joined:
+            lines = rows * length * heads
+            join_kernel[(lines,)](
+                partial, levels, out, lines, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=_JOINED_AT_ONCE, num_warps=1
+            )  # fmt: skip
+        return out.transpose(1, 2)
+
+    def _tree(self, plan: Plan) -> tuple[str, Tensor]:
+        """How the kernel takes a tree, and what it reads of it; of a chain nothing."""
+        if plan.ancestors is None:
+            return "none", plan.positions
+        if self.tiles.split is None:
+            return "ancestors", plan.ancestors.view(torch.int8)
+        return "paths", plan.paths
+
+    def _splits(self, programs: int, longest: int, device: torch.device) -> tuple[int, int]:
+        """How many stretches, and their size (0: each row's positions are shared evenly)."""
+        if self.tiles.split is not None:
+            return triton.cdiv(longest, self.tiles.split), self.tiles.split
+        wanted = triton.cdiv(2 * multiprocessors(device), programs)
+        most = min(_MOST_SPLITS, triton.cdiv(longest, 2 * self.tiles.positions))
+        return max(1, min(wanted, most)), 0
+
+
+def _tile(queries: int, dtype: torch.dtype) -> int:
+    """Of single precision the smallest: its products have no tensor cores, and larger tiles no registers."""
+    if dtype == torch.float32:
+        return _SMALLEST_TILE
+    return int(min(_LARGEST_TILE, max(_SMALLEST_TILE, triton.next_power_of_2(queries))))

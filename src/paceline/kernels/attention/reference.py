@@ -1,0 +1,47 @@
+"""The slow reference: every row and head on its own, as in the textbook. Tests hold the other backends against it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.attention.base import Plan
+
+
+class ReferenceAttention:
+    """Softmax over the visible keys of each row, one row at a time, in float32."""
+
+    name = "reference"
+
+    def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
+        """Nothing to prepare."""
+        return Plan(positions, longest, ancestors)
+
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Attend from q [B, H, L, D] over k_cache, v_cache [B, G, P, D] -> [B, H, L, D]."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        group = q.shape[1] // k_cache.shape[1]
+        out = torch.empty_like(q)
+        for row in range(q.shape[0]):
+            visible = visible_keys(plan, row, window)
+            k = k_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)  # [H, P, D]
+            v = v_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)
+            scores = (q[row].float() @ k.transpose(1, 2) * scale).masked_fill(~visible, -torch.inf)
+            out[row] = (scores.softmax(dim=-1) @ v).to(q.dtype)
+        return out
+
+
+def visible_keys(plan: Plan, row: int, window: int | None) -> Tensor:
+    """[L, longest] bool, query by query: the text before the block, the ancestors, the query's own key."""
+    visible = torch.zeros(plan.positions.shape[1], plan.longest, dtype=torch.bool, device=plan.positions.device)
+    positions = plan.positions[row].tolist()
+    for place, position in enumerate(positions):
+        keys = {at: at for at in range(position + 1)}  # slot -> position
+        if plan.ancestors is not None:
+            new = plan.ancestors[row, place].nonzero()[:, 0].tolist()
+            keys = {at: at for at in range(positions[0])} | {positions[0] + other: positions[other] for other in new}
+        near = [slot for slot, at in keys.items() if window is None or at > position - window]
+        visible[place, [slot for slot in near if slot < plan.longest]] = True
+    return visible

@@ -1,0 +1,474 @@
+"""Accept, recover, bonus and commit in a few small launches: what a round does after the target's logits are there.
+
+Shapes: B rows, k guesses, L = k + 1 positions, V vocabulary, S stop tokens. The rules are those of ``rules.py``,
+the commit is ``rows.RowState.gain``, the noise is that of ``sampling.py``. Every function here writes a row's new
+tokens into its text, lengthens it, and returns the round's record [B, L + 3] int64: tokens, accepted, drafted, gained.
+A row gains nothing once it has ended (at its limit, or behind a stop token): the host may be a round behind.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.core.draft import Draft
+from paceline.core.rows import RowState
+from paceline.core.sampling import Purpose
+from paceline.kernels.gpu.draw import (
+    BLOCK,
+    Blocks,
+    Noise,
+    first_best,
+    leaders,
+    line_max,
+    noisy_best,
+    noisy_blocks,
+    plain_best,
+    scaled_logits,
+)
+from paceline.kernels.gpu.noise import bits24, near_gumbel, noise_key, salt, uniform
+from paceline.kernels.gpu.state import RECORD_TAIL
+
+_WARPS = 8
+
+
+@triton.jit
+def commit(
+    row: tl.tensor,
+    tokens: tl.tensor,
+    accepted: tl.tensor,
+    drafted: tl.tensor,
+    text: tl.tensor,
+    text_stride: tl.tensor,
+    length: tl.tensor,
+    prompt_length: tl.tensor,
+    limit: tl.tensor,
+    stops: tl.tensor,
+    live: tl.tensor,
+    record: tl.tensor,
+    LENGTH: tl.constexpr,
+    LENGTH_UP: tl.constexpr,
+    STOPS: tl.constexpr,
+    STOPS_UP: tl.constexpr,
+) -> None:
+    """Give a row its ``accepted + 1`` tokens [LENGTH_UP] int64, cut at the first stop token and at its limit."""
+    place = tl.arange(0, LENGTH_UP)
+    before = tl.load(length + row)
+    room = tl.load(limit + row) - before
+    stop_place = tl.arange(0, STOPS_UP)
+    stop = tl.load(stops + row * STOPS + stop_place, mask=stop_place < STOPS, other=-1)
+    last = tl.load(text + row * text_stride + tl.maximum(before - 1, 0))
+    ended = tl.max(((stop == last) & (stop >= 0)).to(tl.int32), 0) > 0
+    ended = (ended & (before > tl.load(prompt_length + row))) | (room <= 0) | (row >= tl.load(live))
+
+    stopping = tl.max(((tokens[:, None] == stop[None, :]) & (stop >= 0)[None, :]).to(tl.int32), 1) > 0
+    first_stop = tl.min(tl.where(stopping, place, LENGTH_UP), 0)
+    gained = tl.minimum(tl.minimum(accepted, first_stop) + 1, room).to(tl.int64)
+    gained = tl.where(ended, 0, gained)
+    tl.store(text + row * text_stride + before + place, tokens, mask=place < gained)
+    tl.store(length + row, before + gained)
+    line = record + row * (LENGTH + 3)
+    tl.store(line + place, tokens, mask=place < LENGTH)
+    tl.store(line + LENGTH, tl.where(ended, 0, accepted).to(tl.int64))
+    tl.store(line + LENGTH + 1, tl.where(ended, 0, drafted).to(tl.int64))
+    tl.store(line + LENGTH + 2, gained)
+
+
+@triton.jit
+def leading(kept: tl.tensor, counts: tl.tensor, LENGTH_UP: tl.constexpr) -> tl.tensor:
+    """How many guesses, from the first on, are real and kept [LENGTH_UP]."""
+    place = tl.arange(0, LENGTH_UP)
+    return tl.min(tl.where(kept & (place < counts), LENGTH_UP, place), 0)
+
+
+@triton.jit
+def coupled_kernel(
+    values: tl.tensor,
+    drawn: tl.tensor,
+    guesses: tl.tensor,
+    counts: tl.tensor,
+    seed: tl.tensor,
+    rate: tl.tensor,
+    synthetic_salt: tl.tensor,
+    text: tl.tensor,
+    text_stride: tl.tensor,
+    length: tl.tensor,
+    prompt_length: tl.tensor,
+    limit: tl.tensor,
+    stops: tl.tensor,
+    live: tl.tensor,
+    record: tl.tensor,
+    SYNTHETIC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LENGTH_UP: tl.constexpr,
+    STOPS: tl.constexpr,
+    STOPS_UP: tl.constexpr,
+) -> None:
+    """Grid (B): the target's draws from their blocks (values, drawn [B * L, blocks]), guesses kept while they agree."""
+    row = tl.program_id(0).to(tl.int64)
+    place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
+    at = (row * LENGTH + place)[:, None] * BLOCKS + block[None, :]
+    there = (place < LENGTH)[:, None] & (block < BLOCKS)[None, :]
+    value = tl.load(values + at, mask=there, other=float("-inf"))
+    token = tl.load(drawn + at, mask=there, other=2147483647)
+    best = tl.max(value, 1)
+    draws = tl.min(tl.where(value == best[:, None], token, 2147483647), 1).to(tl.int64)
+    draws = tl.where(draws == 2147483647, 0, draws)  # of logits that are no numbers
+    guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=-1)
+    drafted = tl.load(counts + row)
+    if SYNTHETIC:
+        a, b = noise_key(tl.load(seed + row), tl.load(length + row) + place, synthetic_salt)
+        accepted = leading(uniform(a, b, tl.zeros_like(place)) < rate, drafted, LENGTH_UP)
+        draws = tl.where(place < accepted, guess, draws)
+    else:
+        accepted = leading(guess == draws, drafted, LENGTH_UP)
+    commit(
+        row, draws, accepted, drafted, text, text_stride, length, prompt_length, limit, stops, live, record,
+        LENGTH, LENGTH_UP, STOPS, STOPS_UP,
+    )  # fmt: skip
+
+
+@triton.jit
+def mass_kernel(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    temperature: tl.tensor,
+    masses: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    LENGTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): each block's part of the softmax's denominator -> masses [N, blocks] float32."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    heat = tl.load(temperature + line // LENGTH)
+    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
+    tl.store(masses + line * BLOCKS + block, tl.sum(tl.exp(score), 0))
+
+
+@triton.jit
+def guess_probabilities(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    leaders: tl.tensor,
+    masses: tl.tensor,
+    line: tl.tensor,
+    guess: tl.tensor,
+    real: tl.tensor,
+    heat: tl.tensor,
+    line_stride: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+) -> tl.tensor:
+    """The law's probability of each guess [LENGTH_UP], on lines [LENGTH_UP]; 0 or 1 at temperature 0."""
+    block = tl.arange(0, BLOCKS_UP)
+    at = line[:, None] * BLOCKS + block[None, :]
+    there = real[:, None] & (block < BLOCKS)[None, :]
+    maximum = tl.load(maxima + at, mask=there, other=float("-inf"))
+    top = tl.max(maximum, 1)
+    leader = tl.load(leaders + at, mask=there, other=2147483647)
+    first = tl.min(tl.where(maximum == top[:, None], leader, 2147483647), 1)
+    mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
+    x = tl.load(logits + line * line_stride + guess, mask=real, other=0.0).to(tl.float32)
+    warm = tl.exp(scaled_logits(x, tl.where(real, top, 0.0), heat)) / tl.where(real, mass, 1.0)
+    return tl.where(heat == 0.0, (guess == first).to(tl.float32), warm)
+
+
+@triton.jit
+def judge_kernel(
+    p_logits: tl.tensor,
+    p_maxima: tl.tensor,
+    p_leaders: tl.tensor,
+    p_masses: tl.tensor,
+    p_stride: tl.tensor,
+    q_logits: tl.tensor,
+    q_maxima: tl.tensor,
+    q_leaders: tl.tensor,
+    q_masses: tl.tensor,
+    q_stride: tl.tensor,
+    guesses: tl.tensor,
+    counts: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    length: tl.tensor,
+    salt: tl.tensor,
+    accepted: tl.tensor,
+    LENGTH: tl.constexpr,
+    LENGTH_UP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+) -> None:
+    """Grid (B): guess x is kept where coin * q(x) < p(x) -> accepted [B] int64."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, LENGTH_UP)
+    real = place < LENGTH - 1
+    guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=real, other=0)
+    heat = tl.load(temperature + row)
+    p = guess_probabilities(
+        p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + place, guess, real, heat, p_stride, BLOCKS, BLOCKS_UP
+    )
+    q = guess_probabilities(
+        q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + place, guess, real, heat, q_stride,
+        BLOCKS, BLOCKS_UP,
+    )  # fmt: skip
+    a, b = noise_key(tl.load(seed + row), tl.load(length + row) + place, salt)
+    coin = uniform(a, b, tl.zeros_like(place))
+    kept = coin * q.to(tl.float64) < p.to(tl.float64)
+    tl.store(accepted + row, leading(kept, tl.load(counts + row), LENGTH_UP).to(tl.int64))
+
+
+@triton.jit
+def law(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    leaders: tl.tensor,
+    masses: tl.tensor,
+    line: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    heat: tl.tensor,
+    line_stride: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+) -> tl.tensor:
+    """Probabilities of a block of tokens on one line."""
+    block = tl.arange(0, BLOCKS_UP)
+    x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    mass = tl.sum(tl.load(masses + line * BLOCKS + block, mask=block < BLOCKS, other=0.0), 0)
+    warm = tl.exp(scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)) / mass
+    cold = (column == first_best(maxima, leaders, line, BLOCKS, BLOCKS_UP)).to(tl.float32)
+    return tl.where(heat == 0.0, cold, warm)
+
+
+@triton.jit
+def recover_kernel(
+    p_logits: tl.tensor,
+    p_maxima: tl.tensor,
+    p_leaders: tl.tensor,
+    p_masses: tl.tensor,
+    p_stride: tl.tensor,
+    q_logits: tl.tensor,
+    q_maxima: tl.tensor,
+    q_leaders: tl.tensor,
+    q_masses: tl.tensor,
+    q_stride: tl.tensor,
+    accepted: tl.tensor,
+    counts: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    length: tl.tensor,
+    vocab: tl.tensor,
+    salt: tl.tensor,
+    values: tl.tensor,
+    tokens: tl.tensor,
+    LENGTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (B, blocks): the block's best draw from max(p - q, 0), and from p alone -> values, tokens [2, B, blocks]."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = tl.num_programs(0)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    heat = tl.load(temperature + row)
+    kept = tl.load(accepted + row)
+    p = law(
+        p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + kept, column, inside, heat, p_stride, BLOCKS, BLOCKS_UP
+    )
+    rest = p
+    if kept < tl.load(counts + row):
+        q = law(
+            q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + kept, column, inside, heat, q_stride,
+            BLOCKS, BLOCKS_UP,
+        )  # fmt: skip
+        rest = tl.maximum(p - q, 0.0)
+    a, b = noise_key(tl.load(seed + row), tl.load(length + row) + kept, salt)
+    noise = tl.zeros([BLOCK], tl.float32)
+    if heat > 0.0:
+        noise = near_gumbel(bits24(a, b, column))
+    at = row * BLOCKS + block
+    for choice in tl.static_range(2):
+        weight = rest if choice == 0 else p
+        some = inside & (weight > 0)
+        score = tl.where(some, tl.log(tl.where(some, weight, 1.0)), float("-inf"))
+        if heat > 0.0:
+            best, found = noisy_best(score, noise, a, b, column, inside)
+        else:
+            best, found = plain_best(score, column, inside)
+        tl.store(values + choice * rows * BLOCKS + at, best)
+        tl.store(tokens + choice * rows * BLOCKS + at, found)
+
+
+@triton.jit
+def finish_kernel(
+    values: tl.tensor,
+    drawn: tl.tensor,
+    guesses: tl.tensor,
+    accepted: tl.tensor,
+    counts: tl.tensor,
+    text: tl.tensor,
+    text_stride: tl.tensor,
+    length: tl.tensor,
+    prompt_length: tl.tensor,
+    limit: tl.tensor,
+    stops: tl.tensor,
+    live: tl.tensor,
+    record: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LENGTH_UP: tl.constexpr,
+    STOPS: tl.constexpr,
+    STOPS_UP: tl.constexpr,
+) -> None:
+    """Grid (B): the guesses kept, then the recovered or bonus token; from p where rounding left nothing of p - q."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    place = tl.arange(0, LENGTH_UP)
+    something = line_max(values, row, BLOCKS, BLOCKS_UP) > float("-inf")
+    rest = first_best(values, drawn, row, BLOCKS, BLOCKS_UP)
+    whole = first_best(values, drawn, row + rows, BLOCKS, BLOCKS_UP)
+    token = tl.where(something, rest, whole).to(tl.int64)
+    kept = tl.load(accepted + row)
+    guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=0)
+    tokens = tl.where(place < kept, guess, tl.where(place == kept, token, 0))
+    commit(
+        row, tokens, kept, tl.load(counts + row), text, text_stride, length, prompt_length, limit, stops, live, record,
+        LENGTH, LENGTH_UP, STOPS, STOPS_UP,
+    )  # fmt: skip
+
+
+@triton.jit
+def logprob_kernel(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    record: tl.tensor,
+    own: tl.tensor,
+    line_stride: tl.tensor,
+    RECORD: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LENGTH_UP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+) -> None:
+    """Grid (B): log-probabilities of a record's tokens [B, RECORD] under their lines -> own [B, LENGTH] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
+    real = place < LENGTH
+    line = row * LENGTH + place
+    at = line[:, None] * BLOCKS + block[None, :]
+    there = real[:, None] & (block < BLOCKS)[None, :]
+    top = tl.max(tl.load(maxima + at, mask=there, other=float("-inf")), 1)
+    mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
+    token = tl.load(record + row * RECORD + place, mask=real, other=0)
+    x = tl.load(logits + line * line_stride + token, mask=real, other=0.0).to(tl.float32)
+    tl.store(own + line, x - tl.where(real, top, 0.0) - tl.log(tl.where(real, mass, 1.0)), mask=real)
+
+
+def _row_arguments(rows: RowState, record: Tensor) -> tuple[Tensor | int, ...]:
+    """What ``commit`` wants to know of the rows."""
+    state = rows.length, rows.prompt_length, rows.limit, rows.stops, rows.live
+    return (rows.text, rows.text.stride(0), *state, record)
+
+
+def _shape(k: int, rows: RowState) -> dict[str, int]:
+    stops = rows.stops.shape[1]
+    up = triton.next_power_of_2
+    return {"LENGTH": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
+
+
+def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
+    """``rules.keep_equal`` of the draws from logits [B, k + 1, V], and commit -> the record.
+
+    synthetic: keep each guess with this probability instead, whatever it is: for benchmarks.
+    """
+    blocks = Blocks(logits.shape[-1], block)
+    noise = Noise(rows.temperature, rows.seed, rows.length)
+    values, tokens = noisy_blocks(logits.reshape(-1, blocks.vocab), noise, 0, Purpose.DRAW, blocks)
+    record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
+    coupled_kernel[(rows.rows,)](
+        values,
+        tokens,
+        draft.tokens,
+        draft.counts,
+        rows.seed,
+        0.0 if synthetic is None else synthetic,
+        salt(Purpose.SYNTHETIC),
+        *_row_arguments(rows, record),
+        SYNTHETIC=synthetic is not None,
+        num_warps=4,
+        **blocks.shape,
+        **_shape(draft.k, rows),
+    )
+    return record
+
+
+def _law_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Tensor | int, ...]:
+    """logits [B, L, V] -> what the kernels need to know of their softmax, as arguments."""
+    lines = logits.reshape(-1, blocks.vocab)
+    maxima, tokens = leaders(lines, blocks)
+    masses = torch.empty_like(maxima)
+    mass_kernel[(lines.shape[0], blocks.count)](
+        lines,
+        maxima,
+        temperature,
+        masses,
+        lines.stride(0),
+        blocks.vocab,
+        LENGTH=logits.shape[1],
+        BLOCK=blocks.size,
+        num_warps=_WARPS,
+        **blocks.shape,
+    )
+    return lines, maxima, tokens, masses, lines.stride(0)
+
+
+def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
+    """What a record's tokens are worth to the model itself: logits [B, L, V] -> [B, L] float32 (temperature 1)."""
+    rows, length, vocab = logits.shape
+    blocks = Blocks(vocab, block)
+    one = torch.ones(rows, dtype=torch.float32, device=logits.device)
+    lines, maxima, _, masses, stride = _law_tables(logits, one, blocks)
+    own = torch.empty((rows, length), dtype=torch.float32, device=logits.device)
+    logprob_kernel[(rows,)](
+        lines, maxima, masses, record, own, stride, RECORD=record.shape[1],
+        LENGTH=length, LENGTH_UP=triton.next_power_of_2(length), num_warps=4, **blocks.shape,
+    )  # fmt: skip
+    return own
+
+
+def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
+    """``rules.keep_likely`` of the laws of logits [B, k + 1, V], commit -> the record. Certain guesses are coupled."""
+    if draft.logits is None:
+        return coupled(draft, logits, rows, block=block)
+    blocks = Blocks(logits.shape[-1], block)
+    p, q = (_law_tables(table, rows.temperature, blocks) for table in (logits, draft.logits))
+    record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
+    accepted = torch.empty_like(rows.length)
+    shape = _shape(draft.k, rows)
+    own = rows.temperature, rows.seed, rows.length
+    judge_kernel[(rows.rows,)](
+        *p, *q, draft.tokens, draft.counts, *own, salt(Purpose.ACCEPT), accepted,
+        LENGTH=shape["LENGTH"], LENGTH_UP=shape["LENGTH_UP"], num_warps=4, **blocks.shape,
+    )  # fmt: skip
+    values = torch.empty((2, rows.rows, blocks.count), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty((2, rows.rows, blocks.count), dtype=torch.int32, device=logits.device)
+    recover_kernel[(rows.rows, blocks.count)](
+        *p, *q, accepted, draft.counts, *own, blocks.vocab, salt(Purpose.RECOVER), values, tokens,
+        LENGTH=shape["LENGTH"], BLOCK=blocks.size, num_warps=_WARPS, **blocks.shape,
+    )  # fmt: skip
+    finish_kernel[(rows.rows,)](
+        values, tokens, draft.tokens, accepted, draft.counts, *_row_arguments(rows, record),
+        num_warps=4, **blocks.shape, **shape,
+    )  # fmt: skip
+    return record

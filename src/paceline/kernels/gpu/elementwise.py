@@ -1,0 +1,118 @@
+"""What stands between a layer's matrix products: sum and norm in one launch, activation and gate in another.
+
+Shapes: N tokens, W width, I inner width of the MLP. Sums are float32; what torch rounds between two of its operations
+is rounded here, too. A program has a token's whole line, so its bits do not depend on the other tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.gpu.state import Norm
+
+_BLOCK = (
+    1024  # of the inner width; like the warps chosen so that nothing spills (docs/gpu-kernels.md), and not measured
+)
+_WARPS = 4
+_WIDE = 4096  # lines that are longer have twice the warps
+
+
+@triton.jit
+def add_norm_kernel(
+    x: tl.tensor,
+    added: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    epsilon: tl.tensor,
+    x_stride: tl.tensor,
+    added_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> None:
+    """Grid (N): total [N, W] = x + added; out [N, W] = total over its root mean square, or its standard deviation."""
+    line = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    one = tl.load(x + line * x_stride + column, mask=inside, other=0.0)
+    other = tl.load(added + line * added_stride + column, mask=inside, other=0.0)
+    both = (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
+    tl.store(total + line * WIDTH + column, both, mask=inside)
+    value = both.to(tl.float32)
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + epsilon)
+    if WEIGHTED:
+        value = value * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        value = value + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + line * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """float32 -> float32; the names are those of ``gpu.steps.ACTIVATIONS``."""
+    if ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh z) / 2 is sigmoid(2 z)
+    return y
+
+
+@triton.jit
+def gate_kernel(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): out [N, I] = activation(gate) * up of gate_up [N, 2 I], gates first."""
+    line = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + line * stride + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + line * stride + width + column, mask=inside, other=0.0)
+    opened = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
+    tl.store(out + line * width + column, (opened.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+def warps_for(width: int) -> int:
+    """Of a program that has so wide a line."""
+    return _WARPS if width <= _WIDE else 2 * _WARPS
+
+
+def add_norm(x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """See ``gpu.steps.LayerSteps``."""
+    tokens, width = x.shape
+    total, out = (torch.empty((tokens, width), dtype=x.dtype, device=x.device) for _ in range(2))
+    add_norm_kernel[(tokens,)](
+        x, added, out if norm.weight is None else norm.weight, out if norm.bias is None else norm.bias, total, out,
+        norm.eps, x.stride(0), added.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width),
+        CENTRED=norm.centred, WEIGHTED=norm.weight is not None, BIASED=norm.bias is not None,
+        num_warps=warps_for(width),
+    )  # fmt: skip
+    return total, out
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """See ``gpu.steps.LayerSteps``."""
+    tokens, both = gate_up.shape
+    out = torch.empty((tokens, both // 2), dtype=gate_up.dtype, device=gate_up.device)
+    gate_kernel[(tokens, triton.cdiv(both // 2, _BLOCK))](
+        gate_up, out, gate_up.stride(0), both // 2, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=_WARPS
+    )
+    return out

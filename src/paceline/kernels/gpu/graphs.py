@@ -1,0 +1,197 @@
+"""Tensor programs as CUDA graphs, and how the host hears of them: late, through pinned memory.
+
+Nothing here knows what a round is; ``device_round.py`` makes rounds of it:
+
+    round = DeviceRound(target, draft, batch, rule)      # decoders, paceline.core.batch.Batch, device_round.Rule
+    round.set_rows(controls)                             # which rows play, and when they end; one small upload
+    ticket = round.play(rows, k, longest)                # captured at first use, then one graph launch; returns at once
+    record = ticket.read()                               # waits for that round alone, while later ones may run
+
+Programs are run for their side effects on tensors that never move (text, lengths, caches) and return one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+Program = Callable[[], Tensor]
+Named: TypeAlias = tuple[Hashable, Program]  # a program and its key
+
+
+class Fellows(Protocol):
+    """Other ranks, which have parts in the programs: they capture and replay when this one does."""
+
+    def capturing(self) -> AbstractContextManager[int]:
+        """What is captured in here -> its number."""
+        ...
+
+    def replaying(self, number: int, /) -> AbstractContextManager[None]:
+        """Beside what is done in here."""
+        ...
+
+    def forget(self, number: int, /) -> None:
+        """It will not be replayed any more."""
+        ...
+
+
+class Nobody:
+    """Who has no fellows."""
+
+    def capturing(self) -> AbstractContextManager[int]:
+        return nullcontext(0)
+
+    def replaying(self, number: int, /) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forget(self, number: int, /) -> None:
+        pass
+
+
+MOST_GRAPHS = 256  # more than 7 buckets of rows and `auto`'s 17 lengths make of two kinds of requests
+_WARM_UPS = 2  # the first compiles and picks kernels; the second finds everything in place
+
+
+class Graphs:
+    """Runs programs: on CUDA as graphs, captured at the first use of their key or ahead of it; elsewhere as they are.
+
+    Kept are those that were used last: with padded attention and many kinds of requests there is no end of keys.
+
+    idle: a context in which running a program changes nothing that counts, for the runs before a capture.
+    capture: False runs programs eagerly on CUDA, too. fellows: other ranks, if any have parts in the programs.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        idle: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        capture: bool = True,
+        fellows: Fellows | None = None,
+    ) -> None:
+        self.device, self.captures = device, capture and device.type == "cuda"
+        self._idle, self._fellows = idle, fellows or Nobody()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, int]] = {}
+        self._pool: object = None
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """What has been captured; first what will be forgotten first."""
+        return list(self._graphs)
+
+    @property
+    def full(self) -> bool:
+        """Whether one more makes another one be forgotten."""
+        return len(self._graphs) >= MOST_GRAPHS
+
+    def run(self, key: Hashable, program: Program) -> Tensor:
+        """Run the program, or replay it; the result is valid until the next run of any key."""
+        if not self.captures:
+            return program()
+        if key not in self._graphs and self.full:
+            self._fellows.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
+        found = self._graphs.pop(key, None) or self._capture(program)
+        self._graphs[key] = graph, result, number = found  # the last used is the last listed
+        with self._fellows.replaying(number):
+            graph.replay()
+        return result
+
+    def capture(self, key: Hashable, program: Program) -> None:
+        """Capture what has not been, and do not run it. If one must be forgotten, it is this one before all others."""
+        assert not self.full, "nothing is forgotten for what nobody asked for yet"
+        self._graphs = {key: self._capture(program)} | self._graphs
+
+    def _capture(self, program: Program) -> tuple[torch.cuda.CUDAGraph, Tensor, int]:
+        """All graphs share one pool of memory: they never run at the same time."""
+        with self._idle():
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    program()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with self._fellows.capturing() as number, torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+                result = program()
+        self._pool = self._pool or graph.pool()
+        return graph, result, number
+
+
+@dataclass
+class Ticket:
+    """A round's record [B, k + 4] on its way to the host."""
+
+    _host: Tensor
+    _arrived: torch.cuda.Event | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``read`` would return at once."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[list[int]]:
+        """The record; waits until it has arrived, not for what was launched since. Valid for ``Ring.slots`` rounds."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        lines: list[list[int]] = self._host.tolist()
+        return lines
+
+
+class Ring:
+    """Host memory for the records of the last rounds; pinned, so that copies do not make the host wait.
+
+    numbers: most int64 numbers of a record.
+    """
+
+    slots = 4
+
+    def __init__(self, device: torch.device, numbers: int) -> None:
+        self._cuda = device.type == "cuda"
+        self._memory = torch.empty((self.slots, numbers), dtype=torch.int64, pin_memory=self._cuda)
+        self._next = 0
+
+    def push(self, record: Tensor) -> Ticket:
+        """Start copying a record; what was pushed ``slots`` records before is overwritten."""
+        host = self._memory[self._next][: record.numel()].view(record.shape)
+        self._next = (self._next + 1) % self.slots
+        host.copy_(record, non_blocking=True)
+        return Ticket(host, _event() if self._cuda else None)
+
+
+class Upload:
+    """A vector of int64 numbers that the host sets now and then, and the device reads. Setting it does not wait.
+
+    device: [n] int64, which graphs may have captured: it never moves.
+    """
+
+    slots = 4
+
+    def __init__(self, device: torch.device, numbers: list[int]) -> None:
+        self._cuda = device.type == "cuda"
+        self.device = torch.tensor(numbers, dtype=torch.int64, device=device)
+        self._memory = torch.empty((self.slots, len(numbers)), dtype=torch.int64, pin_memory=self._cuda)
+        self._gone: list[torch.cuda.Event | None] = [None] * self.slots
+        self._next, self._known = 0, list(numbers)
+
+    def set(self, numbers: list[int]) -> None:
+        """Send the numbers to the device, unless it has them."""
+        if numbers == self._known:
+            return
+        place, gone = self._next, self._gone[self._next]
+        if gone is not None:  # its slot was used four uploads before: long gone
+            gone.synchronize()
+        self._memory[place] = torch.tensor(numbers)
+        self.device.copy_(self._memory[place], non_blocking=True)
+        self._gone[place] = _event() if self._cuda else None
+        self._next, self._known = (place + 1) % self.slots, list(numbers)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,304 @@
+"""Matrix products of a few tokens with weights in 8 bits (W8A16): a matrix that is read once.
+
+Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale an output; they
+are widened to the activations' type in registers, sums are float32. The weights are the product's left side, because
+there are many outputs and few rows. Few outputs fill the chip by cutting the inputs, too: the last program to arrive at
+a tile adds the parts in a fixed order, so the bits do not depend on who was last. Of many rows the tiles that read the
+same weights run side by side: the first of them fetches these from memory, the others from the second-level cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.kernels.gpu.launch import multiprocessors, shared_memory
+
+Format = Literal["int8", "fp8", "same"]
+LARGEST_ROWS = 256  # beyond, torch multiplies with the matrix widened: time is the tensor cores', not memory's
+ROW_TILES = (16, 32, 64, 128)
+FIXED_ROWS = 64  # of a tile, where a row's bits must not depend on how many there are
+_FP8 = torch.float8_e4m3fn
+_FEWEST_INPUTS = 512  # of one part, when the inputs are cut
+_PROGRAMS_EACH = 4  # programs a multiprocessor should have
+_MOST_WARPS = 8  # of a program: with more of them a thread may have half the registers
+_MOST_REGISTERS = 80  # of 255; with 96 the compiler spills on one architecture or another (docs/gpu-kernels.md)
+
+
+@triton.jit(do_not_specialize=["rows"])  # any number of rows is one compiled kernel a tile, and so are most matrices
+def linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    partial: tl.tensor,
+    tickets: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(2)
+    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K
+    start = part * share
+    stop = tl.minimum(start + share, inputs)
+    weight_line = weight + n.to(tl.int64)[:, None] * inputs
+    x_line = x + m.to(tl.int64)[None, :] * x_stride
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in range(start, stop, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        w = tl.load(weight_line + k[None, :], mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0.0)
+        a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
+        sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+
+    inside = (n < outputs)[:, None] & (m < rows)[None, :]
+    place = m.to(tl.int64)[None, :] * outputs + n[:, None]
+    last = True
+    if PARTS > 1:
+        tl.store(partial + part.to(tl.int64) * rows * outputs + place, sums, mask=inside)
+        tl.debug_barrier()  # all of the program's parts are stored before its ticket is drawn
+        ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        if last:
+            sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in range(PARTS):
+                line = tl.cast(other, tl.int64) * rows * outputs
+                sums += tl.load(partial + line + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(ticket, 0)
+    if last:
+        if SCALED:
+            sums = sums * tl.load(scales + n, mask=n < outputs, other=0.0)[:, None]
+        if BIASED:
+            sums = sums + tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """A program's outputs and inputs at a time, into how many parts the inputs are cut, and how it is run."""
+
+    outputs: int = 64
+    inputs: int = 128
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+
+    def filled(self, outputs: int, inputs: int, device: torch.device) -> LinearTile:
+        """With so many parts that the chip is full, and the last programs do not run alone."""
+        tiles, chip = triton.cdiv(outputs, self.outputs), multiprocessors(device)
+        most = max(1, min(_PROGRAMS_EACH * chip // tiles, inputs // _FEWEST_INPUTS))
+        return replace(self, parts=min(range(1, most + 1), key=lambda parts: self._busiest(tiles, inputs, parts, chip)))
+
+    def _busiest(self, tiles: int, inputs: int, parts: int, chip: int) -> tuple[int, int]:
+        """Steps of the multiprocessor that has the most of them; of equal ones more parts, which hide each other's
+        waiting.
+        """
+        steps = triton.cdiv(triton.cdiv(inputs, self.inputs), parts)
+        return triton.cdiv(tiles * parts, chip) * steps, -parts
+
+    def shared_bytes(self, block_m: int, weight: int, x: int) -> int:
+        """Shared memory of a program, where a weight and an input have so many bytes."""
+        return self.stages * self.inputs * (self.outputs * weight + block_m * x)
+
+    def registers(self, block_m: int) -> int:
+        """Of a thread, for its share of the sums and of the widened weights, which come in twos."""
+        return self.outputs * (block_m + self.inputs // 2) // (32 * self.warps)
+
+    def fitted(self, block_m: int, weight: int, x: int, most: int) -> LinearTile:
+        """With as many stages, and then inputs at a time, as so much shared memory holds, and no register spilled.
+
+        Sums stay as they are.
+        """
+        tile = self
+        while tile.shared_bytes(block_m, weight, x) > most and tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        while tile.shared_bytes(block_m, weight, x) > most and tile.inputs > 16:
+            tile = replace(tile, inputs=tile.inputs // 2)
+        if tile.registers(block_m) > _MOST_REGISTERS and tile.warps < _MOST_WARPS:
+            tile = replace(tile, warps=_MOST_WARPS)
+        while tile.registers(block_m) > _MOST_REGISTERS and tile.inputs > 16:
+            tile = replace(tile, inputs=tile.inputs // 2)
+        return tile
+
+
+CANDIDATES = (
+    LinearTile(),
+    LinearTile(outputs=64, inputs=256, stages=3),
+    LinearTile(outputs=128, inputs=128, warps=8, stages=3),
+    LinearTile(outputs=128, inputs=64, warps=4, stages=4),
+    LinearTile(outputs=32, inputs=256, stages=4),
+)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """values [N, K] int8, float8 or as they were; scales [N] float32, or None where the values are the weights."""
+
+    values: Tensor
+    scales: Tensor | None
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weights that the values stand for, [N, K]."""
+        if self.scales is None:
+            return self.values.to(dtype)
+        return (self.values.float() * self.scales[:, None]).to(dtype)
+
+
+def quantise(weight: Tensor, to: Format) -> Quantized:
+    """One scale an output: the largest amplitude becomes the format's largest number."""
+    if to == "same":
+        return Quantized(weight, None)
+    largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
+    scales = weight.float().abs().amax(1).clamp(min=1e-30) / largest
+    values = weight.float() / scales[:, None]
+    return Quantized(values.round().to(torch.int8) if to == "int8" else values.to(_FP8), scales)
+
+
+def linear(
+    x: Tensor, weight: Quantized, bias: Tensor | None, tile: LinearTile, tickets: Tensor, block_m: int
+) -> Tensor:
+    """x [M, K] -> [M, N]. tickets: int32 zeros, one for each tile of the result; zeros again afterwards."""
+    rows, inputs = x.shape
+    outputs = weight.values.shape[0]
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), dtype=torch.float32, device=x.device)
+    linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
+        x,
+        weight.values,
+        out if weight.scales is None else weight.scales,
+        out if bias is None else bias,
+        partial,
+        tickets,
+        out,
+        rows,
+        x.stride(0),
+        inputs,
+        outputs,
+        SCALED=weight.scales is not None,
+        BIASED=bias is not None,
+        PARTS=tile.parts,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def linear_twin(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """The same in plain torch: float32 sums, the scale last."""
+    sums = x.float() @ weight.values.float().T
+    sums = sums if weight.scales is None else sums * weight.scales
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
+
+
+Shape = tuple[int, int, int]  # outputs, inputs, rows of a tile
+Timer = Callable[[Callable[[], object]], float]
+"""Seconds of a call."""
+
+
+def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """The same by torch's own product, for many rows: five bytes of memory traffic a weight.
+
+    Numbers of 8 bits are exact in 16, so the matrix is widened as it is and the sums get the scales; in float16, where
+    sums of such numbers may overflow, the matrix has them.
+    """
+    if weight.scales is None:
+        return functional.linear(x, weight.values, bias)
+    if x.dtype == torch.float16:
+        return functional.linear(x, weight.values.to(x.dtype).mul_(weight.scales[:, None]), bias)
+    sums = functional.linear(x, weight.values.to(x.dtype)) * weight.scales
+    return (sums if bias is None else sums + bias).to(x.dtype)
+
+
+class Linears:
+    """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and knows their tiles by shape.
+
+    deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
+    timer: times the candidates for every new shape when it is first used, never inside a CUDA graph; None takes the
+        first one.
+    tiles: what is known so far, by shape; ``models.kept_tiles`` fills it when a model is loaded.
+    """
+
+    def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
+        self.to, self.deterministic, self._timer = to, deterministic, timer
+        self.tiles: dict[Shape, LinearTile | None] = {}
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> SmallRowLinear:
+        return SmallRowLinear(quantise(weight, self.to), bias, self)
+
+    def block_m(self, rows: int) -> int:
+        """Rows of a program's tile."""
+        return FIXED_ROWS if self.deterministic else next((m for m in ROW_TILES if rows <= m), ROW_TILES[-1])
+
+    def shape(self, layer: SmallRowLinear, rows: int) -> Shape:
+        """What a tile is chosen for."""
+        outputs, inputs = layer.weight.values.shape
+        return outputs, inputs, self.block_m(rows)
+
+    def candidates(self, layer: SmallRowLinear, x: Tensor) -> list[LinearTile | None]:
+        """The tiles that may be the fastest for these rows; None: torch's own product."""
+        outputs, inputs, block_m = self.shape(layer, x.shape[0])
+        sizes = layer.weight.values.element_size(), x.element_size(), shared_memory(x.device)
+        tiles = [tile.fitted(block_m, *sizes).filled(outputs, inputs, x.device) for tile in CANDIDATES]
+        widens = x.shape[0] > ROW_TILES[-2] and not self.deterministic
+        return [*dict.fromkeys(tiles), *([None] if widens else [])]
+
+    def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
+        """For these rows; measured once for each shape where there is a timer. None: torch's own product."""
+        if x.shape[0] > LARGEST_ROWS and not self.deterministic:
+            return None
+        shape = self.shape(layer, x.shape[0])
+        if shape not in self.tiles:
+            first = self.candidates(layer, x)[0]
+            self.tiles[shape] = first if self._timer is None else self.fastest(layer, x, self._timer)
+        return self.tiles[shape]
+
+    def fastest(self, layer: SmallRowLinear, x: Tensor, timer: Timer) -> LinearTile | None:
+        """Of the candidates for these rows."""
+        tiles = self.candidates(layer, x)
+        timed = [(timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
+        return tiles[min(timed)[1]]
+
+
+class SmallRowLinear:
+    """A linear layer for few rows; implements ``models.linear.Linear``."""
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, linears: Linears) -> None:
+        self.weight, self.bias, self._linears = weight, bias, linears
+        tiles = triton.cdiv(weight.values.shape[0], min(tile.outputs for tile in CANDIDATES))
+        self._tickets = torch.zeros(tiles * (LARGEST_ROWS // 16), dtype=torch.int32, device=weight.values.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        lines = x.reshape(-1, x.shape[-1])
+        return self.run(lines, self._linears.tile(self, lines)).view(*x.shape[:-1], -1)
+
+    def run(self, x: Tensor, tile: LinearTile | None) -> Tensor:
+        """x [M, K] -> [M, N], with a given tile; None: by torch's own product."""
+        if tile is None:
+            return widened_linear(x, self.weight, self.bias)
+        if tile.parts == 1 or x.shape[0] <= LARGEST_ROWS:  # parts of more rows would take much memory
+            return linear(x, self.weight, self.bias, tile, self._tickets, self._linears.block_m(x.shape[0]))
+        return torch.cat([self.run(part, tile) for part in torch.split(x, LARGEST_ROWS)])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        kept = (self.weight.values, self.weight.scales, self.bias)
+        return tuple(tensor for tensor in kept if tensor is not None)

@@ -1,0 +1,118 @@
+"""What a round does to logits, behind one protocol: Triton's kernels, or their twins in plain torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.draft import Draft, Verdict
+from paceline.core.rows import Asks, RowState
+from paceline.core.rules import keep_by_chance, keep_equal, keep_likely
+from paceline.core.sampling import Purpose, draw_at_temperature, law_at_temperature, shaped
+from paceline.kernels.gpu.launch import why_not
+
+
+class RoundOps(Protocol):
+    """Nothing here reads the device. B rows, k guesses, V vocabulary."""
+
+    name: str
+
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+        """logits [B, L, V] as the model gave them -> the same without what the rows forbid (``sampling.shaped``)."""
+        ...
+
+    def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
+        """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
+        ...
+
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+        """Accept and commit -> the record [B, k + 4] (``gpu.accept.coupled``)."""
+        ...
+
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+        """Accept and commit -> the record [B, k + 4] (``gpu.accept.rejection``)."""
+        ...
+
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        """Of a record's tokens under the model itself -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
+        ...
+
+
+class TwinOps:
+    """Plain torch: what the host's rounds call, in the form that can be captured (``RowState.reads`` is false)."""
+
+    name = "torch"
+
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+        return shaped(logits, rows, asks, guesses, first)
+
+    def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
+        return draw_at_temperature(logits, rows, first, purpose)
+
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+        draws = draw_at_temperature(logits, rows)
+        verdict = keep_equal(draft, draws) if synthetic is None else keep_by_chance(draft, draws, rows, synthetic)
+        return committed(verdict, rows)
+
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+        if draft.logits is None:
+            return self.coupled(draft, logits, rows, None)
+        p, q = (law_at_temperature(table, rows) for table in (logits, draft.logits))
+        return committed(keep_likely(draft, p, q, rows), rows)
+
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        logits = logits.float()
+        own = logits.gather(-1, record[:, : logits.shape[1], None]).squeeze(-1)
+        return own - logits.logsumexp(-1)
+
+
+def committed(verdict: Verdict, rows: RowState) -> Tensor:
+    """Commit -> the record."""
+    gained, ended = rows.gain(verdict.tokens, verdict.accepted)
+    numbers = verdict.accepted.masked_fill(ended, 0), verdict.drafted.masked_fill(ended, 0), gained
+    return torch.cat([verdict.tokens, torch.stack(numbers, dim=1)], dim=1)
+
+
+class TritonOps:
+    """A few small launches."""
+
+    name = "triton"
+
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+        from paceline.kernels.gpu.shape import shaped
+
+        return shaped(logits, rows, asks, guesses, first)
+
+    def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
+        from paceline.kernels.gpu.draw import Noise, draw  # needs triton
+
+        return draw(logits, Noise(rows.temperature, rows.seed, rows.length), first, purpose)
+
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+        from paceline.kernels.gpu.accept import coupled
+
+        return coupled(draft, logits, rows, synthetic)
+
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+        from paceline.kernels.gpu.accept import rejection
+
+        return rejection(draft, logits, rows)
+
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        from paceline.kernels.gpu.accept import own_logprobs
+
+        return own_logprobs(logits, record)
+
+
+def likeliest(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens under the model itself: logits [B, L, V] -> ids [B, L, most], log-probabilities."""
+    logits = logits.float()
+    values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
+    return ids, values - logits.logsumexp(-1, keepdim=True)
+
+
+def ops_for(device: torch.device) -> RoundOps:
+    """The kernels where there is a GPU for them, else the twins (the interpreter is for tests that ask for it)."""
+    return TritonOps() if device.type == "cuda" and why_not(device) is None else TwinOps()

@@ -1,0 +1,126 @@
+"""Norms of query and key, rotary embedding and the cache's new entries in one launch, at ragged slots.
+
+Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width, P positions of the cache. Every rounding
+is that of the model's own torch operations (``models/transformer.py``), in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.gpu.state import PackedHeads
+
+_HEADS_AT_ONCE = 8
+
+
+@triton.jit
+def normed(x: tl.tensor, y: tl.tensor, mean_square: tl.tensor, weight: tl.tensor, epsilon: tl.tensor) -> tl.tensor:
+    """x [heads, D] float32 over its root mean square, times the weight; rounded to y's type where torch rounds."""
+    scaled = (x * tl.rsqrt(mean_square + epsilon)[:, None]).to(y.dtype)
+    return (scaled.to(tl.float32) * weight.to(tl.float32)).to(y.dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["new_tokens"])  # a prompt of another length compiles nothing
+def rotary_kernel(
+    qkv: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    norm: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    epsilon: tl.tensor,
+    last: tl.tensor,
+    qkv_stride: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    k_position: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    v_position: tl.tensor,
+    new_tokens: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TURNED: tl.constexpr,
+    NORMED: tl.constexpr,
+) -> None:
+    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [B, G, P, D]."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    inside = (column < DIM)[None, :]
+    real = (head < HEADS + 2 * GROUPS)[:, None] & inside
+    line = qkv + token * qkv_stride + head[:, None] * DIM
+    x = tl.load(line + column[None, :], mask=real, other=0.0)
+    value = x.to(tl.float32)
+    turned = (head < HEADS + GROUPS)[:, None] & inside
+    if TURNED:
+        partner = (column + DIM // 2) % DIM
+        other = tl.load(line + partner[None, :], mask=turned, other=0.0).to(tl.float32)
+        if NORMED:
+            square = tl.sum(value * value, 1) / DIM
+            weight = tl.load(norm + head[:, None] * DIM + column[None, :], mask=turned, other=0.0)
+            partner_weight = tl.load(norm + head[:, None] * DIM + partner[None, :], mask=turned, other=0.0)
+            value = tl.where(turned, normed(value, x, square, weight, epsilon), value)
+            other = normed(other, x, square, partner_weight, epsilon)
+        cos = tl.load(cosine + token * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
+        sin = tl.load(sine + token * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
+        kept = (value * cos[None, :]).to(x.dtype).to(tl.float32)
+        value = tl.where(turned, kept + other * sin[None, :], value)
+    found = value.to(x.dtype)
+
+    row = token // new_tokens
+    slot = tl.minimum(tl.load(slots + token), last)
+    to_query = (head < HEADS)[:, None] & inside
+    tl.store(out + (token * HEADS + head[:, None]) * DIM + column[None, :], found, mask=to_query)
+    group = (head - HEADS)[:, None]
+    to_key = (group >= 0) & (group < GROUPS) & inside
+    place = keys + row * k_row + group.to(tl.int64) * k_head + slot * k_position + column[None, :]
+    tl.store(place, found.to(keys.dtype.element_ty), mask=to_key)
+    group = group - GROUPS
+    to_value = (group >= 0) & (group < GROUPS) & inside
+    place = values + row * v_row + group.to(tl.int64) * v_head + slot * v_position + column[None, :]
+    tl.store(place, found.to(values.dtype.element_ty), mask=to_value)
+
+
+def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Write the new keys and values into the cache [B, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
+
+    Slots at or beyond the cache's last one go there: nobody reads it.
+    """
+    table = packed.table
+    rows, length, all_heads, dim = table.shape
+    out = torch.empty((rows, length, packed.heads, dim), dtype=table.dtype, device=table.device)
+    cos, sin = (out, out) if packed.rotation is None else packed.rotation
+    rotary_kernel[(rows * length, triton.cdiv(all_heads, _HEADS_AT_ONCE))](
+        table,
+        cos,
+        sin,
+        out if packed.norm is None else packed.norm,
+        slots,
+        out,
+        keys,
+        values,
+        packed.eps,
+        keys.shape[2] - 1,
+        table.stride(1),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        length,
+        HEADS=packed.heads,
+        GROUPS=packed.kv_heads,
+        DIM=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_H=_HEADS_AT_ONCE,
+        TURNED=packed.rotation is not None,
+        NORMED=packed.rotation is not None and packed.norm is not None,
+        num_warps=4,
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,220 @@
+"""Penalties, minimum length, min-p, top-k and top-p in two launches: what ``sampling.shaped`` does, without a sort.
+
+Shapes: B rows, L positions, N = B * L lines, V vocabulary, S stop tokens. Top-k and top-p are one question: which is
+the lowest score above which less than so much lies, counted in tokens or in mass? Floats are ordered as whole numbers
+are (but for the sign), so the answer is found by halving: 31 looks at a line, in the second-level cache. Masses are the
+whole numbers of ``sampling.masses``: sums have no order, and the nucleus is the same to the token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.core.rows import Asks, RowState
+from paceline.core.sampling import LOG2_E, TWO_TO, count_tokens
+from paceline.kernels.gpu.draw import BLOCK, Blocks, leaders, line_max, scaled_logits
+
+_WARPS = 8
+MOST_REGISTERS = 96  # of a thread that cuts: unasked, the assembler stops at 64 and spills (sm_100)
+_LOWEST = tl.constexpr(-2139095041)  # the place of -inf in the order
+_LOG2_E = tl.constexpr(LOG2_E)
+_P5, _P4, _P3, _P2, _P1, _P0 = (tl.constexpr(coefficient) for coefficient in TWO_TO)
+
+
+@triton.jit
+def adjust_kernel(
+    logits: tl.tensor,
+    counts: tl.tensor,
+    seen: tl.tensor,
+    guesses: tl.tensor,
+    guess_stride: tl.tensor,
+    presence: tl.tensor,
+    frequency: tl.tensor,
+    repetition: tl.tensor,
+    length: tl.tensor,
+    min_length: tl.tensor,
+    stops: tl.tensor,
+    out: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    first: tl.tensor,
+    LENGTH: tl.constexpr,
+    STOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): penalties and minimum length -> out [N, V] float32.
+
+    Line b * LENGTH + j follows row b's first ``first + j`` guesses, which count; counts, seen [B, V] are of its text.
+    """
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, before = line // LENGTH, first + (line % LENGTH).to(tl.int32)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    count = tl.load(counts + row * vocab + column, mask=inside, other=0.0)
+    known = tl.load(seen + row * vocab + column, mask=inside, other=0.0)
+    for place in range(before):
+        same = (column == tl.load(guesses + row * guess_stride + place)).to(tl.float32)
+        count += same
+        known += same
+    factor = tl.load(repetition + row)
+    repeated = tl.where(x > 0, tl.div_rn(x, factor + tl.zeros_like(x)), x * factor)
+    x = tl.where(known > 0, repeated, x)
+    x = x - tl.load(presence + row) * (count > 0).to(tl.float32) - tl.load(frequency + row) * count
+    if tl.load(length + row) + before < tl.load(min_length + row):
+        for stop in tl.static_range(STOPS):
+            x = tl.where(column == tl.load(stops + row * STOPS + stop), float("-inf"), x)
+    tl.store(out + line * vocab + column, x, mask=inside)
+
+
+@triton.jit
+def order_of(x: tl.tensor) -> tl.tensor:
+    """float32 -> int32 in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def mass_of(scaled: tl.tensor) -> tl.tensor:
+    """``sampling.masses``, to the bit: every product and sum is rounded for itself (no fused ones, see the launch)."""
+    exponent = tl.maximum(scaled * _LOG2_E, -64.0)
+    whole = (exponent + 12582912.0) - 12582912.0  # to the nearest, ties to even
+    part = exponent - whole
+    power = part * 0.0 + _P5
+    power = power * part + _P4
+    power = power * part + _P3
+    power = power * part + _P2
+    power = power * part + _P1
+    power = power * part + _P0
+    scale = ((whole.to(tl.int32) + 157) << 23).to(tl.float32, bitcast=True)
+    mass = power * scale
+    floor = tl.floor(mass)
+    rest, units = mass - floor, floor.to(tl.int64)
+    up = (rest > 0.5) | ((rest == 0.5) & (units % 2 == 1))
+    return units + up.to(tl.int64)
+
+
+@triton.jit
+def scores(
+    logits: tl.tensor, line: tl.tensor, start: tl.tensor, top: tl.tensor, heat: tl.tensor, line_stride: tl.tensor,
+    vocab: tl.tensor, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A block of a line over its temperature, the leader at 0."""
+    column = start + tl.arange(0, BLOCK)
+    x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    return scaled_logits(x, top, heat)
+
+
+@triton.jit
+def lowest_kept(
+    logits: tl.tensor,
+    line: tl.tensor,
+    top: tl.tensor,
+    heat: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    floor: tl.tensor,
+    limit: tl.tensor,
+    IN_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The lowest place in the order above which less than ``limit`` (float64) lies, of what is not under the floor."""
+    low = tl.full([], _LOWEST, tl.int64)
+    high = tl.full([], 0, tl.int64)
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        above = tl.full([], 0, tl.int64)
+        for start in range(0, vocab, BLOCK):
+            score = scores(logits, line, start, top, heat, line_stride, vocab, BLOCK)
+            higher = (order_of(score) > middle) & (score >= floor) & (start + tl.arange(0, BLOCK) < vocab)
+            weight = mass_of(score) if IN_MASS else tl.full([BLOCK], 1, tl.int64)
+            above += tl.sum(tl.where(higher, weight, 0), 0)
+        enough = above.to(tl.float64) < limit
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return low
+
+
+@triton.jit
+def cut_kernel(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    temperature: tl.tensor,
+    floors: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    out: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    LENGTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N): min-p, top-k, then top-p of what is left -> out [N, V] float32, -inf for what is cut."""
+    line = tl.program_id(0).to(tl.int64)
+    row = line // LENGTH
+    heat, floor = tl.load(temperature + row), tl.load(floors + row)
+    top = line_max(maxima, line, BLOCKS, BLOCKS_UP)
+    least = tl.full([], _LOWEST, tl.int64)
+    most, share = tl.load(top_k + row), tl.load(top_p + row)
+    nothing = float("-inf")
+    if most > 0:
+        least = lowest_kept(
+            logits, line, top, heat, line_stride, vocab, nothing, most.to(tl.float64), False, BLOCK
+        )  # fmt: skip
+    if share < 1.0:
+        edge = least.to(tl.int32)
+        edge = tl.where(edge >= 0, edge, edge ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        under = tl.maximum(floor, edge)
+        mass = tl.full([], 0, tl.int64)
+        for start in range(0, vocab, BLOCK):
+            score = scores(logits, line, start, top, heat, line_stride, vocab, BLOCK)
+            kept = (score >= under) & (start + tl.arange(0, BLOCK) < vocab)
+            mass += tl.sum(tl.where(kept, mass_of(score), 0), 0)
+        limit = tl.maximum(share.to(tl.float64) * mass.to(tl.float64), 1.0)  # the leader stays
+        nucleus = lowest_kept(logits, line, top, heat, line_stride, vocab, under, limit, True, BLOCK)
+        least = tl.maximum(least, nucleus)
+    for start in range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        score = scaled_logits(x, top, heat)
+        stays = (order_of(score) >= least) & (score >= floor)
+        tl.store(out + line * vocab + column, tl.where(stays, x, float("-inf")), mask=column < vocab)
+
+
+def shaped(logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int = 0, block: int = BLOCK) -> Tensor:
+    """See ``sampling.shaped``: logits [B, L, V] -> [B, L, V] float32, without what the rows forbid."""
+    length, blocks = logits.shape[1], Blocks(logits.shape[-1], block)
+    lines = logits.reshape(-1, blocks.vocab)
+    if asks.adjusts:
+        lines = _adjusted(lines, rows, guesses, first, blocks)
+    if asks.cuts:
+        lines = _cut(lines, rows, blocks)
+    return lines.view(rows.rows, length, blocks.vocab)
+
+
+def _adjusted(lines: Tensor, rows: RowState, guesses: Tensor, first: int, blocks: Blocks) -> Tensor:
+    counts, seen = count_tokens(rows, blocks.vocab)
+    out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
+    adjust_kernel[(lines.shape[0], blocks.count)](
+        lines, counts, seen, guesses, guesses.stride(0), rows.presence_penalty, rows.frequency_penalty,
+        rows.repetition_penalty, rows.length, rows.min_length, rows.stops, out, lines.stride(0), blocks.vocab, first,
+        LENGTH=lines.shape[0] // rows.rows, STOPS=rows.stops.shape[1], BLOCK=blocks.size, num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _cut(lines: Tensor, rows: RowState, blocks: Blocks) -> Tensor:
+    maxima, _ = leaders(lines, blocks)
+    out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
+    cut_kernel[(lines.shape[0],)](
+        lines, maxima, rows.temperature, rows.floor, rows.top_k, rows.top_p, out, lines.stride(0), blocks.vocab,
+        LENGTH=lines.shape[0] // rows.rows, BLOCK=blocks.size, num_warps=_WARPS, enable_fp_fusion=False,
+        maxnreg=MOST_REGISTERS, **blocks.shape,
+    )  # fmt: skip
+    return out

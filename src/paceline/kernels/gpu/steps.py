@@ -1,0 +1,68 @@
+"""What stands between a layer's matrix products, behind one protocol: Triton's kernels, or plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.kernels.gpu.launch import why_not
+from paceline.kernels.gpu.state import Norm
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+class LayerSteps(Protocol):
+    """N tokens, W width, I inner width of the MLP."""
+
+    def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x, added [N, W] -> their sum, and its norm."""
+        ...
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[N, 2 I], gates first -> activation(gate) * up, [N, I]."""
+        ...
+
+
+class TorchSteps:
+    """Two launches each, on a device."""
+
+    def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        total = x + added
+        return total, norm(total)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+
+class TritonSteps:
+    """One launch each."""
+
+    def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        from paceline.kernels.gpu.elementwise import add_norm
+
+        return add_norm(x, added, norm)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        from paceline.kernels.gpu.elementwise import gate
+
+        return gate(gate_up, activation)
+
+
+def steps_for(device: torch.device) -> LayerSteps:
+    """The kernels where there is a GPU for them, else torch (the interpreter is for tests that ask for it)."""
+    return TritonSteps() if device.type == "cuda" and why_not(device) is None else TorchSteps()

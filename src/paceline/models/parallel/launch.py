@@ -1,0 +1,275 @@
+"""Where the ranks come from: rank 0 starts the others, or somebody has started all of them, such as torchrun.
+
+They find each other in a store: a file that nobody else may read, or the launcher's. What rank 0 wants loaded stands
+there as JSON. Then they listen on 127.0.0.1, or on the interface that GLOO_SOCKET_IFNAME names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from paceline.errors import ParameterError, RankError
+from paceline.models.boundary import Source
+from paceline.models.loading import check_cut, load_part
+from paceline.models.parallel.follower import Follower
+from paceline.models.parallel.group import FOREVER, Ranks
+from paceline.models.parallel.model import Fellows, LeadingPart, PartOfModel
+from paceline.models.parallel.plan import Op, Step, as_numbers
+from paceline.models.shares import Share
+
+log = logging.getLogger("paceline")
+
+_LOOK = 0.02  # seconds between two looks whether the others are ready
+_WATCH = 0.2  # seconds between two looks whether they are still there
+_GOODBYE = 5.0  # seconds in which a rank that was told to end must have done so
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every rank has to know. device: rank 0's; the others' follow it. threads: of each rank."""
+
+    path: str
+    dtype: str
+    device: str
+    threads: int
+
+    def check(self, ranks: int) -> None:
+        """Raise ParameterError if this machine has not a device for each of so many ranks."""
+        last = self.device_of(ranks - 1)
+        if last.type == "cuda" and last.index >= (have := torch.cuda.device_count()):
+            allowed = f"at most {have} from {self.device!r} on: every rank needs a CUDA device of its own"
+            raise ParameterError("tensor_parallel", ranks, allowed)
+
+    def device_of(self, place: int) -> torch.device:
+        """place: among the ranks of one machine."""
+        device = torch.device(self.device)
+        return torch.device("cuda", (device.index or 0) + place) if device.type == "cuda" else device
+
+
+class Spawned:
+    """Processes that rank 0 has started, and the directory where they find each other."""
+
+    def __init__(self, ranks: int) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
+        path = self._directory / "store"
+        self.store: Store = FileStore(str(path), ranks)
+        self.processes = [_spawn(path, Share(rank, ranks)) for rank in range(1, ranks)]
+        self._ended = threading.Event()
+
+    def fate(self, patience: float = 0.0) -> str | None:
+        deadline = time.monotonic() + patience
+        while True:
+            for rank, process in enumerate(self.processes, 1):
+                if (status := process.poll()) is not None:
+                    return f"rank {rank} of {len(self.processes) + 1} has ended ({_how(status)})"
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK)
+
+    def end(self, ranks: Ranks | None, *, orderly: bool) -> None:
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if orderly and ranks is not None:
+            _say_end(ranks)
+        for process in self.processes:
+            _end(process, orderly)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def watch(self, call: Callable[[], None]) -> None:
+        """Call this, in a thread of its own, when one has ended by itself."""
+
+        def look() -> None:
+            while not self._ended.wait(_WATCH):
+                if self.fate() is not None:
+                    call()
+                    return
+
+        threading.Thread(target=look, daemon=True, name="paceline-ranks").start()
+
+
+class Launched:
+    """Ranks that somebody else has started, who ends the others when one ends."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self._ended = store, False
+
+    def fate(self, patience: float = 0.0) -> str | None:
+        return None
+
+    def end(self, ranks: Ranks | None, *, orderly: bool) -> None:
+        if orderly and ranks is not None and not self._ended:
+            _say_end(ranks)
+        self._ended = True
+
+    def watch(self, call: Callable[[], None]) -> None:
+        """The launcher does."""
+
+
+def _spawn(store: Path, share: Share) -> subprocess.Popen[bytes]:
+    told = {"store": str(store), "rank": share.rank, "ranks": share.ranks, "parent": os.getpid()}
+    places = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "paceline.models.parallel.rank", json.dumps(told)],
+        stdin=subprocess.PIPE,
+        stdout=2,  # rank 0's output is its answers
+        env={**os.environ, "PYTHONPATH": places},
+        start_new_session=True,  # Ctrl-C is for rank 0 alone
+    )
+
+
+def _end(process: subprocess.Popen[bytes], orderly: bool) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(_GOODBYE if orderly else 0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _say_end(ranks: Ranks) -> None:
+    with suppress(RuntimeError):  # gloo's, of ranks that are gone
+        ranks.say(as_numbers([Step(Op.END)]))
+
+
+def _how(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def launched_share(environment: Mapping[str, str] = os.environ) -> Share | None:
+    """This process's among those that a launcher has started; None if none has."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+    return Share(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+
+
+def check_launched(ranks: int) -> Share | None:
+    """The same. Raises ParameterError if so many ranks cannot be had of them."""
+    share = launched_share()
+    if share is not None and share.ranks != ranks:
+        allowed = f"{share.ranks}, which is WORLD_SIZE: the launcher that started this process decides"
+        raise ParameterError("tensor_parallel", ranks, allowed)
+    return share
+
+
+def interface_of(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What launched ranks listen on; None: 127.0.0.1. Raises ParameterError where nobody says."""
+    named = environment.get("GLOO_SOCKET_IFNAME")
+    if named is None and environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+        allowed = "the network interface that ranks on several machines listen on, such as eth0: nothing is encrypted"
+        raise ParameterError("GLOO_SOCKET_IFNAME", None, allowed)
+    return named
+
+
+def lead(source: Source, share: Share, dtype: torch.dtype, device: torch.device, threads: int) -> LeadingPart:
+    """Rank 0's part of a model, the other ranks being ready.
+
+    Raises what ``load_part`` does, or RankError if the others could not begin.
+    """
+    launched = check_launched(share.ranks) is not None
+    path, _ = check_cut(source, share)
+    settings = Settings(str(path.absolute()), str(dtype).removeprefix("torch."), str(device), threads)
+    settings.check(share.ranks)
+    fellows = Launched(_launchers_store()) if launched else Spawned(share.ranks)
+    try:
+        return _lead(fellows, share, settings, launched)
+    except BaseException:
+        fellows.end(None, orderly=False)
+        raise
+
+
+def _lead(fellows: Spawned | Launched, share: Share, settings: Settings, launched: bool) -> LeadingPart:
+    store, device = fellows.store, settings.device_of(0)
+    store.set("settings", json.dumps(asdict(settings)))
+    config, weights = load_part(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
+    _wait_for(store, fellows, share)
+    ranks = Ranks(store, share, device, interface_of() if launched else None)
+    model = LeadingPart(config, weights, settings.path, ranks, fellows)
+    weakref.finalize(model, fellows.end, ranks, orderly=True)  # also when this process ends
+    fellows.watch(partial(_has_ended, weakref.ref(model), ranks))
+    return model
+
+
+def _has_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
+    """On CUDA devices a rank that has ended is waited for in vain; gloo notices by itself."""
+    if ranks.device.type == "cuda":
+        ranks.abort()
+    if (alive := model()) is not None:
+        alive.a_rank_has_ended()
+
+
+def _wait_for(store: Store, fellows: Fellows, share: Share) -> None:
+    """Until all ranks have loaded their parts. Raises RankError if one could not."""
+    waited = set(range(1, share.ranks))
+    while waited:
+        waited -= {rank for rank in waited if store.check([f"ready/{rank}"])}
+        for rank in waited:
+            if store.check([f"failed/{rank}"]):
+                raise RankError(f"rank {rank} could not begin: {store.get(f'failed/{rank}').decode()}")
+        if waited and (fate := fellows.fate()):
+            raise RankError(f"{fate} before it had begun; its last words are on stderr")
+        time.sleep(_LOOK)
+    store.set("go", "")
+
+
+def serve(store: Store, share: Share, interface: str | None = None, place: int | None = None) -> None:
+    """All that a rank other than 0 does, from its first breath to its last. place: among its machine's ranks."""
+    store.set_timeout(FOREVER)
+    try:
+        settings = Settings(**json.loads(store.get("settings")))
+        device = settings.device_of(share.rank if place is None else place)
+        torch.set_num_threads(settings.threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        config, weights = load_part(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
+    except Exception as error:
+        store.set(f"failed/{share.rank}", f"{type(error).__name__}: {error}")
+        raise
+    store.set(f"ready/{share.rank}", "")
+    store.wait(["go"])
+    ranks = Ranks(store, share, device, interface)
+    Follower(PartOfModel(config, weights, settings.path, ranks)).run()
+
+
+def serve_if_launched(ranks: int) -> None:
+    """Under a launcher: a rank other than 0 serves rank 0 and then ends here. Raises ParameterError, SystemExit."""
+    share = check_launched(ranks)
+    if share is not None and share.rank > 0:
+        _serve_and_exit(share)
+
+
+def _serve_and_exit(share: Share) -> NoReturn:
+    place = int(os.environ.get("LOCAL_RANK", share.rank))
+    serve(_launchers_store(), share, interface_of(), place)
+    raise SystemExit(0)
+
+
+def _launchers_store() -> Store:
+    """Raises ParameterError for a second model: the other ranks serve the first one."""
+    store: Store = next(rendezvous("env://"))[0]
+    store = PrefixStore("paceline", store)
+    if int(os.environ["RANK"]) == 0 and store.add("leaders", 1) > 1:
+        allowed = "given to one LLM alone of a script that torchrun runs: the other ranks serve the first"
+        raise ParameterError("tensor_parallel", os.environ["WORLD_SIZE"], allowed)
+    return store

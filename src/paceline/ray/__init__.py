@@ -1,5 +1,0 @@
-"""More than one machine, on Ray: ``Answers`` for Ray Data, and ``paceline serve --replicas``."""
-
-from paceline.ray.data import Answers
-
-__all__ = ["Answers"]

@@ -1,0 +1,1 @@
+"""Programs for developers of models and of paceline: benchmarks, evaluation, training."""

@@ -1,0 +1,250 @@
+"""All drafters of one target on six tasks: what their guesses are worth, what they cost, what comes of it.
+
+Two measurements. Acceptance needs no clock: every drafter guesses k tokens a round, and what is kept is counted, task
+by task. Speed does: ``auto`` chooses the length, plain decoding and all drafters take turns on the same batches, in
+which the tasks are mixed evenly.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import SamplingParams
+from paceline.lengths import FixedLength
+from paceline.lengths.calibration import Grid
+from paceline.tools.bench.measure import run_batch, turns
+from paceline.tools.bench.offline import Paceline
+from paceline.tools.bench.plots import new_figure, save
+from paceline.tools.bench.recording import Recorder, Round
+from paceline.tools.bench.tasks import PROMPTS, Task
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+ROWS = 8  # of a batch whose acceptance is counted
+SIBLINGS = 4  # answers to a prompt, where they are each other's source
+COST_SECONDS = 1.0
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """tasks, of each so many prompts; k guesses where acceptance is counted; tokens of an answer at most."""
+
+    tasks: tuple[Task, ...]
+    prompts: int
+    k: int
+    tokens: int
+    temperatures: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One drafter of the target. answers: to each prompt of those whose acceptance is counted."""
+
+    name: str
+    llm: LLM
+    answers: int = 1
+
+    def at(self, temperature: float) -> bool:
+        """Greedy answers to one prompt are one answer: nothing to copy from."""
+        return temperature > 0 or self.answers == 1
+
+
+def contenders(target: LLM, with_model: LLM | None, with_head: LLM | None) -> list[Contender]:
+    """Everybody who can guess for the target: copies, and what a draft model and a trained head bring, if given."""
+    copies = target.with_options(drafter="ngram")
+    found = [Contender("ngram", copies), Contender("siblings", copies, SIBLINGS)]
+    if with_model is not None:
+        names = {"model": "model", "hybrid": "model or copies"}
+        found += [Contender(name, with_model.with_options(drafter=drafter)) for drafter, name in names.items()]
+    if with_head is not None:
+        names = {"feature": "head", "hybrid": "head or copies"}
+        found += [Contender(name, with_head.with_options(drafter=drafter)) for drafter, name in names.items()]
+    return found
+
+
+@dataclass(frozen=True)
+class Count:
+    """What k guesses a round gave.
+
+    rounds: of all rows together. by_position: the chance that guess 1, 2, ... is kept if those before it were; None
+    where none was tried. saved_by_sibling: share of rounds that kept a guess which stood beside a better one.
+    """
+
+    drafter: str
+    task: Task
+    temperature: float
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    by_position: tuple[float | None, ...]
+    saved_by_sibling: float
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a round gave a sequence; the surplus of its last one counted, too."""
+        return 1 + self.accepted / max(1, self.rounds)
+
+    def as_document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return asdict(self) | {"mean_acceptance_length": self.mean_acceptance_length}
+
+
+def count(
+    drafters: Sequence[Contender], plan: Plan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
+) -> Iterator[Count]:
+    """Every drafter on every task at every temperature. progress(steps, what) may wrap them in a bar."""
+    engines = {
+        each.name: each.llm.with_options(max_batch_size=ROWS, num_speculative_tokens=plan.k) for each in drafters
+    }
+    steps = [
+        (each, task, temperature)
+        for each in drafters
+        for task in plan.tasks
+        for temperature in plan.temperatures
+        if each.at(temperature)
+    ]
+    for each, task, temperature in progress(steps, "acceptance"):
+        llm = engines[each.name]
+        llm.engine.parts.policy = recorder = Recorder(FixedLength(plan.k))
+        run = run_batch(llm, _tokens(llm, PROMPTS[task][: plan.prompts]), _sampled(plan, temperature, each.answers))
+        yield _counted(each.name, task, temperature, run.tokens, recorder.rounds, plan.k)
+
+
+def _tokens(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
+    """As a chat, if the model knows chats."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None, "models that have a name have a tokenizer"
+    if not tokenizer.huggingface.chat_template:
+        return [tokenizer.encode(text) for text in texts]
+    return [llm.tokens_of_chat([{"role": "user", "content": text}]) for text in texts]
+
+
+def _sampled(plan: Plan, temperature: float, answers: int) -> list[SamplingParams]:
+    """Every prompt has its own seed, the same for all drafters."""
+    return [
+        SamplingParams(temperature=temperature, max_tokens=plan.tokens, seed=seed, n=answers)
+        for seed in range(plan.prompts)
+    ]
+
+
+def _counted(drafter: str, task: Task, temperature: float, tokens: int, rounds: Sequence[Round], k: int) -> Count:
+    rows = [row for played in rounds for row in zip(played.accepted, played.depths, strict=True)]
+    return Count(
+        drafter=drafter,
+        task=task,
+        temperature=temperature,
+        tokens=tokens,
+        rounds=len(rows),
+        drafted=sum(sum(played.drafted) for played in rounds),
+        accepted=sum(accepted for accepted, _ in rows),
+        by_position=kept_by_position(rows, k),
+        saved_by_sibling=sum(played.saved for played in rounds) / max(1, len(rows)),
+    )
+
+
+def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | None, ...]:
+    """rows: guesses kept and how far guesses reached, of every row in every round.
+
+    A guess is tried if all before it were kept.
+    """
+    tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
+    good = [sum(kept > place for kept, _ in rows) for place in range(k)]
+    return tuple(right / all_ if all_ else None for right, all_ in zip(good, tried, strict=True))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One drafter at one batch size: ``auto`` over plain decoding, the median of the repeats; prefill not counted."""
+
+    drafter: str
+    batch_size: int
+    temperature: float
+    speed_up: float
+    of_all: tuple[float, ...]
+
+
+def speeds(
+    drafters: Sequence[Contender], plan: Plan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
+) -> Iterator[Speed]:
+    """Every drafter but siblings (whose prompts are one) at every batch size and temperature, in turn."""
+    asked = [each for each in drafters if each.answers == 1]
+    cells = [(size, temperature) for size in plan.batch_sizes for temperature in plan.temperatures]
+    for size, temperature in progress(cells, "speed"):
+        yield from _speeds(asked, plan, size, temperature)
+
+
+def _speeds(drafters: Sequence[Contender], plan: Plan, size: int, temperature: float) -> list[Speed]:
+    options = {each.name: each.llm.with_options(max_batch_size=size, prefix_cache=False) for each in drafters}
+    plain = drafters[0].llm.plain().with_options(max_batch_size=size, prefix_cache=False)
+    sides = [Paceline(name, llm, None, temperature) for name, llm in {"plain": plain, **options}.items()]
+    batches = mixed_batches(plan.tasks, size)
+    prompts = [_tokens(plain, batch) for batch in batches]
+    for side in sides:
+        side.time(prompts[0], WARM_UP_TOKENS)
+    paces: dict[str, list[float]] = {side.name: [] for side in sides}
+    for turn in turns(sides, plan.repeats):
+        for side in turn:
+            timings = [side.time(batch, plan.tokens) for batch in prompts]
+            paces[side.name].append(sum(t.decode_seconds for t in timings) / sum(t.tokens for t in timings))
+    return [
+        Speed(name, size, temperature, statistics.median(gains), tuple(gains))
+        for name, own in list(paces.items())[1:]
+        for gains in [[base / pace for base, pace in zip(paces["plain"], own, strict=True)]]
+    ]
+
+
+def mixed_batches(tasks: Sequence[Task], size: int) -> list[list[str]]:
+    """As few batches of ``size`` prompts as have equally many of every task."""
+    wanted = math.lcm(len(tasks), size)
+    mixed = [PROMPTS[tasks[n % len(tasks)]][n // len(tasks) % len(PROMPTS[tasks[0]])] for n in range(wanted)]
+    return [mixed[first : first + size] for first in range(0, wanted, size)]
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """A draft of k guesses for each row, as a share of what a plain round takes."""
+
+    drafter: str
+    batch_size: int
+    k: int
+    share: float
+
+
+def draft_costs(drafters: Sequence[Contender], plan: Plan) -> Iterator[DraftCost]:
+    """Measured as ``auto`` measures them."""
+    for each in drafters:
+        if each.answers == 1:
+            engine = each.llm.with_options(max_batch_size=max(plan.batch_sizes)).engine
+            costs = engine.measure_costs(Grid(plan.batch_sizes, (0, plan.k), COST_SECONDS))
+            for size in plan.batch_sizes:
+                yield DraftCost(each.name, size, plan.k, costs.draft_ms(size, plan.k) / costs.verify_ms(size, 0))
+
+
+def draw(counts: Sequence[Count], fast: Sequence[Speed], path: Path, title: str) -> None:
+    """Tokens a round by task, and speed over plain by batch size, at the first temperature."""
+    figure, (left, right) = new_figure(columns=2)
+    names = list(dict.fromkeys(each.drafter for each in counts))
+    tasks = list(dict.fromkeys(each.task for each in counts))
+    first = counts[0].temperature
+    for number, name in enumerate(names):
+        here = [each for each in counts if each.drafter == name and each.temperature == first]
+        places = [tasks.index(each.task) + 0.8 * number / len(names) for each in here]
+        left.bar(places, [each.mean_acceptance_length for each in here], 0.8 / len(names), label=name)
+        line = [each for each in fast if each.drafter == name and each.temperature == first]
+        right.plot([each.batch_size for each in line], [each.speed_up for each in line], "o-", color=f"C{number}")
+    left.set_xticks([place + 0.4 for place in range(len(tasks))], tasks, fontsize=8)
+    left.set(ylabel="tokens a round")
+    left.legend(fontsize=8)
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.set(xlabel="rows", ylabel="over plain decoding", ylim=(0, None))
+    save(figure, path, title)

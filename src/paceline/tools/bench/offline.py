@@ -1,0 +1,321 @@
+"""Offline throughput: one batch at a time, speculation against plain decoding and, if wanted, against transformers.
+
+Prefill and decoding are told apart: until every answer has its first token it takes P + r seconds (prefill and one
+round), until all have N tokens P + R x r seconds in R rounds. So r = (long - short) / (R - 1) and P = short - r;
+decoding took R x r. (Of a side that does not tell when its first tokens came, a run of one token is timed before.)
+Prompts that need several prefill chunks blur this: what the first rows gain meanwhile counts as prefill, on all sides.
+Every answer has exactly N tokens (no end-of-text token ends it), or as many as the longest sequence has room for; what
+came is counted, so all sides are compared by their time for a token. Sides take turns within
+one process, after a warm-up of each, and each repeat begins with another one. The median of the repeats counts, and the
+speed-up is the median of each repeat's own: what slows a machine down for a while slows both of its sides.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from paceline import __version__
+from paceline.config import Length, SamplingParams
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft
+from paceline.core.outputs import Latency
+from paceline.drafters.base import Wrapper
+from paceline.engine.utilisation import Arithmetic
+from paceline.tools.bench.measure import run_batch, split_times, turns
+from paceline.tools.bench.prompts import COPYING, OPEN
+from paceline.tools.bench.sets import SETS, SetName
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+Ids = list[int]
+PROMPTS = {
+    "copying": COPYING,
+    "open": OPEN,
+    "mixed": tuple(prompt for pair in zip(COPYING, OPEN, strict=True) for prompt in pair),
+}
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One batch on one side, once. tokens: of all its answers, as many as came.
+
+    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave; drafted_a_round: guesses verified;
+    saved_by_sibling: share of rounds that kept a guess which stood beside a better one. latency: of its first, last and
+    all sequences. None where a side does not tell.
+    """
+
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: int
+    tokens: int
+    acceptance_rate: float | None = None
+    mean_acceptance_length: float | None = None
+    latency: Latency | None = None
+    drafted_a_round: float | None = None
+    saved_by_sibling: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One side at one batch size: the repeat with the median decoding time, and the decoding times of all repeats.
+
+    output_tokens: of an answer, the mean of those that came, fewer than ``max_tokens`` where prompts leave less room.
+    ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
+    speed_up: over the first side, plain decoding, token for token. utilisation: a share of 1 (``utilisation``);
+    None where it is not known.
+    """
+
+    side: str
+    batch_size: int
+    prompt_tokens: int
+    max_tokens: int
+    median: Timing
+    decode_seconds_of_all: list[float]
+    speed_up: float
+    utilisation: float | None = None
+
+    @property
+    def output_tokens(self) -> float:
+        return self.median.tokens / self.batch_size
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.median.tokens / self.median.decode_seconds
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.median.decode_seconds / self.output_tokens
+
+    def as_document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        document = asdict(self) | asdict(self.median)
+        del document["median"]
+        names = ("output_tokens", "tokens_per_second", "ms_per_token")
+        return document | {name: getattr(self, name) for name in names}
+
+
+class Side(Protocol):
+    """Something that continues a batch of prompts."""
+
+    @property
+    def name(self) -> str: ...
+
+    def time(self, prompts: Sequence[Ids], tokens: int) -> Timing: ...
+
+
+@dataclass(frozen=True)
+class Paceline:
+    """paceline itself, with or without speculation. references: of each prompt, where they are to be copied from.
+
+    temperature: 0 is greedy; else every prompt is sampled with a seed of its own, its place in the batch.
+    """
+
+    name: str
+    llm: LLM
+    references: Sequence[Sequence[str]] | None = None
+    temperature: float = 0.0
+
+    def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
+        params = [
+            SamplingParams(temperature=self.temperature, max_tokens=tokens, ignore_eos=True, seed=place)
+            for place in range(len(prompts))
+        ]
+        run = run_batch(self.llm, prompts, params, references=self.references)
+        prefill, decode = run.prefill_and_decode_seconds
+        return Timing(
+            prefill,
+            decode,
+            run.rounds,
+            run.tokens,
+            run.acceptance_rate,
+            run.mean_acceptance_length,
+            run.latency,
+            run.drafted_a_round,
+            run.saved_by_sibling,
+        )
+
+
+class Transformers:
+    """The same checkpoint in transformers' ``generate``, greedy, the batch padded on the left."""
+
+    name = "transformers"
+
+    def __init__(self, source: str, like: LLM) -> None:
+        import transformers
+        from transformers import AutoModelForCausalLM
+
+        from paceline.models.hub import resolve
+
+        target, path = like.engine.models.target, resolve(source)
+        where = path.parent if path.is_file() else path
+        extra: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+        packs = getattr(transformers, "GgufConfig", None)  # newer ones keep a GGUF packed, which is slow in bfloat16
+        if extra and packs is not None:
+            extra["quantization_config"] = packs(dequantize=True)
+        self._model = AutoModelForCausalLM.from_pretrained(str(where), dtype=target.dtype, **extra).to(target.device)
+        self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
+
+    def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
+        prefill, decode = split_times(self._run(prompts, 1), self._run(prompts, tokens), tokens)
+        return Timing(prefill, decode, tokens, len(prompts) * tokens)
+
+    def _run(self, prompts: Sequence[Ids], tokens: int) -> float:
+        import torch
+
+        width = max(map(len, prompts))
+        padded = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=self._model.device)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=self._model.device)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            answer = self._model.generate(
+                padded, attention_mask=mask, do_sample=False, max_new_tokens=tokens, pad_token_id=0
+            )
+        seconds = time.perf_counter() - started
+        assert answer.shape[1] == width + tokens, "transformers stopped early"
+        return seconds
+
+
+class WrongGuesses(Wrapper):
+    """A drafter's guesses, each changed into another token: the work of speculation, next to none of its gain."""
+
+    name = "all guesses made wrong"
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        draft = self.inner.propose(batch, wish)
+        return replace(draft, tokens=(draft.tokens + 1) % batch.vocab_size)
+
+
+def sides_for(
+    llm: LLM,
+    batch_size: int,
+    lengths: Sequence[Length] = (),
+    wrong: bool = False,
+    others: Sequence[Side] = (),
+    references: Sequence[Sequence[str]] | None = None,
+) -> list[Side]:
+    """Plain decoding; where anything is guessed, speculation at the engine's length or each of ``lengths``; the others.
+
+    references: of each prompt, for those that look them up.
+    """
+    plain = Paceline("plain", llm.plain().with_options(max_batch_size=batch_size))
+    if llm.config.drafter is None or not (lengths or llm.config.guesses):
+        return [plain, *others]
+    named = {f"k={length}": length for length in lengths} or {"speculation": llm.config.num_speculative_tokens}
+    sides = []
+    for name, length in named.items():
+        side = llm.with_options(max_batch_size=batch_size, num_speculative_tokens=length)
+        if wrong:
+            side.engine.parts.drafter = WrongGuesses(side.engine.parts.drafter)
+        copied = references if side.config.looks_up else None
+        sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side, copied))
+    return [plain, *sides, *others]
+
+
+def has_references(kind: str) -> bool:
+    """Whether a built-in set brings texts along that its answers repeat."""
+    return any(asked.references for asked in SETS.get(cast("SetName", kind), ()))
+
+
+def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[Sequence[str]]]:
+    """``batch_size`` of the built-in prompts, from the first one again when they are used up; their references.
+
+    Sets of conversations go through the model's chat template, the others are texts to be continued.
+    """
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+    if kind in PROMPTS:
+        texts = [PROMPTS[kind][number % len(PROMPTS[kind])] for number in range(batch_size)]
+        return [llm.tokenizer.encode(text) for text in texts], [()] * batch_size
+    conversations = SETS[cast("SetName", kind)]
+    asked = [conversations[number % len(conversations)] for number in range(batch_size)]
+    return [llm.tokens_of_chat(each.messages) for each in asked], [each.references for each in asked]
+
+
+def measure(
+    sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int, arithmetic: Arithmetic | None = None
+) -> Iterator[Result]:
+    """Time all sides on one batch: warm-up first, then turn by turn; the first side is what the others speed up.
+
+    arithmetic: paceline's own, for its sides' utilisation; others may multiply in another precision.
+    """
+    for side in sides:
+        side.time(prompts, WARM_UP_TOKENS)
+    timings: dict[str, list[Timing]] = {side.name: [] for side in sides}
+    for turn in turns(sides, repeats):
+        for side in turn:
+            timings[side.name].append(side.time(prompts, tokens))
+    prompt_tokens = round(statistics.fmean(map(len, prompts)))
+    base = [timing.decode_seconds / timing.tokens for timing in timings[sides[0].name]]
+    ours = {side.name for side in sides if isinstance(side, Paceline)}
+    for name, repeated in timings.items():
+        ordered = sorted(repeated, key=lambda timing: timing.decode_seconds)
+        every = [timing.decode_seconds for timing in repeated]
+        pace = [timing.decode_seconds / timing.tokens for timing in repeated]
+        speed_up = statistics.median(theirs / own for theirs, own in zip(base, pace, strict=True))
+        median = ordered[(len(ordered) - 1) // 2]
+        known = arithmetic if name in ours else None
+        used = None if known is None else known.utilisation(median.tokens, median.decode_seconds)
+        yield Result(name, len(prompts), prompt_tokens, tokens, median, every, speed_up, used)
+
+
+def machine(threads: int | None = None) -> dict[str, Any]:
+    """What it ran on, with so many CPU threads; None: torch's number."""
+    import psutil
+    import torch
+
+    from paceline.core.hardware import cpu_name
+
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": threads or torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that matters for speed."""
+    import torch
+    import transformers
+
+    return {
+        "paceline": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def document(
+    llm: LLM,
+    command: str,
+    prompts: str,
+    results: Sequence[Result],
+    references: bool = False,
+    arithmetic: Arithmetic | None = None,
+) -> dict[str, Any]:
+    """The benchmark as one JSON document. prompts: which; references: whether theirs were given to be copied from."""
+    target = llm.engine.models.target
+    return {
+        "command": command,
+        "prompts": prompts,
+        "references": references,
+        "machine": machine(llm.engine.threads),
+        "arithmetic": None if arithmetic is None else arithmetic.as_document(),
+        "versions": versions(),
+        "engine": llm.engine.describe(),
+        "model": target.name,
+        "draft_model": None if llm.engine.models.draft is None else llm.engine.models.draft.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "options": llm.config.as_json(),
+        "results": [result.as_document() for result in results],
+    }

@@ -1,0 +1,241 @@
+"""Traffic and acceptance that change at once, from phase to phase: does ``auto`` keep up with whoever knew it before?
+
+The models are real and so is all the time that is measured. Acceptance is SYNTHETIC: whether a guess is right is drawn
+with the phase's probability, and the verdict changed to that once the real rule has run. So the text means nothing, and
+the costs are those of real rounds.
+
+Every fixed length plays the same phases. The oracle's time is, phase by phase, that of the fixed length that was the
+fastest there: it knows the phase and its best length, and pays nothing for changing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.core.acceptance import AcceptanceRule
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.outputs import Latency
+from paceline.drafters.base import Drafter, Wrapper
+from paceline.engine.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths.calibration import Grid
+from paceline.lengths.profile import Profile
+from paceline.models.base import FlatModel
+from paceline.tools.bench.measure import turns
+from paceline.tools.bench.plots import new_figure, save
+from paceline.tools.bench.recording import Recorder, Round, latency_of
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+
+@dataclass(frozen=True)
+class Phase:
+    """So many rows, each guess of which is kept with this probability, until each has gained ``tokens``."""
+
+    rows: int
+    acceptance: float
+
+
+PHASES = (Phase(1, 0.9), Phase(16, 0.9), Phase(16, 0.1), Phase(1, 0.1), Phase(1, 0.9))
+LENGTHS = (0, 1, 2, 4, 8)
+PROMPT = tuple(range(1, 9)) * 4
+
+
+class Script(Wrapper):
+    """A drafter whose guesses are right with probability ``rate``, and the rule that says so. The text means nothing.
+
+    Guesses that are not verified are right or wrong, too: the token that a row gains in their place is theirs, or not.
+    """
+
+    name = "right by a coin"
+
+    def __init__(self, inner: Drafter, rule: AcceptanceRule, seed: int = 0) -> None:
+        super().__init__(inner)
+        self.rule, self.rate = rule, 1.0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._proposed: Draft | None = None
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        self._proposed = self.inner.propose(batch, wish).capped(wish.caps)
+        return self._proposed
+
+    def judge(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+        """The real verdict with other words: each row gains its right guesses and one token more."""
+        verdict, proposed = self.rule(draft, logits, batch), draft if self._proposed is None else self._proposed
+        self._proposed = None
+        coins = torch.rand(proposed.tokens.shape, generator=self._generator).to(draft.tokens.device) < self.rate
+        right = torch.minimum(coins.long().cumprod(1).sum(1), proposed.counts)
+        accepted = torch.minimum(right, draft.counts)
+        last = verdict.tokens[:, -1]
+        if proposed.k > 0:
+            guess = proposed.tokens.gather(1, accepted.clamp(max=proposed.k - 1)[:, None])[:, 0]
+            other = torch.where(last == guess, (guess + 1) % batch.vocab_size, last)
+            last = torch.where(accepted < proposed.counts, torch.where(right > accepted, guess, other), last)
+        place = torch.arange(draft.k + 1, device=accepted.device)
+        tokens = torch.where(place < accepted[:, None], torch.cat([draft.tokens, last[:, None]], dim=1), last[:, None])
+        return Verdict(tokens, accepted, draft.counts)
+
+
+class FreeGuesses(Drafter):
+    """A drafter that takes no time: guesses token 0. For targets without a draft model."""
+
+    name = "free"
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        tokens = batch.tokens.new_zeros(batch.rows, wish.k)
+        return Draft(tokens, tokens.new_full((batch.rows,), wish.k))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy through all phases. seconds: of each phase, for exactly ``tokens`` a row; rounds: of each phase.
+
+    latency: milliseconds per token of each phase's first, last and all rows.
+    """
+
+    policy: str
+    seconds: list[float]
+    rounds: list[list[Round]]
+    latency: list[Latency]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+
+class Stage:
+    """An engine whose acceptance follows a script, for one policy after the other."""
+
+    def __init__(self, llm: LLM, phases: Sequence[Phase] = PHASES, tokens: int = 300) -> None:
+        rows = max(phase.rows for phase in phases)
+        length = len(PROMPT) + (len(phases) + 1) * (tokens + 34)
+        if length > llm.engine.max_model_len:
+            raise ParameterError(
+                "tokens", tokens, f"less: a row grows to {length} tokens, of {llm.engine.max_model_len}"
+            )
+        draft = llm.engine.models.draft is not None
+        options = llm.with_options(
+            drafter="model" if draft else None, max_batch_size=rows, num_speculative_tokens=int(draft)
+        )
+        self.engine: Engine = options.engine
+        self.phases, self.tokens = tuple(phases), tokens
+        parts = self.engine.parts
+        if not draft:
+            parts.drafter = FreeGuesses()
+        self.costs = self.engine.measure_costs(Grid.coarse(rows))
+        self.script = parts.drafter = Script(parts.drafter, parts.accept)
+        parts.accept = self.script.judge
+
+    def policy(self, name: str) -> LengthPolicy:
+        """The policy that the engine would play under a name ("auto", "bass") or a number, made anew."""
+        if name.isdigit():
+            return FixedLength(int(name))
+        ragged = isinstance(self.engine.models.target, FlatModel)
+        return make_policy(name, Means(lambda: self.costs, _no_profile, self.script.decoders, ragged))
+
+    def play(self, name: str) -> Run:
+        engine, recorder = self.engine, Recorder(self.policy(name))
+        engine.parts.policy = recorder
+        seconds, rounds, latency = [], [], []
+        ids: list[str] = []
+        for phase in self.phases:
+            self.script.rate = phase.acceptance
+            while len(ids) > phase.rows:
+                engine.abort(ids.pop())
+            while len(ids) < phase.rows:
+                ids.append(engine.add(Request(list(PROMPT), self._params())).request_id)
+            while len(engine.scheduler.running) < phase.rows:
+                engine.step()
+            first = len(recorder.rounds)
+            seconds.append(self._play_phase(recorder, phase.rows * self.tokens))
+            rounds.append(recorder.rounds[first:])
+            latency.append(latency_of(rounds[-1], rounds[-1][-1].ended - rounds[-1][0].began))
+        engine.clear()
+        return Run(name, seconds, rounds, latency)
+
+    def _params(self) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=self.engine.max_model_len, ignore_eos=True)
+
+    def _play_phase(self, recorder: Recorder, goal: int) -> float:
+        """Seconds for ``goal`` tokens; the last round's surplus is taken off in proportion."""
+        tokens, started = 0, time.perf_counter()
+        while tokens < goal:
+            self.engine.step()
+            tokens += recorder.rounds[-1].tokens
+        return (time.perf_counter() - started) * goal / tokens
+
+
+def _no_profile() -> Profile:
+    raise ParameterError("policy", "profiled", "'auto', 'bass' or a number: phases have no profile")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Medians of the repeats. oracle: the fastest fixed length's seconds, phase by phase."""
+
+    phases: tuple[Phase, ...]
+    runs: dict[str, Run]
+    totals: dict[str, list[float]]
+    oracle: list[float]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "acceptance": "synthetic",
+            "phases": [{"rows": phase.rows, "acceptance": phase.acceptance} for phase in self.phases],
+            "seconds": {name: run.seconds for name, run in self.runs.items()},
+            "ms_per_token": {name: [asdict(each) for each in run.latency] for name, run in self.runs.items()},
+            "totals_of_all": self.totals,
+            "oracle_seconds": self.oracle,
+            "over_oracle": {name: run.total / sum(self.oracle) for name, run in self.runs.items()},
+            "k_of_auto": [[round(played.mean_drafted, 2) for played in rounds] for rounds in self.runs["auto"].rounds],
+        }
+
+
+def compare(
+    stage: Stage,
+    repeats: int,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+    policies: Sequence[str] = (*map(str, LENGTHS), "bass", "auto"),
+) -> Comparison:
+    """All policies through all phases, turn by turn; of each, the run with the median total."""
+    runs: dict[str, list[Run]] = {}
+    for name in progress([name for turn in turns(policies, repeats) for name in turn]):
+        runs.setdefault(name, []).append(stage.play(name))
+    middle = {name: sorted(each, key=lambda run: run.total)[(len(each) - 1) // 2] for name, each in runs.items()}
+    fixed = [each for name, each in runs.items() if name.isdigit()]
+    oracle = [
+        min(statistics.median(run.seconds[place] for run in each) for each in fixed)
+        for place in range(len(stage.phases))
+    ]
+    totals = {name: [run.total for run in each] for name, each in runs.items()}
+    return Comparison(stage.phases, middle, totals, oracle)
+
+
+def draw(comparison: Comparison, path: Path, title: str) -> None:
+    """k of auto, round by round, over the phases; and everybody's time over the oracle's."""
+    figure, (left, right) = new_figure(columns=2)
+    lengths = [played.mean_drafted for rounds in comparison.runs["auto"].rounds for played in rounds]
+    left.step(range(len(lengths)), lengths, where="post", linewidth=0.8)
+    start = 0
+    for phase, rounds in zip(comparison.phases, comparison.runs["auto"].rounds, strict=True):
+        left.axvline(start, color="0.7", linewidth=0.8)
+        left.text(start, max(lengths), f" {phase.rows} rows\n a = {phase.acceptance}", fontsize=7, va="top")
+        start += len(rounds)
+    left.set(xlabel="round", ylabel="k of auto")
+    over = {name: run.total / sum(comparison.oracle) for name, run in comparison.runs.items()}
+    right.bar(list(over), list(over.values()))
+    right.axhline(1, color="k", linewidth=0.8)
+    right.set(ylabel="time over the oracle's", xlabel="speculation length")
+    save(figure, path, f"{title}\nacceptance is synthetic")

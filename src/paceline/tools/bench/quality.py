@@ -1,0 +1,111 @@
+"""What rounded weights cost: perplexity on a text, and how long greedy answers stay the same.
+
+The text is fed in pieces of ``PIECE`` tokens, each on its own, so that every precision sees the same contexts. The
+standard error is that of the paired difference: both precisions predict the same tokens and share most of their noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.kernels.attention import BACKENDS
+from paceline.models.base import AnyModel
+from paceline.models.decoder import Decoder
+from paceline.tools.bench.measure import run_batch
+from paceline.tools.bench.prompts import OPEN
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+PIECE = 512
+GREEDY_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """logprobs [N]: of the text's own tokens; top [N]: the most likely tokens; answers: greedy ones, token ids."""
+
+    logprobs: Tensor
+    top: Tensor
+    answers: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A precision beside the first one. Changes are relative; agreements are shares of 1.
+
+    standard_error: of perplexity_change; None where a single token was predicted.
+    greedy_agreement: tokens before the answers part, of all.
+    """
+
+    precision: str
+    perplexity: float
+    perplexity_change: float
+    standard_error: float | None
+    top_token_agreement: float
+    greedy_agreement: float
+    weight_bytes: int
+
+    def as_document(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def python_reference() -> str:
+    """A text that every Python brings along: its language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@torch.inference_mode()
+def predict(llm: LLM, tokens: Sequence[int]) -> Predictions:
+    """What a model says of a text of at least two tokens, and its greedy answers to the built-in prompts."""
+    assert llm.tokenizer is not None
+    pieces = [list(tokens[start : start + PIECE]) for start in range(0, len(tokens) - 1, PIECE)]
+    parts = [_piece(llm.engine.models.target, piece) for piece in pieces]
+    chats = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in OPEN]
+    run = run_batch(llm, chats, SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True))
+    logprobs, top = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Predictions(logprobs, top, run.token_ids)
+
+
+def _piece(model: AnyModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    decoder = Decoder(model, BACKENDS["padded"](), 1, len(tokens))
+    ids = torch.tensor([tokens], device=model.device)
+    hidden = decoder.forward(ids, ids.new_zeros(1), len(tokens))
+    logits = decoder.logits(hidden[0, :-1])
+    own = logits.log_softmax(dim=1).gather(1, ids[0, 1:, None])[:, 0]
+    return own.cpu(), logits.argmax(dim=1).cpu()
+
+
+def compare(precision: str, here: Predictions, first: Predictions, weight_bytes: int) -> Quality:
+    """``here`` beside ``first``, which predicted the same tokens."""
+    difference = (first.logprobs - here.logprobs).double()
+    ratio, count = math.exp(difference.mean()), len(difference)
+    return Quality(
+        precision=precision,
+        perplexity=math.exp(-here.logprobs.double().mean()),
+        perplexity_change=ratio - 1,
+        standard_error=None if count < 2 else ratio * float(difference.std()) / math.sqrt(count),
+        top_token_agreement=float((here.top == first.top).float().mean()),
+        greedy_agreement=_agreement(here.answers, first.answers),
+        weight_bytes=weight_bytes,
+    )
+
+
+def _agreement(here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) -> float:
+    same = sum(_common(a, b) for a, b in zip(here, there, strict=True))
+    return same / sum(map(len, there))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens from the start are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

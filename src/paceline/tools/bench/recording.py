@@ -1,0 +1,102 @@
+"""Writes down every round of an engine, whoever chooses the lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.core.outputs import Latency
+from paceline.core.row_keeper import RowKeeper, RowKeepers
+from paceline.lengths import LengthPolicy
+
+
+@dataclass(frozen=True)
+class Round:
+    """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for.
+
+    drafted, accepted: guesses verified and kept, row by row; depths: how far they reached. surplus: tokens beyond the
+    ends of their answers, which nobody gets. saved: rows that kept a guess which stood beside a better one.
+    """
+
+    began: float
+    ended: float
+    k: int
+    accepted: tuple[int, ...]
+    drafted: tuple[int, ...]
+    surplus: int = 0
+    depths: tuple[int, ...] = ()
+    saved: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.accepted) + self.rows - self.surplus
+
+    @property
+    def mean_drafted(self) -> float:
+        """Guesses verified, of a row."""
+        return sum(self.drafted) / self.rows
+
+    @property
+    def ms(self) -> float:
+        return 1000 * (self.ended - self.began)
+
+
+@dataclass
+class Recorder(RowKeepers, LengthPolicy):
+    """A length policy that lets ``inner`` choose and notes what came of it; rounds are played as under ``inner``."""
+
+    inner: LengthPolicy
+    rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name, self.selects, self.times = self.inner.name, self.inner.selects, self.inner.times
+
+    def choose(self, batch: Batch) -> Wish:
+        self._began = time.perf_counter()
+        wish = self.inner.choose(batch).within(batch)
+        self._k = wish.k
+        return wish
+
+    def select(self, batch: Batch, draft: Draft) -> Draft:
+        return self.inner.select(batch, draft)
+
+    def lost(self) -> None:
+        self.inner.lost()
+
+    def hopeful(self, rows: int) -> bool:
+        return self.inner.hopeful(rows)
+
+    @property
+    def keepers(self) -> tuple[RowKeeper, ...]:
+        return (self.inner,)
+
+    def observe(self, batch: Batch, verdict: Verdict) -> None:
+        self.inner.observe(batch, verdict)
+        ended, host = time.perf_counter(), verdict.host
+        accepted, drafted, depths = map(tuple, (host.accepted, host.drafted, host.depths))
+        surplus = sum(accepted) + len(accepted) - sum(host.gained)
+        self.rounds.append(Round(self._began, ended, self._k, accepted, drafted, surplus, depths, host.saved))
+
+
+def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:
+    """Milliseconds per token of the first, last and all rows, which all played these rounds in ``seconds``."""
+    tokens = [sum(kept) + len(rounds) for kept in zip(*(played.accepted for played in rounds), strict=True)]
+    paces = [1000 * seconds / each for each in tokens]
+    return Latency(min(paces), max(paces), sum(paces) / len(paces))
+
+
+def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:
+    """The longest run of rounds with exactly so many rows."""
+    best: list[Round] = []
+    here: list[Round] = []
+    for played in rounds:
+        here = [*here, played] if played.rows == rows else []
+        best = here if len(here) > len(best) else best
+    return best

@@ -1,0 +1,243 @@
+"""The serving experiment of Synergy (2310.18813): requests arrive by themselves, and every policy sees the same trace.
+
+Intervals between arrivals are Gamma distributed (shape 1 / CV^2); latency is finish - arrival, waiting included.
+Requests join and leave the batch at any time (continuous batching). Nothing is simulated: the engine runs against the
+clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from paceline.config import Length, SamplingParams
+from paceline.core.outputs import Latency, Metrics
+from paceline.engine.engine import Engine, Request
+from paceline.tools.bench.measure import turns
+from paceline.tools.bench.plots import Axes, new_figure, save
+from paceline.tools.bench.prompts import COPYING, OPEN
+from paceline.tools.bench.recording import Recorder, Round
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from paceline.llm import LLM
+
+PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) for prompt in pair)
+"""The built-in prompts that ``paceline profile`` does not use."""
+
+POLICIES: dict[str, Length] = {
+    "plain": 0,
+    "fixed 2": 2,
+    "fixed 4": 4,
+    "fixed 8": 8,
+    "bass": "bass",
+    "profiled": "profiled",
+    "auto": "auto",
+}
+FIXED = tuple(name for name, length in POLICIES.items() if isinstance(length, int))
+TRACES = ("steady", "busy", "varying")
+_BUSY, _CALM = 0.25, 2.0  # of the mean interval: while it is busy, while it is calm
+_TURNS = 6  # the varying trace changes between both so many times
+_SERIES = 400  # points of k over time in the JSON
+
+
+@dataclass(frozen=True)
+class Load:
+    """The traffic: so many requests, ``interval`` seconds apart on average. tokens: of every answer."""
+
+    requests: int
+    interval: float
+    cv: float
+    tokens: int
+    max_batch_size: int
+    seed: int = 0
+
+
+def arrivals(trace: str, load: Load) -> list[float]:
+    """Seconds from the start, one a request, of "steady", "busy" or "varying" traffic. The same each time."""
+    generator = np.random.default_rng(load.seed)
+    shape = 1 / load.cv**2
+    unit = generator.gamma(shape, 1 / shape, load.requests)  # mean 1
+    if trace == "steady":
+        pace = np.ones(load.requests)
+    elif trace == "busy":
+        pace = np.full(load.requests, _BUSY)
+    else:
+        turn = np.arange(load.requests) * _TURNS // load.requests
+        pace = np.where(turn % 2 == 0, _CALM, _BUSY)
+    return (unit * pace * load.interval).cumsum().tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy under one trace. Latencies in seconds; mean_rows: over the time in which rows decoded; mean_k: guesses
+    verified of a row, likewise. latency: milliseconds per token of the trace's first, last and all sequences.
+
+    series: (seconds from the start, guesses of a row, rows) of rounds.
+    """
+
+    trace: str
+    policy: str
+    mean: float
+    p50: float
+    p99: float
+    tokens_per_second: float
+    mean_rows: float
+    mean_k: float
+    seconds: float
+    series: list[tuple[float, float, int]]
+    means_of_all: list[float]
+    latency: Latency | None = None
+
+
+def play(
+    engine: Engine, prompts: Sequence[list[int]], times: Sequence[float], tokens: int
+) -> tuple[list[float], float, Latency | None]:
+    """Let requests arrive at ``times``. Returns their latencies in seconds, the seconds until the last one ended, and
+    the milliseconds per token of the first, last and all sequences.
+    """
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    arrived: dict[str, float] = {}
+    latencies: list[float] = []
+    ended: list[Metrics] = []
+    waiting = list(enumerate(times))[::-1]
+    started = time.perf_counter()
+    while waiting or engine.busy:
+        now = time.perf_counter() - started
+        while waiting and waiting[-1][1] <= now:
+            number, due = waiting.pop()
+            arrived[str(number)] = due
+            engine.add(Request(prompts[number % len(prompts)], params, request_id=str(number)))
+        if not engine.busy:
+            time.sleep(max(0.0, waiting[-1][1] - now))
+            continue
+        finished = [output for output in engine.step() if output.finished]
+        now = time.perf_counter() - started
+        latencies += [now - arrived.pop(output.request_id) for output in finished]
+        ended += [answer.metrics for output in finished for answer in output.outputs]
+    return latencies, time.perf_counter() - started, Latency.of(ended)
+
+
+def run_policy(
+    llm: LLM, prompts: Sequence[list[int]], trace: str, policy: str, load: Load, warm_up: int = 16
+) -> Result:
+    """One policy, one trace, an engine of its own that has seen one short batch."""
+    length = POLICIES[policy]
+    if length == 0:
+        engine = llm.plain().with_options(max_batch_size=load.max_batch_size).engine
+    else:
+        engine = llm.with_options(num_speculative_tokens=length, max_batch_size=load.max_batch_size).engine
+    play(engine, prompts, [0.0] * min(4, load.max_batch_size), warm_up)
+    recorder = Recorder(engine.parts.policy)
+    engine.parts.policy = recorder
+    latencies, seconds, latency = play(engine, prompts, arrivals(trace, load), load.tokens)
+    return replace(_result(trace, policy, latencies, seconds, recorder.rounds), latency=latency)
+
+
+def _result(trace: str, policy: str, latencies: list[float], seconds: float, rounds: list[Round]) -> Result:
+    busy = sum(played.ms for played in rounds)
+    start = rounds[0].began
+    step = max(1, len(rounds) // _SERIES)
+    mean = statistics.fmean(latencies)
+    return Result(
+        trace=trace,
+        policy=policy,
+        mean=mean,
+        p50=statistics.median(latencies),
+        p99=float(np.percentile(latencies, 99)),
+        tokens_per_second=sum(played.tokens for played in rounds) / seconds,
+        mean_rows=sum(played.rows * played.ms for played in rounds) / busy,
+        mean_k=sum(played.mean_drafted * played.ms for played in rounds) / busy,
+        seconds=seconds,
+        series=[
+            (round(played.began - start, 3), round(played.mean_drafted, 2), played.rows) for played in rounds[::step]
+        ],
+        means_of_all=[mean],
+    )
+
+
+def measure(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    traces: Sequence[str],
+    load: Load,
+    repeats: int,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+) -> Iterator[Result]:
+    """Every policy under every trace; of the repeats, the one with the median mean latency.
+
+    They take turns, and each repeat begins with another policy.
+    """
+    policies = [name for name in POLICIES if name != "profiled" or llm.config.profile is not None]
+    runs: dict[tuple[str, str], list[Result]] = {}
+    steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
+    for trace, policy in progress(steps):
+        runs.setdefault((trace, policy), []).append(run_policy(llm, prompts, trace, policy, load))
+    for repeated in runs.values():
+        ordered = sorted(repeated, key=lambda result: result.mean)
+        yield replace(ordered[(len(ordered) - 1) // 2], means_of_all=[result.mean for result in repeated])
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """By trace: auto's mean latency over that of the best fixed length, and over each."""
+    by_trace: dict[str, dict[str, float]] = {}
+    for result in results:
+        by_trace.setdefault(result.trace, {})[result.policy] = result.mean
+    return {
+        trace: {
+            "best_fixed": min(FIXED, key=means.__getitem__),
+            "auto_over_best_fixed": means["auto"] / min(means[name] for name in FIXED),
+            "auto_over": {name: means["auto"] / mean for name, mean in means.items()},
+        }
+        for trace, means in by_trace.items()
+    }
+
+
+def as_json(results: Sequence[DataclassInstance]) -> list[dict[str, Any]]:
+    """Everything that was measured."""
+    return [asdict(result) for result in results]
+
+
+def draw(results: Sequence[Result], path: Path, title: str) -> None:
+    """Mean and p99 latency by trace and policy; below, k and rows over time under auto, trace by trace."""
+    traces = list(dict.fromkeys(result.trace for result in results))
+    figure, axes = new_figure(rows=2, columns=len(traces))
+    grid = np.reshape(axes, (2, len(traces)))
+    for column, trace in enumerate(traces):
+        here = [result for result in results if result.trace == trace]
+        above, below = grid[0, column], grid[1, column]
+        draw_latencies(above, trace, here)
+        series = next(r.series for r in here if r.policy == "auto")
+        at, k, rows = zip(*series, strict=True)
+        below.step(at, rows, where="post", color="0.7", label="rows")
+        below.step(at, k, where="post", color="C3", label="k of auto")
+        below.set(xlabel="s")
+        below.legend(fontsize=8)
+    save(figure, path, title)
+
+
+class Latencies(Protocol):
+    """What a policy's bar shows; seconds."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def p99(self) -> float: ...
+
+
+def draw_latencies(axes: Axes, trace: str, results: Sequence[Latencies]) -> None:
+    """Mean latencies as bars, the 99th percentiles as triangles."""
+    axes.bar([r.policy for r in results], [r.mean for r in results], label="mean")
+    axes.plot([r.policy for r in results], [r.p99 for r in results], "kv", label="p99")
+    axes.set(title=f"{trace} traffic", ylabel="latency, s")
+    axes.tick_params(axis="x", rotation=60)
+    axes.legend(fontsize=8)

@@ -1,0 +1,242 @@
+"""The serving experiment against running servers: the traces of ``traffic``, over HTTP, streamed.
+
+A server's length policy is its own; each request may lower it (``num_speculative_tokens``, 0 turns speculation off). So
+a server with ``--num-speculative-tokens 8`` plays every fixed length up to 8, and one for each name plays the others.
+Latency is counted from the moment at which a request is due until its last token has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.outputs import Latency, Metrics
+from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.tools.bench.measure import turns
+from paceline.tools.bench.plots import new_figure, save
+from paceline.tools.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
+
+if TYPE_CHECKING:
+    import httpx
+
+MOST_GUESSES: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
+_ADDRESS = re.compile(r"(?:(?P<name>[^=]*)=)?(?P<url>https?://[^@]+)(?:@(?P<most>\d+))?")
+_TIMEOUT = 600.0  # seconds without a byte
+
+
+@dataclass(frozen=True)
+class Served:
+    """A policy, and the server that plays it when each request allows at most so many guesses; None: any number."""
+
+    name: str
+    url: str
+    most: int | None = None
+
+
+def served(addresses: Sequence[str]) -> list[Served]:
+    """``NAME=URL`` is a server's own policy, ``NAME=URL@2`` the same with at most 2 guesses; ``URL`` is four policies.
+
+    Raises ParameterError.
+    """
+    policies = [policy for address in addresses for policy in _served_at(address)]
+    names = [policy.name for policy in policies]
+    if len(set(names)) < len(names):
+        raise ParameterError("servers", names, "a name of its own for each policy: NAME=URL")
+    return policies
+
+
+def _served_at(address: str) -> list[Served]:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None:
+        raise ParameterError("servers", address, "URL, NAME=URL or NAME=URL@MOST, with http:// or https://")
+    name, url, most = parts.group("name", "url", "most")
+    if name is None and most is None:
+        return [Served(limit, url, most) for limit, most in MOST_GUESSES.items()]
+    return [Served(name or f"at most {most}", url, None if most is None else int(most))]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One request. Seconds from when it was due to its first and to its last token; and when it ended, on the clock."""
+
+    first: float
+    latency: float
+    tokens: int
+    ended: float
+
+    @property
+    def metrics(self) -> Metrics:
+        """As the engine would have them, seen from here."""
+        return Metrics(first_token=self.first, finished=self.latency, output_tokens=self.tokens)
+
+
+@dataclass(frozen=True)
+class HttpResult:
+    """One policy under one trace. Latencies and times to the first token (ttft) in seconds.
+
+    latency: milliseconds per token of the trace's first, last and all sequences.
+    """
+
+    trace: str
+    policy: str
+    mean: float
+    p50: float
+    p99: float
+    mean_ttft: float
+    tokens_per_second: float
+    seconds: float
+    means_of_all: list[float]
+    latency: Latency | None = None
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
+    """Send one completion and read its stream. Raises PacelineError with what the server said if it refuses."""
+    first, tokens = 0.0, 0
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            said = (await reply.aread()).decode(errors="replace")
+            raise PacelineError(f"the server answered {reply.status_code}: {said}")
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise PacelineError(f"the server broke off: {chunk['error']}")
+            if chunk["choices"] and not first:
+                first = time.perf_counter() - due
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    ended = time.perf_counter()
+    return Answered(first or ended - due, ended - due, tokens, ended)
+
+
+async def _ask_when_due(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    return await ask(client, body, due)
+
+
+async def play(
+    client: httpx.AsyncClient, model: str, load: Load, times: Sequence[float], most: int | None
+) -> list[Answered]:
+    """Requests of at most ``most`` guesses (None: as the server likes) arrive at ``times``, seconds from now."""
+    started = time.perf_counter()
+    asked = []
+    for number, arrival in enumerate(times):
+        body = {
+            "model": model,
+            "prompt": PROMPTS[number % len(PROMPTS)],
+            "max_tokens": load.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if most is not None:
+            body["num_speculative_tokens"] = most
+        asked.append(_ask_when_due(client, body, started + arrival))
+    async with asyncio.TaskGroup() as group:  # one that fails ends the others
+        tasks = [group.create_task(each) for each in asked]
+    return [task.result() for task in tasks]
+
+
+async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: Served, load: Load) -> HttpResult:
+    """One policy, one trace."""
+    started = time.perf_counter()
+    answers = await play(client, model, load, arrivals(trace, load), policy.most)
+    seconds = max(answer.ended for answer in answers) - started
+    latencies = [answer.latency for answer in answers]
+    mean = statistics.fmean(latencies)
+    return HttpResult(
+        trace=trace,
+        policy=policy.name,
+        mean=mean,
+        p50=statistics.median(latencies),
+        p99=float(np.percentile(latencies, 99)),
+        mean_ttft=statistics.fmean(answer.first for answer in answers),
+        tokens_per_second=sum(answer.tokens for answer in answers) / seconds,
+        seconds=seconds,
+        means_of_all=[mean],
+        latency=Latency.of(answer.metrics for answer in answers),
+    )
+
+
+def make_client(url: str, api_key: str | None) -> httpx.AsyncClient:
+    """Raises MissingPackageError if httpx is not installed."""
+    try:
+        import httpx
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name, "bench") from error
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits)
+
+
+async def served_model(client: httpx.AsyncClient) -> str:
+    """What the server calls its model. Raises PacelineError if there is no such server."""
+    import httpx
+
+    try:
+        reply = await client.get("/v1/models")
+        reply.raise_for_status()
+        return str(reply.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise PacelineError(f"no OpenAI-compatible server at {client.base_url}: {error}") from error
+
+
+def measure(
+    policies: Sequence[Served],
+    traces: Sequence[str],
+    load: Load,
+    repeats: int,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+    api_key: str | None = None,
+) -> Iterator[HttpResult]:
+    """Every policy under every trace, taking turns as in ``traffic``; of the repeats, the one with the median mean."""
+    steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
+    results: dict[tuple[str, Served], list[HttpResult]] = {}
+
+    async def run(trace: str, policy: Served) -> HttpResult:
+        async with make_client(policy.url, api_key) as client:
+            return await run_policy(client, await served_model(client), trace, policy, load)
+
+    for step in progress(steps):
+        try:
+            results.setdefault(step, []).append(asyncio.run(run(*step)))
+        except* PacelineError as group:
+            raise PacelineError(str(_first(group))) from group
+    for runs in results.values():
+        middle = sorted(runs, key=lambda run: run.mean)[(len(runs) - 1) // 2]
+        yield replace(middle, means_of_all=[run.mean for run in runs])
+
+
+def compared(results: Sequence[HttpResult], last: str) -> dict[str, dict[str, float]]:
+    """By trace and policy: the mean latency of the policy named ``last``, over the policy's own."""
+    means = {(result.trace, result.policy): result.mean for result in results}
+    return {
+        trace: {name: means[trace, last] / mean for (of, name), mean in means.items() if of == trace}
+        for trace in dict.fromkeys(result.trace for result in results)
+    }
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def draw(results: Sequence[HttpResult], path: Path, title: str) -> None:
+    """Mean and p99 latency by trace and policy."""
+    traces = list(dict.fromkeys(result.trace for result in results))
+    figure, axes = new_figure(columns=len(traces))
+    for here, trace in zip(np.atleast_1d(axes), traces, strict=True):
+        draw_latencies(here, trace, [result for result in results if result.trace == trace])
+    save(figure, path, title)

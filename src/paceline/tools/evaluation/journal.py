@@ -1,0 +1,81 @@
+"""What an evaluation has done so far, a line a problem: killed at any moment, it loses the one in work at most."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, ParameterError
+from paceline.tools.evaluation.curves import Answer
+
+VERSION = 1
+Sides = dict[str, list[Answer]]
+"""All answers to one problem, by side ("plain, n=4")."""
+
+
+class Journal:
+    """A file: a line with the settings, then one for each problem, written at once.
+
+    settings: whatever the answers depend on. resume: go on where the file ends; its settings must be the same.
+    Raises ParameterError if the file is there and ``resume`` is not wanted, or was made with other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        self._path = path
+        self.problems: dict[str, Sides] = {}
+        head = json.dumps({"version": VERSION, **settings})
+        if not path.exists():
+            self._append(head)
+            return
+        if not resume:
+            raise ParameterError("--output", str(path.parent), "a directory without a journal, or with --resume")
+        lines = self._whole_lines()
+        if not lines:
+            self._append(head)
+            return
+        _check_settings(lines[0], json.loads(head))
+        for line in lines[1:]:
+            self._take(line)
+
+    def _whole_lines(self) -> list[str]:
+        """All lines; one that was being written when the process ended is cut off."""
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(self._path, len(whole))
+        return whole.decode().splitlines()
+
+    def _take(self, line: str) -> None:
+        try:
+            entry = json.loads(line)
+            sides = {name: [Answer(**answer) for answer in answers] for name, answers in entry["sides"].items()}
+            self.problems[entry["task_id"]] = sides
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PacelineError(f"{self._path} is no journal of an evaluation: take another directory") from error
+
+    def add(self, task_id: str, sides: Sides) -> None:
+        """A problem is done, whatever happens now."""
+        self.problems[task_id] = sides
+        answers = {name: [asdict(answer) for answer in side] for name, side in sides.items()}
+        self._append(json.dumps({"task_id": task_id, "sides": answers}))
+
+    def _append(self, line: str) -> None:
+        with self._path.open("ab") as file:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _check_settings(line: str, wanted: Mapping[str, Any]) -> None:
+    try:
+        kept = dict(json.loads(line))
+    except (ValueError, TypeError):
+        kept = {}
+    for name in dict.fromkeys((*wanted, *kept)):
+        if kept.get(name) != wanted.get(name):
+            allowed = f"{kept.get(name)!r}, with which the journal was begun; or take another directory"
+            raise ParameterError(f"--resume: {name}", wanted.get(name), allowed)

@@ -1,0 +1,31 @@
+"""The curves as a picture: Pass@First and Pass@All against the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.tools.bench.plots import Axes, new_figure, save
+from paceline.tools.evaluation.run import Result
+
+
+def draw(results: Sequence[Result], path: Path, title: str) -> None:
+    """One colour for each n; plain decoding dashed. Raises PacelineError without matplotlib."""
+    figure, (first, every) = new_figure(columns=2)
+    colours = {n: f"C{number}" for number, n in enumerate(dict.fromkeys(result.n for result in results))}
+    for result in results:
+        _draw_side(first, result, colours[result.n], result.curve.first)
+        _draw_side(every, result, colours[result.n], result.curve.all)
+    highest = max(value for result in results for value in result.curve.all)
+    for axes, name in ((first, "Pass@First"), (every, "Pass@All")):
+        axes.set(xlabel="budget, seconds", ylabel=name, xlim=(0, None), ylim=(0, max(0.05, 1.1 * highest)))
+        axes.legend(fontsize=8)
+    save(figure, path, title)
+
+
+def _draw_side(axes: Axes, result: Result, colour: str, values: Sequence[float]) -> None:
+    style = "--" if result.mode == "plain" else "-"
+    budgets = result.curve.budgets
+    axes.step(
+        [0.0, *budgets], [0.0, *values], style, where="post", color=colour, label=f"{result.mode}, n = {result.n}"
+    )

@@ -1,0 +1,97 @@
+"""How many guesses a target would keep: greedy drafts from every place of texts that nothing was learnt from."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.lengths.cost import CostTable
+from paceline.tools.training.batches import Batch, Lessons
+from paceline.tools.training.objective import Learner, ahead, guesses
+
+STEPS = 4  # guesses of a draft
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """conditional[s]: how often guess s is kept, those before it having been kept; nan: it never came to that.
+
+    length[k - 1]: tokens a round gives with k guesses each, the target's own included, round after round through the
+    answers. places: drafts that were begun.
+    """
+
+    conditional: tuple[float, ...]
+    length: tuple[float, ...]
+    places: int
+
+    def expected(self, k: int) -> float:
+        """Tokens of a round with k guesses: 1 and what is kept of them."""
+        kept, total = 1.0, 1.0
+        for rate in self.conditional[:k]:
+            kept *= 0.0 if math.isnan(rate) else rate
+            total += kept
+        return total
+
+
+@torch.inference_mode()
+def measure(head: Learner, lessons: Lessons, scale: Tensor, batch_tokens: int, autocast: torch.autocast) -> Acceptance:
+    """Over all of ``lessons``, whose answers are the target's greedy ones: what it says next is the next token."""
+    begun, kept = torch.zeros(STEPS), torch.zeros(STEPS)
+    gained, rounds = [0] * STEPS, [0] * STEPS
+    for batch in lessons.batches(lessons.epoch(0, 0, batch_tokens)):
+        here = batch.to(scale.device)
+        with autocast, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # norms stay in float32
+            right = _right(head, here, scale)
+        for step in range(STEPS):
+            before = right[..., :step].all(-1) & (right[..., step] >= 0)
+            begun[step] += int(before.sum())
+            kept[step] += int((before & (right[..., step] == 1)).sum())
+        for k in range(1, STEPS + 1):
+            for row in range(right.shape[0]):
+                more = _walk(right[row, :, :k].tolist(), int(batch.prompts[row]) - 1, int(batch.lengths[row]))
+                gained[k - 1], rounds[k - 1] = gained[k - 1] + more[0], rounds[k - 1] + more[1]
+    conditional = tuple((kept / begun).tolist())
+    lengths = tuple(g / max(1, r) for g, r in zip(gained, rounds, strict=True))
+    return Acceptance(conditional, lengths, int(begun[0]))
+
+
+def _right(head: Learner, batch: Batch, scale: Tensor) -> Tensor:
+    """[B, T - 1, STEPS]: 1 where a step guesses the next token, 0 where another, -1 where there is none to guess."""
+    rows, width = batch.tokens.shape
+    right = torch.full((rows * (width - 1), STEPS), -1)
+    for step, guess in enumerate(guesses(head, batch, scale, STEPS)):
+        said = head.targets[guess.logits.argmax(-1)]
+        place = guess.place.cpu()
+        right[place, step] = (said == batch.tokens.flatten()[ahead(batch, guess.place, 2 + step)]).long().cpu()
+    return right.view(rows, width - 1, STEPS)
+
+
+def _walk(right: Sequence[Sequence[int]], place: int, length: int) -> tuple[int, int]:
+    """Tokens gained and rounds played from ``place`` to the end of an answer."""
+    start, rounds = place, 0
+    while place + 2 < length:
+        kept = next((n for n, each in enumerate(right[place]) if each != 1), len(right[place]))
+        place, rounds = place + kept + 1, rounds + 1
+    return place - start, rounds
+
+
+def speed_up(
+    acceptance: Acceptance, costs: CostTable, rows: int, pass_share: float, passes: int = STEPS
+) -> tuple[float, int]:
+    """Over plain decoding, and the guesses a round that give most, by measured costs of verification.
+
+    pass_share: what a draft's pass takes of a plain round of the target: the weights that it reads, of the target's.
+    passes: most that a draft takes, of a pass a guess; 1: all guesses come of one.
+    """
+    plain = costs.verify_ms(rows, 0)
+    found = [
+        (acceptance.expected(k) * plain / (costs.verify_ms(rows, k) + min(k, passes) * pass_share * plain), k)
+        for k in range(1, STEPS + 1)
+    ]
+    return max([*found, (1.0, 0)])

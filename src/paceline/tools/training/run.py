@@ -1,0 +1,235 @@
+"""From a target to its head: data, training, a look at what it is worth. Every part goes on where a killed run was."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.config import DraftData, DraftTraining
+from paceline.core.hardware import available_memory, torch_threads
+from paceline.drafters.heads.checkpoint import save_head
+from paceline.errors import CapacityError, MissingPackageError
+from paceline.lengths.calibration import Grid
+from paceline.lengths.cost import CostTable
+from paceline.tools.training.acceptance import STEPS, Acceptance, speed_up
+from paceline.tools.training.batches import Lessons
+from paceline.tools.training.collect import Collector, check_disk, settings_of
+from paceline.tools.training.fellows import Fellows
+from paceline.tools.training.learn import Trainer, checkpoint_bytes, scale_for, trained_weights, training_bytes
+from paceline.tools.training.objective import Learner
+from paceline.tools.training.prompts import Question
+from paceline.tools.training.shards import HELD_OUT, Shard, Shards, check_settings, path_of
+from paceline.tools.training.streams import taps_of
+from paceline.tools.training.student import Student
+from paceline.tools.training.target import Target, coverage, most_frequent
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+ROWS = (1, 4, 8)  # for which the speed-up is worked out
+_GIB = 2**30
+_NO_MATTER = ("minutes", "evaluate_every", "checkpoint_every")  # what may be another when a run goes on
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who is told how things go. collected: tokens of a shard. learnt: after every step of training."""
+
+    collected: Callable[[int], None] = lambda _tokens: None
+    learnt: Callable[[Trainer], None] = lambda _trainer: None
+    note: Callable[[str], None] = lambda _text: None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be made, and where. questions: of a file; None: the target writes its own."""
+
+    output: Path
+    data: DraftData
+    training: DraftTraining
+    questions: Sequence[Question] | None
+    resume: bool
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.output / "training.safetensors"
+
+
+def check_room(plan: Plan, target: Target, device: torch.device) -> None:
+    """Raise ParameterError or CapacityError for what the disk or the memory will not hold; before any long work."""
+    taps, training = taps_of(target.config.layers), plan.training
+    head = target.sketch(training, taps)
+    needed, free = training_bytes(head, training), available_memory(device)
+    if needed > free:
+        raise CapacityError(
+            f"training takes {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free: lower --batch-tokens, "
+            "--vocab, --mlp-width or --layers"
+        )
+    check_disk(plan.output, plan.data, target.config.width, len(taps), checkpoint_bytes(head))
+
+
+def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]:
+    """The held-out shard, and those to learn from."""
+    taps = taps_of(llm.engine.models.target.layers)
+    directory = plan.output / "data"
+    directory.mkdir(exist_ok=True)
+    kept = Shards(directory, settings_of(llm, plan.data, taps, plan.questions), resume=plan.resume)
+    collector = Collector(llm, plan.data, taps, plan.questions)
+    if collector.left_out:
+        watcher.note(f"{collector.left_out} prompts leave an answer no room and are left out: see --max-model-len")
+    held, *shards = collector.shards(kept, watcher.collected)
+    return held, shards
+
+
+def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fellows) -> dict[str, Any]:
+    """All of it. Writes the head; gives what the report says. Closes ``llm``. Others of the fellows ``follow``."""
+    settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
+    if plan.training.kind == DraftTraining.kind:
+        del settings["kind"]  # as in directories of runs that began when there was one kind
+    if plan.training.layers is None:
+        del settings["layers"]  # likewise
+    wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
+    check_settings(plan.output / "training.json", wanted, resume=plan.resume)
+    held, shards = collect(plan, llm, watcher)
+    rows = tuple(size for size in ROWS if size <= llm.config.max_batch_size)
+    costs = llm.engine.measure_costs(Grid(rows, (0, 1, 2, 4), seconds=1.0))
+    device, weights, threads = llm.engine.models.target.device, _weights(llm), llm.engine.threads
+    tokenizer = llm.tokenizer
+    llm.close()
+    del llm
+    gc.collect()  # caches and weights: training needs the room
+    fellows.total(len(shards))  # which the others wait for
+    with torch_threads(max(1, threads // fellows.size)):
+        trainer = _trainer(plan, target, held, shards, device, fellows)
+        trainer.run(plan.checkpoint, lambda: watcher.learnt(trainer))
+    head = trainer.finished()
+    if isinstance(head, Student):
+        assert tokenizer is not None, "models that have a name have a tokenizer"
+        tokenizer.huggingface.save_pretrained(plan.output)
+        head.save(plan.output, target.rows)
+    else:
+        save_head(head, plan.output)
+    return _told(plan, trainer, held, shards) | {"speed_up": _speed_ups(trainer, costs, head, weights)}
+
+
+def follow(plan: Plan, target: Target, fellows: Fellows, threads: int) -> None:
+    """Learn with the first of the fellows, who makes, keeps and tells everything."""
+    count = int(fellows.total(0))
+    held, *shards = (Shard(path_of(plan.output / "data", number)) for number in range(HELD_OUT, count))
+    with torch_threads(max(1, threads // fellows.size)):
+        _trainer(plan, target, held, shards, torch.device("cpu"), fellows).run(plan.checkpoint)
+
+
+def _weights(llm: LLM) -> int:
+    """Bytes of the target's."""
+    return llm.engine.models.target.weight_bytes()
+
+
+def _trainer(
+    plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device, fellows: Fellows
+) -> Trainer:
+    vocabulary = target.config.vocab_size
+    says = most_frequent(shards, vocabulary, min(plan.training.vocab, vocabulary))
+    head = target.learner(plan.training, taps_of(target.config.layers), says, plan.data.seed).to(device)
+    lessons = Lessons(shards)
+    scale = scale_for(head, lessons).to(device)
+    return Trainer(head, lessons, Lessons([held]), scale, plan.training, plan.data.seed, fellows)
+
+
+def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) -> dict[str, Any]:
+    progress, head = trainer.progress, trainer.head
+    return {
+        "data": {
+            **asdict(plan.data),
+            "conversations": sum(map(len, shards)),
+            "tokens_made": trainer.lessons.tokens,
+            "tokens_of_answers": sum(len(shard.answer(i)) for shard in shards for i in range(len(shard))),
+            "held_out": len(held),
+        },
+        "training": asdict(plan.training),
+        "head": {
+            "weights_trained": trained_weights(head),
+            "vocabulary": len(head.targets),
+            "coverage_of_held_out": coverage(held, head.targets.cpu()),
+        },
+        "seconds_of_training": progress.seconds,
+        "passes": progress.passes,
+        "losses": progress.losses,
+        "acceptance": progress.looks,
+    }
+
+
+def _speed_ups(trainer: Trainer, costs: CostTable, head: Learner, weights: int) -> list[dict[str, float]]:
+    """Expected of greedy answers, by the costs measured: a draft's pass takes what its bytes take of the target's.
+
+    That is a head of the kernels' speed in the target's precision; what drafts cost here is for a benchmark to say.
+    """
+    last = {
+        name: tuple(value) for name, value in trainer.progress.looks[-1].items() if isinstance(value, (list, tuple))
+    }
+    acceptance = Acceptance(last["conditional"], last["length"], trainer.progress.looks[-1]["places"])
+    passes = STEPS if trainer.plan.kind in ("feature", "model") else 1
+    found = {rows: speed_up(acceptance, costs, rows, head.weights_read / weights, passes) for rows in costs.batch_sizes}
+    return [{"rows": rows, "speed_up": factor, "guesses": k} for rows, (factor, k) in found.items()]
+
+
+def draw(told: dict[str, Any], path: Path, title: str) -> bool:
+    """Loss and acceptance against the tokens seen; False without matplotlib, which draws them."""
+    from paceline.tools.bench.plots import new_figure, save
+
+    try:
+        figure, (loss, kept) = new_figure(columns=2)
+    except MissingPackageError:
+        return False
+    losses = told["losses"]
+    share = [told["passes"] * (step + 1) / len(losses) for step in range(len(losses))]
+    loss.plot(share, losses, linewidth=0.7)
+    loss.set(xlabel="tokens seen", ylabel="loss of the first guess (cross-entropy, then total variation)", yscale="log")
+    passes = [look["passes"] for look in told["acceptance"]]
+    for step in range(STEPS):
+        kept.plot(passes, [look["conditional"][step] for look in told["acceptance"]], "o-", label=f"guess {step + 1}")
+    kept.set(xlabel="tokens seen", ylabel="conditional acceptance, held-out texts, greedy", ylim=(0, None))
+    kept.legend(fontsize=8)
+    save(figure, path, title)
+    return True
+
+
+def as_markdown(told: dict[str, Any]) -> str:
+    """The report for people."""
+    last, data, head = told["acceptance"][-1], told["data"], told["head"]
+    rates = " | ".join("never came to it" if math.isnan(rate) else f"{rate:.3f}" for rate in last["conditional"])
+    lengths = " | ".join(f"{length:.2f}" for length in last["length"])
+    model = told["training"]["kind"] == "model"
+    what, says = ("draft model", "was taught") if model else ("head", "can say")
+    lines = [
+        f"# A {what} for {told['target']}",
+        "",
+        f"`{told['command']}`",
+        "",
+        f"* data: {data['conversations']} conversations, {data['tokens_made']} tokens; seed {data['seed']}",
+        f"* training: {told['passes']} tokens seen in {told['seconds_of_training'] / 60:.1f} minutes",
+        f"* machine: {told['machine']['cpu']}, {told['machine']['threads']} threads",
+        f"* {what}: {head['weights_trained'] / 1e6:.2f} M weights trained",
+        f"* it {says} {head['vocabulary']} tokens: {head['coverage_of_held_out']:.1%} of the held-out answers",
+        "",
+        f"Greedy drafts on {data['held_out']} held-out answers ({last['places']} places):",
+        "",
+        "| guess | " + " | ".join(str(step + 1) for step in range(STEPS)) + " |",
+        "| --- |" + " --- |" * STEPS,
+        f"| kept, if those before it were | {rates} |",
+        f"| tokens a round with so many guesses | {lengths} |",
+        "",
+        "Expected over plain decoding, greedy, if a draft's pass takes what its weights take of the target's:",
+        "",
+        "| rows | speed-up | guesses |",
+        "| --- | --- | --- |",
+        *(f"| {each['rows']} | {each['speed_up']:.2f} | {each['guesses']} |" for each in told["speed_up"]),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,200 @@
+"""The two rules, block by block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SamplingParams
+from paceline.core import acceptance
+from paceline.core.acceptance import RULES, coupled, rejection
+from paceline.core.batch import Batch, RowStart
+from paceline.core.draft import Draft
+from paceline.core.sampling import draw, sequence_seed
+from paceline.kernels import drawing, native
+from toy import ToyConstraint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+V = 6
+
+
+def make_batch(rows: int, vocab: int = V, **params: object) -> Batch:
+    batch = Batch(rows, 32, vocab)
+    for row in range(rows):
+        batch.set_row(row, RowStart([row % V, 2], SamplingParams(**params), sequence_seed(row, 0)))  # type: ignore[arg-type]
+    batch.set_rows(rows)
+    return batch
+
+
+def one_hot(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(tokens, V).float()
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.integers(1, 4), k=st.integers(0, 5), data=st.data(), temperature=st.sampled_from([0.0, 1.0]))
+def test_coupled_keeps_the_real_guesses_before_the_first_that_differs(
+    rows: int, k: int, data: st.DataObject, temperature: float
+) -> None:
+    batch = make_batch(rows, temperature=temperature)
+    logits = torch.randn(rows, k + 1, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    draws = draw(logits, batch)
+    right = torch.tensor([[data.draw(st.booleans()) for _ in range(k)] for _ in range(rows)], dtype=torch.bool).view(
+        rows, k
+    )
+    tokens = torch.where(right, draws[:, :k], (draws[:, :k] + 1) % V)
+    counts = torch.tensor([data.draw(st.integers(0, k)) for _ in range(rows)])
+    verdict = coupled(Draft(tokens, counts), logits, batch)
+    for row in range(rows):
+        expected = 0
+        while expected < counts[row] and right[row, expected]:
+            expected += 1
+        assert verdict.host.accepted[row] == expected
+        assert verdict.host.drafted[row] == counts[row]
+        assert verdict.host.tokens[row] == draws[row, : expected + 1].tolist()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 3), k=st.integers(1, 6), data=st.data(), packed=st.booleans())
+def test_coupled_walks_from_the_root_along_the_targets_own_draws(
+    kernels: str, rows: int, k: int, data: st.DataObject, packed: bool
+) -> None:
+    """Node by node: what is drawn at a node knows the guesses on the way there, and no others."""
+    batch = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
+    logits = torch.randn(rows, k + 1, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    tokens = torch.tensor([[data.draw(st.integers(0, V - 1)) for _ in range(k)] for _ in range(rows)])
+    parents = torch.tensor([[data.draw(st.integers(-1, guess - 1)) for guess in range(k)] for _ in range(rows)])
+    draft = Draft(tokens, torch.tensor([data.draw(st.integers(0, k)) for _ in range(rows)]), parents=parents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "chosen", lambda: native.select(kernels))
+        verdict = coupled(draft, logits[draft.real] if packed else logits, batch)
+    assert verdict.path is not None
+    for row in range(rows):
+        place, way, path = 0, [], []
+        while True:
+            alone = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
+            alone.tokens[row, 2 : 2 + len(way)] = torch.tensor(way, dtype=torch.int64)
+            alone.length[row] += len(way)
+            token = int(draw(logits[:, place, None], alone)[row, 0])
+            way.append(token)
+            matches = [
+                guess
+                for guess in range(int(draft.counts[row]))
+                if int(parents[row, guess]) == place - 1 and int(tokens[row, guess]) == token
+            ]
+            if not matches:
+                break
+            path.append(matches[0])
+            place = matches[0] + 1
+        assert verdict.host.tokens[row] == way
+        assert verdict.path[row].tolist() == [*path, *range(len(path), k)]
+
+
+def test_rejection_keeps_what_the_target_likes_at_least_as_much_as_the_draft() -> None:
+    batch = make_batch(64)
+    tokens = torch.zeros(64, 3, dtype=torch.int64)
+    logits = torch.zeros(64, 4, V)
+    logits[..., 0] = 3.0
+    q = torch.full((64, 3, V), 1 / V)
+    verdict = rejection(Draft(tokens, torch.full((64,), 3), q), logits, batch)
+    assert verdict.accepted.tolist() == [3] * 64
+
+
+def test_rejection_never_keeps_what_the_target_excludes_and_recovers_something_else() -> None:
+    batch = make_batch(64, top_k=2)
+    logits = torch.randn(64, 3, V)
+    worst = logits.argmin(-1)[:, :2]
+    verdict = rejection(Draft(worst, torch.full((64,), 2), one_hot(worst)), logits, batch)
+    assert verdict.accepted.tolist() == [0] * 64
+    best_two = logits[:, 0].topk(2).indices
+    assert all(token in pair for token, pair in zip(verdict.tokens[:, 0].tolist(), best_two.tolist(), strict=True))
+
+
+def test_a_row_without_guesses_draws_from_the_whole_law_even_where_padding_says_otherwise() -> None:
+    """Padding's q must not be subtracted: a row with no guess has a bonus token, not a recovered one."""
+    batch = make_batch(500)
+    logits = torch.zeros(500, 2, V)
+    padding = torch.zeros(500, 1, dtype=torch.int64)
+    verdict = rejection(Draft(padding, torch.zeros(500, dtype=torch.int64), one_hot(padding)), logits, batch)
+    assert verdict.accepted.tolist() == [0] * 500
+    assert 40 < (verdict.tokens[:, 0] == 0).sum() < 130
+
+
+def test_a_certain_guess_of_the_same_law_is_always_kept() -> None:
+    batch = make_batch(200)
+    logits = torch.randn(200, 5, V)
+    q = logits[:, :4].softmax(-1)
+    tokens = q.reshape(-1, V).multinomial(1, generator=torch.Generator().manual_seed(0)).view(200, 4)
+    verdict = rejection(Draft(tokens, torch.full((200,), 4), q), logits, batch)
+    assert verdict.accepted.tolist() == [4] * 200
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_rows_among_sampled_ones_follow_the_argmax_under_both_rules(rule: str) -> None:
+    batch = Batch(2, 32, V)
+    batch.set_row(0, RowStart([1], SamplingParams(temperature=0), 1))
+    batch.set_row(1, RowStart([1], SamplingParams(temperature=1), 2))
+    batch.set_rows(2)
+    for seed in range(50):
+        logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(seed))
+        best = logits.argmax(-1)
+        tokens = best[:, :3].clone()
+        tokens[0, 2] = (tokens[0, 2] + 1) % V
+        verdict = RULES[rule](Draft(tokens, torch.tensor([3, 3]), one_hot(tokens)), logits, batch)  # type: ignore[index]
+        assert verdict.host.accepted[0] == 2
+        assert verdict.host.tokens[0] == best[0, :3].tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_logprobs_are_the_targets_own_before_all_adjustments(rule: str) -> None:
+    batch = make_batch(3, logprobs=4, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
+    logits = torch.randn(3, 3, V)
+    draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
+    verdict = RULES[rule](draft, logits, batch)  # type: ignore[index]
+    law = logits.log_softmax(-1)
+    assert verdict.logprobs is not None
+    own, ids, values = verdict.logprobs.host
+    for row, tokens in enumerate(verdict.host.tokens):
+        for place, token in enumerate(tokens):
+            assert own[row][place] == pytest.approx(law[row, place, token].item())
+            assert ids[row][place] == law[row, place].topk(4).indices.tolist()
+            assert values[row][place] == pytest.approx(law[row, place].topk(4).values.tolist())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
+    rule: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the accepting call, where the kernels accept: nobody asks for log-probabilities a second time."""
+    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    batch = make_batch(3, rank_by="mean_logprob", n=2, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
+    batch.sampling.constraints[1] = ToyConstraint()
+    batch.set_rows(3)
+    logits = torch.randn(3, 3, V)
+    law = logits.log_softmax(-1)
+    draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
+    if native.select(kernels) is not None:
+        monkeypatch.setattr(acceptance, "logprobs_of", lambda *_: pytest.fail("in a call of its own"))
+    verdict = RULES[rule](draft, logits, batch)  # type: ignore[index]
+    assert verdict.logprobs is not None
+    own, ids, _ = verdict.logprobs.host
+    for row, tokens in enumerate(verdict.host.tokens):
+        for place, token in enumerate(tokens):
+            assert own[row][place] == pytest.approx(law[row, place, token].item(), abs=2e-5)
+            assert ids[row][place] == []
+
+
+def test_more_logprobs_than_the_vocabulary_has_tokens_are_all_of_them() -> None:
+    batch = make_batch(2, logprobs=20)
+    verdict = RULES["coupled"](batch.no_guesses, torch.randn(2, 1, V), batch)
+    assert verdict.logprobs is not None
+    assert verdict.logprobs.top_ids.shape == (2, 1, V)
+
+
+def test_no_logprobs_are_computed_unless_a_live_row_asks() -> None:
+    batch = make_batch(2)
+    assert RULES["coupled"](batch.no_guesses, torch.randn(2, 1, V), batch).logprobs is None

@@ -1,0 +1,169 @@
+"""Rows come, gain tokens, move and go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.core.batch import Batch, RowStart
+from paceline.core.draft import Verdict
+
+
+def make_batch() -> Batch:
+    batch = Batch(4, 20, 10)
+    batch.set_row(0, RowStart([1, 2, 3], SamplingParams(max_tokens=5), seed=11))
+    batch.set_row(1, RowStart([4], SamplingParams(max_tokens=50, top_k=3, logit_bias={2: 1.5}), seed=12))
+    batch.set_row(2, RowStart([5, 6], SamplingParams(min_tokens=3, temperature=0), seed=13, stop_tokens=(7,)))
+    batch.set_rows(3)
+    return batch
+
+
+def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
+    batch = make_batch()
+    tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [9, 8, 9]])
+    batch.commit(Verdict(tokens, torch.tensor([0, 2, 1]), torch.tensor([2, 2, 2])))
+    assert batch.lengths[:3] == batch.live_length.tolist() == [4, 4, 4]
+    assert [batch.tokens[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 9, 8]]
+    assert batch.pending().tolist() == [[7], [9], [8]]
+
+
+def test_a_commit_by_the_kernels_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU rows gain their tokens by one call of the kernels, on a device by tensor operators."""
+    rng = torch.Generator().manual_seed(3)
+    host, device = make_batch(), make_batch()
+    for width in (1, 3, 1, 2, 1):
+        tokens = torch.randint(1, 9, (3, width), generator=rng)
+        verdict = Verdict(tokens, torch.randint(0, width, (3,), generator=rng), torch.full((3,), width - 1))
+        host.commit(verdict)
+        with monkeypatch.context() as patched:
+            patched.setattr("paceline.core.batch.kernels_for", lambda _: None)
+            device.commit(verdict)
+        assert host.pending_on_host() == host.pending()[:, 0].tolist()
+        assert host.lengths == device.lengths
+        assert host.length.tolist() == device.length.tolist()
+        for row, length in enumerate(host.lengths):
+            assert host.tokens[row, :length].tolist() == device.tokens[row, :length].tolist()
+
+
+def test_rows_of_a_part_have_pending_tokens_of_their_own() -> None:
+    assert make_batch().part(1, 3).pending_on_host() == [4, 6]
+
+
+def test_rows_of_a_part_keep_the_ends_of_their_time() -> None:
+    batch = make_batch()
+    batch.deadlines[2] = 5.0
+    assert batch.part(2, 3).deadlines == [5.0]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr("paceline.core.batch.kernels_for", lambda _: None)
+    batch = Batch(4, 20, 10)
+    for row, stops in enumerate([(7,), (3, 8), (), ()]):
+        batch.set_row(row, RowStart([8, 7], SamplingParams(max_tokens=5), seed=row, stop_tokens=stops))
+    batch.set_rows(3)
+    block = torch.tensor([[5, 6, 7, 9]] * 3)
+    batch.commit(Verdict(block, torch.tensor([3, 3, 1]), torch.tensor([3, 3, 3])))
+    assert batch.lengths == batch.length.tolist() == [5, 6, 4, 2]  # the prompts' own stop tokens end nothing
+    batch.commit(Verdict(block, torch.tensor([3, 3, 0]), torch.tensor([3, 3, 3])))
+    assert batch.lengths == batch.length.tolist() == [5, 7, 5, 2]
+    assert batch.tokens[:3, 2:7].tolist() == [[5, 6, 7, 0, 0], [5, 6, 7, 9, 5], [5, 6, 5, 0, 0]]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr("paceline.core.batch.kernels_for", lambda _: None)
+    batch = Batch(1, 20, 10)
+    batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))
+    batch.set_rows(1)
+    width = MAX_SPECULATION_LENGTH + 1
+    batch.commit(Verdict(torch.ones(1, width, dtype=torch.int64), torch.tensor([width - 1]), torch.tensor([width - 1])))
+    assert batch.lengths == batch.length.tolist() == [20]
+    assert batch.tokens[0].tolist() == [1] * 20 + [0] * width
+
+
+def test_room_is_what_the_row_with_most_room_may_still_gain() -> None:
+    batch = make_batch()
+    assert batch.room == 19  # row 1: 50 tokens wanted, 20 positions
+    batch.set_rows(1)
+    assert batch.room == 5
+
+
+def test_longest_looks_at_decoding_rows_only() -> None:
+    batch = make_batch()
+    batch.set_row(3, RowStart([1] * 15, SamplingParams(), seed=14))
+    assert batch.longest == 3
+
+
+def test_a_copied_row_is_the_row_in_every_respect() -> None:
+    batch = make_batch()
+    for source in range(3):
+        batch.copy_row(source, 3)
+        for name, table in vars(batch).items():
+            if isinstance(table, torch.Tensor) and name != "live":
+                assert torch.equal(table[source], table[3]), name
+            elif isinstance(table, list):
+                assert table[source] == table[3], name
+        for name, table in vars(batch.sampling).items():
+            if isinstance(table, torch.Tensor):
+                assert torch.equal(table[source], table[3]), name
+        for name, held in vars(batch.sampling).items():
+            if isinstance(held, list):
+                assert held[3] == held[source], name
+
+
+def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
+    batch = make_batch()
+    batch.set_row(1, RowStart([3], SamplingParams(logit_bias={5: 1.0}, min_tokens=1), seed=1, stop_tokens=(8,)))
+    batch.set_row(2, RowStart([3], SamplingParams(), seed=1, stop_tokens=(8,)))
+    batch.set_rows(3)
+    assert batch.sampling.bias is not None
+    assert [tensor.tolist() for tensor in batch.sampling.bias] == [[0, 0, 1, 1], [5], [1.0]]
+    assert batch.sampling.stop_tokens is not None
+    assert [tensor.tolist() for tensor in batch.sampling.stop_tokens[:2]] == [[0, 0, 1, 1], [8]]
+
+
+def test_what_a_row_in_prefill_asks_for_is_still_there_when_it_decodes() -> None:
+    batch = Batch(2, 20, 10)
+    batch.set_row(0, RowStart([1], SamplingParams(), seed=1))
+    batch.set_row(1, RowStart([1, 2], SamplingParams(logit_bias={3: 2.0}, min_tokens=2), seed=2, stop_tokens=(4,)))
+    batch.set_rows(1)
+    assert batch.sampling.bias is None
+    assert not batch.sampling.adjusts
+    batch.set_rows(2)
+    assert batch.sampling.bias is not None
+    assert [tensor.tolist() for tensor in batch.sampling.bias] == [[0, 0, 1], [3], [2.0]]
+    assert batch.sampling.stop_tokens is not None
+    assert [tensor.tolist() for tensor in batch.sampling.stop_tokens[:2]] == [[0, 0, 1], [4]]
+
+
+def test_features_that_no_live_row_uses_are_off() -> None:
+    batch = make_batch()
+    assert batch.sampling.any_cut
+    assert batch.sampling.any_bias
+    assert batch.sampling.any_minimum
+    batch.set_rows(1)
+    rows = batch.sampling
+    assert not any((rows.any_cut, rows.any_bias, rows.any_minimum, rows.any_penalty, rows.all_greedy))
+    assert rows.logprobs is None
+
+
+def test_an_empty_draft_has_no_guesses() -> None:
+    draft = make_batch().no_guesses
+    assert draft.k == 0
+    assert draft.tokens.shape == (3, 0)
+    assert draft.counts.tolist() == [0, 0, 0]
+
+
+def test_the_host_reads_each_row_up_to_its_last_token() -> None:
+    verdict = Verdict(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]), torch.tensor([2, 1]))
+    assert verdict.host.tokens == [[1, 2, 3], [4]]
+    assert verdict.host.accepted == [2, 0]
+    assert verdict.host.drafted == [2, 1]

@@ -1,0 +1,279 @@
+"""Rows that wait for memory: nobody starves, nothing is taken beyond the limit, and answers are what they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_row_tables import taken
+from test_scheduler import step
+
+from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.core.outputs import RequestOutput
+from paceline.core.room import Filled
+from paceline.core.row_tables import GROWS
+from paceline.engine.engine import Engine, Request
+from paceline.engine.memory import plan_memory, row_bytes
+from paceline.engine.scoring import Text
+from paceline.errors import CapacityError
+from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")]
+
+LONGEST = 1500  # tokens: six pages of each head
+ROWS = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=3)
+
+
+def prompt_of(size: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1, VOCAB) for _ in range(size)]
+
+
+def limit_for(lengths: Sequence[int], target: ToyModel, draft: ToyModel | None = None, **options: Any) -> int:
+    """memory_limit under which rows of so many tokens fit at once, and not a byte more."""
+    config = make_engine(target, draft, **{"max_batch_size": ROWS} | options).config
+    plan = plan_memory(target, draft, config, config.max_batch_size, config.max_model_len or LONGEST)
+    caches = sum(row_bytes(target, draft, config, length) for length in lengths)
+    return plan.weights + plan.workspace + plan.scoring + caches
+
+
+def short_engine(lengths: Sequence[int], kind: type[ToyModel] = ToyModel, **options: Any) -> Engine:
+    """It has memory for rows of so many tokens at once; of the longest, as many as fit."""
+    model = kind(max_positions=LONGEST)
+    options = {"max_batch_size": ROWS, "max_model_len": LONGEST} | options
+    engine = make_engine(model, **options, memory_limit=limit_for(lengths, model, **options))
+    assert engine.room.is_short
+    return engine
+
+
+def add(engine: Engine, size: int, params: SamplingParams = GREEDY, seed: int = 0, **more: Any) -> RequestOutput:
+    return engine.add(Request(prompt_of(size, seed), params, **more))
+
+
+def reach(size: int, made: int = 3) -> int:
+    return size + made + MAX_SPECULATION_LENGTH
+
+
+def memory_of(engine: Engine) -> int:
+    return sum(taken(*decoder.cache.tables) for decoder in engine.scheduler.decoders)
+
+
+def finish(engine: Engine) -> None:
+    """Every step within the limit, as the scheduler counts and as the system does."""
+    while engine.busy:
+        step(engine)
+        assert memory_of(engine) <= engine.room.limit
+
+
+@pytest.mark.parametrize(("kind", "drafter"), [(ToyModel, None), (ToyModel, "model"), (FlatToy, "model")])
+def test_answers_do_not_depend_on_the_memory_and_no_more_is_taken_than_there_is(
+    kind: type[ToyModel], drafter: str | None
+) -> None:
+    draw, shared = random.Random(7), prompt_of(400, 99)
+    sizes = [draw.choice([5, 40, 250, 500, 900, 1470]) for _ in range(12)]
+    prompts = [[*shared[: size // 2], *prompt_of(size - size // 2, size % 5)] for size in sizes]
+    made = [
+        SamplingParams(temperature=1, seed=index, n=1 + index % 3, max_tokens=10**9 if size > 1300 else 8)
+        for index, size in enumerate(sizes)
+    ]
+    target = kind(max_positions=LONGEST)
+    draft = None if drafter is None else kind(max_positions=LONGEST, blur=0.1)
+    options: dict[str, Any] = {"max_model_len": LONGEST, "drafter": drafter, "num_speculative_tokens": 3}
+    limit = limit_for([LONGEST, 600, 300], target, draft, **options)
+    roomy = make_engine(target, draft, max_batch_size=ROWS, **options)
+    tight = make_engine(target, draft, max_batch_size=ROWS, memory_limit=limit, **options)
+    assert not roomy.room.is_short
+    expected = run(roomy, prompts, made)
+    outputs = [tight.add(Request(list(prompt), params)) for prompt, params in zip(prompts, made, strict=True)]
+    finish(tight)
+    assert answers(outputs) == answers(expected)
+
+
+def test_a_row_begins_when_all_that_it_may_come_to_hold_fits_beside_the_others() -> None:
+    engine = short_engine([LONGEST, reach(400), reach(400)])
+    outputs = [add(engine, 400, seed=seed) for seed in range(8)]
+    step(engine)
+    scheduler = engine.scheduler
+    each = engine.room.bytes_for(reach(400))
+    fitting = engine.room.limit // each
+    assert len(scheduler.running) + len(scheduler.prefilling) == fitting < ROWS
+    assert scheduler.promised == fitting * each
+    finish(engine)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 8
+    assert scheduler.promised == 0
+
+
+def test_who_waits_for_memory_is_not_overtaken_by_those_who_need_less() -> None:
+    engine = short_engine([LONGEST])
+    first = add(engine, 300, SamplingParams(temperature=0, max_tokens=20))
+    long, late = add(engine, LONGEST - 10, seed=1), add(engine, 5, seed=2)
+    step(engine)
+    assert first.outputs[0].token_ids
+    assert engine.scheduler.may_begin == 0
+    while not long.outputs[0].token_ids:
+        assert not late.outputs[0].token_ids
+        step(engine)
+    finish(engine)
+    assert late.finished
+
+
+@pytest.mark.parametrize("wanted", [LONGEST, 10**6, 2**31 - 1])
+def test_who_asks_for_the_longest_answer_gets_the_whole_memory_and_no_more(wanted: int) -> None:
+    engine = short_engine([LONGEST])
+    params = SamplingParams(temperature=0, max_tokens=wanted)
+    outputs = [add(engine, LONGEST - 5, params, seed) for seed in range(2)]
+    step(engine)
+    assert [sequence.reach for sequence in engine.scheduler.prefilling] == [LONGEST]
+    finish(engine)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
+
+
+def test_free_rows_make_way_those_first_that_were_of_no_use_for_the_longest_time() -> None:
+    engine = short_engine([LONGEST])
+    for seed in (1, 2, 3):
+        add(engine, 300, seed=seed)
+        finish(engine)
+    held = [len(each.tokens) for each in engine.scheduler.free.rows]
+    assert sorted(held) == [0, 0, 0, 302, 302, 302]
+    add(engine, 700, seed=4)  # what is left of the memory holds one of them beside it
+    finish(engine)
+    kept = [each.tokens[:300] for each in engine.scheduler.free.rows if each.tokens]
+    assert prompt_of(300, 1) not in kept
+    assert prompt_of(300, 3) in kept
+    again = add(engine, 300, seed=3)
+    finish(engine)
+    assert again.cached_tokens == 299
+
+
+def test_a_row_that_cannot_stay_to_be_copied_is_taken_as_it_is() -> None:
+    engine = short_engine([LONGEST])
+    text = add(engine, 900, seed=1)
+    finish(engine)
+    prompt = [*prompt_of(800, 1), *prompt_of(500, 2)]
+    next_one = engine.add(Request(prompt, GREEDY))
+    finish(engine)
+    assert text.finished
+    assert next_one.cached_tokens == 800
+    roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
+    assert answers([next_one]) == answers(run(roomy, [prompt], [GREEDY]))
+
+
+def test_a_request_that_ends_early_leaves_its_memory_to_the_next() -> None:
+    engine = short_engine([LONGEST])
+    add(engine, 300, SamplingParams(temperature=0, max_tokens=10**6), request_id="gone")
+    next_one = add(engine, 300, SamplingParams(temperature=0, max_tokens=10**6, stop_token_ids=tuple(range(VOCAB))))
+    step(engine)
+    assert engine.scheduler.may_begin == 0
+    engine.abort("gone")
+    step(engine)
+    assert next_one.outputs[0].token_ids
+    finish(engine)
+    assert memory_of(engine) < engine.room.limit // 2
+
+
+def test_a_row_that_could_not_begin_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = short_engine([LONGEST])
+    add(engine, 300, seed=1)
+    finish(engine)
+    set_row = engine.batch.set_row
+    monkeypatch.setattr(engine.batch, "set_row", lambda *_: 1 / 0)
+    failed = add(engine, 1000, seed=2)
+    step(engine)
+    assert failed.outputs[0].finish_reason == "error"
+    engine.scheduler.check_integrity()
+    monkeypatch.setattr(engine.batch, "set_row", set_row)
+    whole = add(engine, LONGEST - 5, seed=3)
+    finish(engine)
+    assert whole.outputs[0].error is None
+
+
+def test_what_an_interrupt_leaves_behind_is_given_back() -> None:
+    engine = short_engine([LONGEST])
+    for seed in range(3):
+        add(engine, 300, SamplingParams(temperature=0, max_tokens=100), seed)
+    step(engine)
+    engine.clear()
+    engine.scheduler.check_integrity()
+    assert memory_of(engine) == 0
+    last = add(engine, LONGEST - 5)
+    finish(engine)
+    assert last.finished
+
+
+def test_measuring_costs_takes_no_more_than_there_is_and_gives_it_back() -> None:
+    engine = short_engine([LONGEST], num_speculative_tokens="auto", drafter="ngram")
+    assert engine.models.costs
+    assert memory_of(engine) == 0
+    short = add(engine, 20)
+    finish(engine)
+    assert short.finished
+
+
+def test_one_longest_row_has_to_fit_and_all_rows_while_they_are_short() -> None:
+    model, options = ToyModel(max_positions=LONGEST), {"max_model_len": LONGEST}
+    limit = limit_for([LONGEST], model, **options)
+    make_engine(model, max_batch_size=ROWS, memory_limit=limit, **options)
+    with pytest.raises(CapacityError, match=r"one row of max_model_len=1500 tokens .*: 1 rows of this length"):
+        make_engine(model, max_batch_size=ROWS, memory_limit=limit - 1, **options)
+    with pytest.raises(CapacityError, match=r"max_batch_size=60 rows of 128 .* lower max_batch_size or max_model_len"):
+        make_engine(model, max_batch_size=60, memory_limit=limit, **options)
+
+
+def test_the_start_line_says_that_rows_may_wait_for_memory() -> None:
+    assert "6 rows of 1500 tokens (they grow: 1 of that length at once, 0.00 GiB)" in short_engine([LONGEST]).describe()
+    roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
+    assert "rows of 1500 tokens (0.00 GiB)," in roomy.describe()
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
+    model = FlatToy(max_positions=LONGEST)
+    options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST}
+    limit = limit_for([LONGEST, 300], model, **options) if limited else None
+    engine = make_engine(model, **options, memory_limit=limit)
+    assert engine.filled == Filled(0, 0, 0, engine.room.limit)
+    of = engine.room.bytes_for
+    outputs = [
+        add(
+            engine,
+            size,
+            seed=size,
+        )
+        for size in (300, 20)
+    ]
+    engine.step()
+    lengths = engine.batch.lengths[:2]
+    assert engine.filled == Filled(sum(map(of, lengths)), 0, 0, engine.room.limit)
+    assert engine.filled.share == engine.filled.rows / engine.room.limit > 0
+    while not all(output.finished for output in outputs):
+        engine.step()
+    ended = engine.filled
+    assert ended.rows == ended.share == 0
+    assert of(300) + of(20) <= ended.prefixes <= of(reach(300)) + of(reach(20))
+    text = Text(prompt_of(600))
+    engine.scorer.add([text])
+    while not text.finished:
+        engine.score_some()
+    assert engine.filled == replace(ended, scored=engine.scorer.bytes_held)
+    assert engine.filled.scored >= of(599)
+
+
+@pytest.mark.parametrize("kind", [ToyModel, FlatToy])
+def test_guesses_beyond_a_rows_end_have_their_place(kind: type[ToyModel]) -> None:
+    """An answer's last tokens are verified beside guesses that nobody will want, at the border of a page."""
+    options: dict[str, Any] = {"max_model_len": LONGEST, "drafter": "model"}
+    options |= {"max_batch_size": ROWS, "num_speculative_tokens": MAX_SPECULATION_LENGTH}
+    target, draft = kind(max_positions=LONGEST), kind(max_positions=LONGEST, blur=0.05)
+    limit = limit_for([LONGEST, 256], target, draft, **options)
+    engine = make_engine(target, draft, memory_limit=limit, **options)
+    assert engine.room.is_short
+    outputs = [add(engine, size, seed=size) for size in (250, 253, 254, 256, LONGEST - 2)]
+    finish(engine)
+    expected = run(
+        make_engine(target, max_model_len=LONGEST), [one.prompt_token_ids for one in outputs], [GREEDY] * len(outputs)
+    )
+    assert answers(outputs) == answers(expected)

@@ -1,0 +1,127 @@
+"""Rows take the memory that they use, and give back what they no longer need; counted by the system, page by page."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core import row_tables
+from paceline.core.cache import KVCache
+from paceline.core.row_tables import GROWS, RowTables
+from paceline.errors import CapacityError
+
+pytestmark = pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+
+LAYERS, ROWS, HEADS, POSITIONS, DIM = 2, 5, 3, 900, 16
+PAGE = mmap.PAGESIZE
+
+
+def taken(*tables: Tensor) -> int:
+    """Bytes of memory that the system has given for these, pages of zeros that were only read not counted.
+
+    Of each page /proc/self/pagemap says whether it is there (bit 63), and nobody else's (56), as that of zeros is.
+    """
+    pages = 0
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        for table in tables:
+            file.seek(table.data_ptr() // PAGE * 8)
+            entries = array("Q", file.read(table.nbytes // PAGE * 8))
+            pages += sum(entry >> 63 & entry >> 56 & 1 for entry in entries)
+    return pages * PAGE
+
+
+def cache_of(positions: int = POSITIONS, dim: int = DIM) -> KVCache:
+    return KVCache(LAYERS, ROWS, HEADS, positions, dim)
+
+
+def fill(cache: KVCache, row: int, first: int, stop: int) -> None:
+    places = torch.arange(first, stop)[None]
+    index = cache.write_index(row, places)
+    for layer in range(LAYERS):
+        kept = torch.randn(1, HEADS, stop - first, cache.keys.shape[-1])
+        cache.write(layer, index, kept, -kept)
+
+
+def bytes_of(positions: int, dim: int = DIM) -> int:
+    return KVCache.row_bytes(2, (LAYERS, HEADS, dim), positions, torch.float32)
+
+
+@pytest.mark.parametrize("dim", [16, 20, 80])
+def test_a_row_takes_the_memory_of_what_it_holds(dim: int) -> None:
+    cache = cache_of(dim=dim)
+    assert taken(*cache.tables) == 0
+    fill(cache, 1, 0, 1)
+    assert taken(*cache.tables) == bytes_of(1, dim) == 2 * LAYERS * HEADS * PAGE
+    fill(cache, 3, 0, 301)
+    assert taken(*cache.tables) == bytes_of(1, dim) + bytes_of(300, dim)
+
+
+@pytest.mark.parametrize("dim", [16, 20, 80])
+def test_a_row_that_shrinks_gives_its_memory_back_and_keeps_what_it_holds(dim: int) -> None:
+    cache = cache_of(dim=dim)
+    for row in range(ROWS):
+        fill(cache, row, 0, POSITIONS + 1)
+    before = cache.keys.clone(), cache.values.clone()
+    cache.resize(2, 200)
+    assert taken(*cache.tables) == 4 * bytes_of(POSITIONS, dim) + bytes_of(200, dim)
+    for now, then in zip(cache.tables, before, strict=True):
+        assert torch.equal(now[:, 2, :, :200], then[:, 2, :, :200])
+        others = [0, 1, 3, 4]
+        assert torch.equal(now[:, others], then[:, others])
+    cache.resize(2, 0)
+    assert taken(*cache.tables) == 4 * bytes_of(POSITIONS, dim)
+    assert not cache.keys[:, 2].any()
+
+
+def test_what_lies_beyond_a_rows_end_takes_no_memory_and_overwrites_nothing() -> None:
+    cache = cache_of()
+    for row in range(ROWS):
+        cache.resize(row, 0)
+    cache.resize(1, 100)
+    fill(cache, 1, 0, 100)
+    held = cache.keys[:, 1, :, :100].clone()
+    fill(cache, 1, 100, 700)
+    assert torch.equal(cache.keys[:, 1, :, :100], held)
+    assert taken(*cache.tables) == bytes_of(100)
+    cache.keep(torch.tensor([1]), torch.tensor([90]), torch.tensor([[40, 500]]))
+    assert taken(*cache.tables) == bytes_of(100)
+
+
+def test_rows_that_change_places_take_no_more_memory_than_before() -> None:
+    cache, draw = cache_of(), random.Random(3)
+    text: list[Tensor] = []
+    for row in range(ROWS):
+        size = draw.randrange(POSITIONS)
+        cache.resize(row, size)
+        fill(cache, row, 0, size)
+        text.append(cache.keys[:, row, :, :size].clone())
+    for _ in range(30):
+        one, other = draw.sample(range(ROWS), 2)
+        cache.swap_rows(one, other, max(cache.sizes[one], cache.sizes[other]))
+        text[one], text[other] = text[other], text[one]
+        assert taken(*cache.tables) <= sum(map(bytes_of, cache.sizes))
+    for row, kept in enumerate(text):
+        assert cache.sizes[row] == kept.shape[2]
+        assert torch.equal(cache.keys[:, row, :, : cache.sizes[row]], kept)
+
+
+def test_tables_are_reserved_and_not_counted_as_memory_until_they_are_used() -> None:
+    tables = RowTables(1, (1, 1024, 1, 2**20, 64), torch.float32, torch.device("cpu"))
+    assert tables.tables[0].nbytes > 2**38
+    tables.tables[0][0, 1023, 0, 5] = 1
+    assert tables.tables[0][0, 1023, 0, :7, 0].tolist() == [0, 0, 0, 0, 0, 1, 0]
+
+
+def test_a_system_without_address_space_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(row_tables.mmap, "mmap", refuse)
+    with pytest.raises(CapacityError, match=r"address space .* lower max_batch_size or max_model_len, .*overcommit"):
+        cache_of()

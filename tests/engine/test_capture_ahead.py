@@ -1,0 +1,267 @@
+"""Rounds captured before requests come: which, in which order, until when; and that nothing else changes.
+
+There is no CUDA here: what stands in for a graph runs its program again when it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_device_round import EOS, PARAMS, PROMPTS, engine_on
+
+from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.core.batch import Batch
+from paceline.core.rows import NOTHING, Asks
+from paceline.engine.device_round import MISSED, DeviceRound, Rule
+from paceline.engine.engine import Engine
+from paceline.engine.pipeline import likely_lengths
+from paceline.kernels.attention import make_backend
+from paceline.kernels.gpu import ahead
+from paceline.kernels.gpu.graphs import Graphs, Named, Program
+from paceline.lengths import FixedLength, LengthPolicy
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.base import FIRST, BassLength, ProfiledLength
+from paceline.lengths.belief import LONGEST_AUTO
+from paceline.lengths.calibration import Grid
+from paceline.models.decoder import Decoder
+from toy import VOCAB, ToyModel, answers, make_engine, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CUTS = Asks(cuts=True)
+PLENTY = 1e9  # seconds
+CHATS = [replace(each, top_p=0.8) if place % 3 == 1 else each for place, each in enumerate(PARAMS)]
+
+
+class Practised:
+    """In place of a CUDA graph: replayed, the program runs again and its result goes where it went first."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.result = program, program()
+
+    def replay(self) -> None:
+        self.result.copy_(self.program())
+
+
+class Machine:
+    """What captures took: each a second and a byte of ``memory``."""
+
+    def __init__(self) -> None:
+        self.captures, self.memory = 0, 10**6
+
+    def capture(self, graphs: Graphs, program: Program) -> tuple[Practised, torch.Tensor, int]:
+        self.captures += 1
+        with graphs._idle():
+            graph = Practised(program)
+        return graph, graph.result, 0
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Rounds of the device are captured, in a time and with a memory that are known."""
+    made, begin = Machine(), Graphs.__init__
+
+    def begin_capturing(graphs: Graphs, *given: Any, **more: Any) -> None:
+        begin(graphs, *given, **more)
+        graphs.captures = True
+
+    monkeypatch.setattr(Graphs, "__init__", begin_capturing)
+    monkeypatch.setattr(Graphs, "_capture", lambda graphs, program: made.capture(graphs, program))
+    monkeypatch.setattr(ahead, "available_memory", lambda _device: made.memory - made.captures)
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=lambda: float(made.captures)))
+    return made
+
+
+def graphs_of(engine: Engine) -> Graphs:
+    assert engine._player is not None
+    return engine._player.graphs
+
+
+def player(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
+    backend = make_backend("padded", torch.device("cpu"))
+    target, drafting = (Decoder(ToyModel(max_positions=positions), backend, rows, positions, VOCAB) for _ in range(2))
+    return DeviceRound(target, drafting if draft else None, Batch(rows, positions, VOCAB), Rule())
+
+
+def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:
+    return [key for key, _ in rounds.likely(partial(likely_lengths, policy))]
+
+
+# --- what comes first -------------------------------------------------------------------------------------------------
+
+
+def test_one_row_and_all_rows_come_first_and_every_length_has_its_turn_with_all_of_them() -> None:
+    keys = likely(player(5), FixedLength(2))
+    lines = [(k, bucket, asks) for asks in (NOTHING, CUTS) for k in (2, 1, 0) for bucket in (1, 5, 2, 4)]
+    assert keys == [(bucket, k, 97, asks) for k, bucket, asks in lines]
+
+
+def test_short_texts_come_first_where_attention_pays_for_the_longest() -> None:
+    keys = likely(player(1, positions=600), FixedLength(1))
+    assert keys == [(1, k, span, asks) for span in (256, 512, 601) for asks in (NOTHING, CUTS) for k in (1, 0)]
+
+
+def test_a_draft_model_that_falls_behind_has_its_programs_before_rarer_requests() -> None:
+    keys = likely(player(2), LengthPolicy())
+    rounds = [(bucket, k, 97) for k in range(MAX_SPECULATION_LENGTH + 1) for bucket in (1, 2)]
+    missed = [("catch up", bucket, width, 97) for width in MISSED for bucket in (1, 2)]
+    assert keys == [*((*each, NOTHING) for each in rounds), *missed, *((*each, CUTS) for each in rounds)]
+
+
+def test_without_guesses_there_are_plain_rounds_alone() -> None:
+    assert likely(player(1, draft=False), LengthPolicy()) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
+    assert likely(player(1), FixedLength(0)) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "most"),
+    [
+        (FixedLength(4), [4, 3, 2, 1, 0], 4),
+        (BassLength(), [FIRST, FIRST - 1, FIRST + 1, FIRST - 2], MAX_SPECULATION_LENGTH),
+        (ProfiledLength({1: 5, 8: 2}), [2, 1, 3, 0, 4, 5], 5),
+        (AutoLength.__new__(AutoLength), [0, 1, 2, 3], LONGEST_AUTO),
+    ],
+)
+def test_policies_tell_all_their_lengths_the_likeliest_first(policy: LengthPolicy, first: list[int], most: int) -> None:
+    told = likely_lengths(policy, 8)
+    assert told[: len(first)] == first
+    assert sorted(told) == list(range(most + 1))
+
+
+# --- until when -------------------------------------------------------------------------------------------------------
+
+
+def programs(count: int) -> list[Named]:
+    return [(number, lambda: torch.zeros(1)) for number in range(count)]
+
+
+@pytest.fixture
+def graphs() -> Graphs:
+    return Graphs(torch.device("cpu"))
+
+
+def test_all_are_captured_where_there_is_time_and_memory(graphs: Graphs) -> None:
+    done = ahead.capture_ahead(graphs, programs(5), PLENTY)
+    assert done == ahead.Ahead(5, 5.0)
+    assert str(done) == "5 programs captured ahead as graphs in 5.0 s: all that are likely"
+    assert sorted(graphs.keys, key=str) == list(range(5))
+
+
+@pytest.mark.parametrize(("seconds", "captured"), [(0, 0), (2.5, 3), (3, 3)])
+def test_the_time_ends_it(graphs: Graphs, seconds: float, captured: int) -> None:
+    done = ahead.capture_ahead(graphs, programs(5), seconds)
+    assert (done.captured, done.left) == (captured, 5 - captured)
+    assert len(graphs.keys) == captured
+    assert f"{5 - captured} likely ones are left to their first use" in str(done)
+    assert str(done).endswith(f"no more than {seconds:g} s were given")
+
+
+def test_memory_ends_it(graphs: Graphs, machine: Machine) -> None:
+    machine.memory = 10
+    done = ahead.capture_ahead(graphs, programs(9), PLENTY)
+    assert (done.captured, done.left) == (6, 3), "the one that takes it below half is the last"
+    assert "less than 50% is left of the memory" in str(done)
+
+
+def test_nothing_is_forgotten_for_what_nobody_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 4)
+    graphs.run("used", lambda: torch.zeros(1))
+    done = ahead.capture_ahead(graphs, programs(9), PLENTY)
+    assert (done.captured, done.left) == (3, 6)
+    assert "graphs are kept at a time" in str(done)
+    assert graphs.keys == [2, 1, 0, "used"], "the likeliest is forgotten last of those that nobody has used"
+
+
+def test_what_has_been_captured_is_not_captured_again(graphs: Graphs, machine: Machine) -> None:
+    for key in (1, 3):
+        graphs.run(key, lambda: torch.zeros(1))
+    assert ahead.capture_ahead(graphs, programs(5), PLENTY).captured == 3
+    assert ahead.capture_ahead(graphs, programs(5), PLENTY) == ahead.Ahead(0, 0.0)
+    assert machine.captures == 5
+
+
+def test_progress_sees_what_is_to_be_captured(graphs: Graphs) -> None:
+    seen: list[Hashable] = []
+
+    def progress(wanted: Sequence[Named]) -> Iterable[Named]:
+        seen.extend(key for key, _ in wanted)
+        return wanted
+
+    graphs.run(1, lambda: torch.zeros(1))
+    ahead.capture_ahead(graphs, programs(3), PLENTY, progress)
+    assert seen == [0, 2]
+
+
+# --- then requests come -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_requests_need_nothing_that_was_not_captured(machine: Machine, drafter: str, k: int) -> None:
+    """As many as there are rows, more, and one alone; each ends somewhere else."""
+    engine = engine_on("device", drafter=drafter, num_speculative_tokens=k, max_batch_size=5)
+    done = engine.capture_ahead(PLENTY)
+    assert done is not None
+    assert done.left == 0
+    known = machine.captures
+    for some in (slice(5), slice(None), slice(3, 4)):
+        run(engine, PROMPTS[some], [replace(each, n=1) for each in CHATS[some]])
+    assert machine.captures == known == len(graphs_of(engine).keys)
+
+
+@pytest.mark.parametrize("k", [0, 4, pytest.param("bass", marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("model", ["toy", "llama"])
+def test_answers_are_the_same(machine: Machine, model: str, k: int | str) -> None:
+    """Also of prompts that go on where rows that nobody has any more ended, some of them full."""
+    full = SamplingParams(max_tokens=500, ignore_eos=True, seed=3)
+    found = []
+    for seconds in (PLENTY, 0):
+        engine = engine_on("device", model, num_speculative_tokens=k, prefix_cache=True)
+        before = answers(run(engine, [*PROMPTS[:3], PROMPTS[5]], [*CHATS[:3], full]))
+        captured, state = machine.captures, [engine.batch.tokens.clone(), engine.batch.length.clone()]
+        done = engine.capture_ahead(seconds)
+        assert done is not None
+        assert done.captured == machine.captures - captured
+        assert (done.captured == 0) == (seconds == 0)
+        assert all(map(torch.equal, state, [engine.batch.tokens, engine.batch.length]))
+        more = [prompt + answer[0][:-1] for prompt, answer in zip(PROMPTS[:3], before, strict=False)]
+        found.append([before, answers(run(engine, [*more, *PROMPTS], [*CHATS[:3], *CHATS]))])
+    assert found[0] == found[1]
+
+
+def test_costs_are_measured_before_and_after(machine: Machine) -> None:
+    """What calibration has captured is not captured again, and its rows are not in the way."""
+    engine = engine_on("device", num_speculative_tokens="auto")
+    measured = machine.captures
+    assert measured > 0
+    done = engine.capture_ahead(PLENTY)
+    assert done is not None
+    assert machine.captures == len(graphs_of(engine).keys) == measured + done.captured
+    engine.measure_costs(Grid((1, 4), (0, 3), seconds=0))
+    assert machine.captures == measured + done.captured
+    plain = engine_on("host", drafter=None, num_speculative_tokens=0)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+
+
+def test_there_are_never_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 12)
+    engine = engine_on("device")
+    done = engine.capture_ahead(PLENTY)
+    assert done is not None
+    assert done.left > 0
+    found = answers(run(engine, PROMPTS, CHATS))
+    assert len(graphs_of(engine).keys) == done.captured == 12
+    assert found == answers(run(engine_on("host"), PROMPTS, CHATS))
+
+
+def test_where_nothing_is_captured_there_is_nothing_to_tell() -> None:
+    engine = engine_on("device")
+    graphs_of(engine).captures = False
+    assert engine.capture_ahead(PLENTY) is None
+    assert make_engine(ToyModel(), eos=EOS, rounds="host").capture_ahead(PLENTY) is None

@@ -1,0 +1,360 @@
+"""What is prefilled next, and how much of it: by time, shortest first, nobody starved."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from paceline import LLM
+from paceline.cli.batch import running
+from paceline.cli.jobs import Job, run_jobs
+from paceline.config import EngineConfig, SamplingParams, ServerConfig
+from paceline.core.batch import Batch
+from paceline.engine.chunks import Chunks, Part, Speed
+from paceline.engine.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.models.decoder import Decoder
+from toy import FlatToy, ToyModel, make_engine, make_request, slow_answer
+from toy_llm import toy_llm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass
+class Text:
+    prefill_stop: int
+    prefilled: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
+    waits: bool = False
+
+    @property
+    def feeding_order(self) -> tuple[int, int]:
+        return self.priority, self.prefill_stop - self.prefilled
+
+
+def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> Chunks:
+    chunks = Chunks(most, pause)
+    chunks.speed.learn([Part(0, 0, 10)], 10 * seconds_per_token)
+    return chunks
+
+
+def sizes(parts: list[Part]) -> dict[int, int]:
+    return {part.place: part.size for part in parts}
+
+
+# --- by time ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.001, 80), (0.01, 8), (0.00001, 1024), (5.0, 1)])
+def test_a_chunk_takes_as_long_as_a_row_that_decodes_may_pause(rate: float, size: int) -> None:
+    assert sizes(chunks_at(rate).choose([Text(5000)], decoding=True)) == {0: size}
+
+
+def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> None:
+    chunks = chunks_at(0.001)
+    chunks.round_seconds = 0.03
+    assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 50}
+    chunks.round_seconds = 0.5
+    assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 25}
+
+
+def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
+    """Where a pass of whatever size takes longer than its share of a pause: 60 ms, and 4 ms a token."""
+    chunks, prompt, passes = Chunks(1024, 0.1), Text(1500), []
+    chunks.round_seconds = 0.065
+    while prompt.prefilled < prompt.prefill_stop:
+        (part,) = chunks.choose([prompt], decoding=bool(passes))
+        passes.append(part.size)
+        prompt.prefilled = part.stop
+        chunks.speed.learn([part], 0.06 + 0.004 * part.size)
+    assert min(passes[:-1]) >= 4
+    assert 0.04 < chunks.speed.per_pass < 0.08
+
+
+def test_what_a_pass_takes_is_known_from_small_chunks_and_what_a_token_takes_from_others() -> None:
+    speed = Speed()
+    for _ in range(20):
+        speed.learn([Part(0, 0, 400)], 0.06 + 0.4)
+        speed.learn([Part(0, 0, 10)], 0.06 + 0.01)
+    assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.05)
+    assert speed.per_pass == pytest.approx(0.06, rel=0.05)
+
+
+def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener_as_large_as_allowed() -> None:
+    assert sizes(chunks_at(0.001).choose([Text(5000)], decoding=False)) == {0: 500}
+    assert sizes(chunks_at(0.001, pause=None).choose([Text(5000)], decoding=True)) == {0: 1024}
+    unawaited = chunks_at(0.001)
+    unawaited.awaited = False
+    assert sizes(unawaited.choose([Text(5000)], decoding=True)) == {0: 1024}
+    assert sizes(Chunks(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
+
+
+def test_before_anything_is_known_a_chunk_is_small() -> None:
+    assert 1 <= sizes(Chunks(1024, 0.1).choose([Text(5000)], decoding=True))[0] <= 64
+
+
+def test_the_speed_is_learned_by_position_and_one_stall_is_only_half_believed() -> None:
+    speed = Speed()
+    speed.learn([Part(0, 0, 100)], 0.1)
+    assert speed.seconds_per_token(0) == speed.seconds_per_token(9000) == pytest.approx(0.001)
+    for _ in range(20):
+        speed.learn([Part(0, 5000, 5100)], 0.8)
+    assert speed.seconds_per_token(0) == pytest.approx(0.001)
+    assert speed.seconds_per_token(5050) == pytest.approx(0.008, rel=0.01)
+    speed.learn([Part(0, 0, 100)], 0.3)
+    assert speed.seconds_per_token(0) == pytest.approx(0.002)
+
+
+def test_a_chunk_of_several_prompts_teaches_all_their_positions() -> None:
+    speed = Speed()
+    for _ in range(30):
+        speed.learn([Part(0, 0, 50), Part(1, 4000, 4050)], 0.2)
+        speed.learn([Part(0, 0, 50)], 0.05)
+    assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.1)
+    assert speed.seconds_per_token(4000) == pytest.approx(0.003, rel=0.1)
+
+
+class Later:
+    """A chunk on a device that runs behind the host."""
+
+    def __init__(self) -> None:
+        self.took: float | None = None
+
+    def seconds(self) -> float | None:
+        return self.took
+
+
+def test_what_a_device_has_not_finished_is_learned_later_and_in_order() -> None:
+    chunks, first, second = chunks_at(0.001), Later(), Later()
+    chunks.watch([Part(0, 0, 100)], first)
+    chunks.watch([Part(0, 0, 100)], second)
+    second.took = 0.1
+    chunks.choose([Text(5000)], decoding=True)
+    assert chunks.speed.seconds_per_token(0) == pytest.approx(0.001)
+    first.took = 0.3
+    assert sizes(chunks.choose([Text(5000)], decoding=True))[0] < 100
+
+
+# --- whose ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_remaining_prompt_is_fed_first_and_others_fill_the_chunk() -> None:
+    prompts = [Text(5000), Text(30), Text(4000, prefilled=3960), Text(20)]
+    assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {3: 20, 1: 30, 2: 30}
+
+
+def test_no_chunk_is_wider_than_allowed_with_its_padding() -> None:
+    prompts = [Text(5000), Text(30), Text(35)]
+    assert sizes(chunks_at(0.00001, most=100).choose(prompts, decoding=True)) == {1: 30, 2: 35}
+
+
+def test_lower_priorities_come_before_shorter_prompts() -> None:
+    prompts = [Text(20), Text(5000, priority=-1)]
+    assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {1: 80}
+
+
+def test_who_waits_for_what_another_reads_is_not_fed() -> None:
+    prompts = [Text(90, waits=True), Text(90, 10), Text(90)]
+    assert sizes(chunks_at(0.0001).choose(prompts, decoding=True)) == {1: 80, 2: 90}
+
+
+def test_short_prompts_that_never_end_do_not_starve_a_long_one() -> None:
+    chunks, long = chunks_at(0.001), Text(5000, arrival_time=0.0)
+    for turn in range(1, 1000):
+        short = [Text(100, arrival_time=float(turn)) for _ in range(3)]
+        for part in chunks.choose([*short, long], decoding=True):
+            long.prefilled += part.size if part.place == 3 else 0
+        if long.prefilled == long.prefill_stop:
+            break
+    assert turn <= 4 * 63, "a quarter of all chunks are the oldest prompt's"
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+
+def engine_at(tokens: int, kind: type[ToyModel], **options: Any) -> Engine:
+    """Every chunk is of so many tokens, whatever the time says."""
+    engine = make_engine(kind(), kind(blur=0.3), drafter="model", attention="auto", longest_pause=0.1, **options)
+    engine.chunks.speed.learn([Part(0, 0, 10)], 10 * 0.1 / tokens)
+    engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
+    engine.chunks._seconds = lambda decoding: 0.1000001  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("kind", [ToyModel, FlatToy])
+def test_a_short_prompt_overtakes_long_ones_and_every_answer_stays_the_same(kind: type[ToyModel]) -> None:
+    engine = engine_at(4, kind, max_batch_size=6)
+    params = SamplingParams(max_tokens=40, seed=3)
+    stream = engine.add(Request([1, 2], params))
+    engine.step()
+    longs = [engine.add(Request([3 + i] * (50 + i), replace(params, max_tokens=5))) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+        engine.scheduler.check_integrity()
+    short = engine.add(Request([9] * 4, params))
+    steps = 0
+    while not short.outputs[0].token_ids:
+        engine.step()
+        engine.scheduler.check_integrity()
+        steps += 1
+    assert steps <= 2
+    assert not any(output.outputs[0].token_ids for output in longs)
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+    for output in (stream, short, *longs):
+        wanted = params if output in (stream, short) else replace(params, max_tokens=5)
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, wanted)
+
+
+def test_on_the_kernels_rows_change_places_without_their_caches_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_at(4, FlatToy, max_batch_size=4)
+    cache, params = engine.parts.target.cache, SamplingParams(max_tokens=4, seed=3)
+
+    def copied(*_: Any) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(cache, "copy_row", copied)
+    monkeypatch.setattr(cache, "swap_rows", copied)
+    outputs = [engine.add(Request([size] * size, params)) for size in (3, 20, 12, 2, 5, 1)]
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check_integrity()
+    for output in outputs:
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, params)
+
+
+# --- offline ----------------------------------------------------------------------------------------------------------
+
+LONG_PROMPTS = [[3 + i] * (150 - 4 * i) for i in range(4)]
+PARAMS = SamplingParams(max_tokens=30, seed=1)
+
+
+def slow_llm() -> LLM:
+    """Whose chunks would take 0.01 seconds a token: 8 tokens while a row decodes, 50 while none does."""
+    llm = toy_llm(num_speculative_tokens=0, longest_pause=0.1, prefill_chunk=64, prefix_cache=False)
+    llm.engine.chunks.speed.learn([Part(0, 0, 10)], 0.1)
+    llm.engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
+    return llm
+
+
+def passes(llm: LLM, work: Callable[[LLM], object]) -> list[int]:
+    """The widest part of every pass over prompts."""
+    target, widths = llm.engine.parts.target, []
+
+    def prefill_rows(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
+        widths.append(max(stop - start for start, stop in zip(starts, stops, strict=True)))
+        Decoder.prefill_rows(target, batch, rows, starts, stops)
+
+    target.prefill_rows = prefill_rows  # type: ignore[method-assign]
+    work(llm)
+    return widths
+
+
+def generate(llm: LLM, prompts: list[list[int]] = LONG_PROMPTS, params: SamplingParams = PARAMS) -> None:
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.outputs[0].token_ids == truth(tuple(output.prompt_token_ids))
+
+
+@functools.cache
+def truth(prompt: tuple[int, ...]) -> list[int]:
+    return slow_answer(ToyModel(max_positions=200), list(prompt), PARAMS)
+
+
+def stream(llm: LLM) -> None:
+    for _ in llm.stream(LONG_PROMPTS, PARAMS):
+        pass
+
+
+def generate_beside_a_stream(llm: LLM) -> None:
+    opened = llm.stream([1, 2], replace(PARAMS, max_tokens=190))
+    next(opened)
+    generate(llm)
+    opened.close()
+
+
+def serve(llm: LLM) -> None:
+    """As the server's thread does."""
+    engine = llm.engine
+    for prompt in LONG_PROMPTS:
+        engine.add(Request(prompt, PARAMS))
+    while engine.busy:
+        engine.step()
+
+
+def serve_a_file(llm: LLM) -> None:
+    """As in ``paceline batch``: lines come while others are played, and are written when they are whole."""
+
+    async def begin() -> None:
+        async with running(llm, ServerConfig()):
+            pass
+
+    asyncio.run(begin())
+    serve(llm)
+
+
+def test_offline_long_prompts_are_read_together_in_no_more_passes_than_one_after_the_other() -> None:
+    alone = sum(len(passes(slow_llm(), lambda llm: generate(llm, [prompt]))) for prompt in LONG_PROMPTS)  # noqa: B023
+    assert len(passes(slow_llm(), generate)) <= alone == 4 * 3
+
+
+def test_so_are_those_of_a_file_whoever_comes() -> None:
+    llm = slow_llm()
+    assert len(passes(llm, serve_a_file)) <= len(passes(slow_llm(), generate)) + 1, "one warms up"
+    assert llm.engine.scheduler.watched is False
+
+
+def generate_on_the_command_line(llm: LLM) -> None:
+    jobs = [Job("--prompt", PARAMS, prompt=prompt) for prompt in LONG_PROMPTS]
+    assert run_jobs(llm, jobs, lambda number, result: None, progress=False) == 0
+
+
+def test_so_are_those_of_paceline_generate() -> None:
+    llm = slow_llm()
+    assert len(passes(llm, generate_on_the_command_line)) == len(passes(slow_llm(), generate))
+    assert llm.engine.scheduler.closed is False
+
+
+@pytest.mark.parametrize("work", [stream, generate_beside_a_stream, serve])
+def test_where_somebody_looks_or_may_come_the_pause_counts(work: Callable[[LLM], object]) -> None:
+    widths = passes(slow_llm(), work)
+    assert len(widths) > 20
+    assert sum(width > 8 for width in widths) <= 5, "while no row decodes"
+
+
+def test_where_anybodys_time_is_limited_the_pause_counts() -> None:
+    limited = replace(PARAMS, time_budget=3600)
+    assert max(passes(slow_llm(), lambda llm: generate(llm, params=limited))[3:]) <= 8
+    mixed = [limited, PARAMS, PARAMS, PARAMS]
+    assert len(passes(slow_llm(), lambda llm: llm.generate(LONG_PROMPTS, mixed, use_tqdm=False))) > 12
+
+
+def test_a_call_leaves_no_trace_of_who_looked_at_it() -> None:
+    llm = slow_llm()
+    generate(llm)
+    assert len(passes(llm, stream)) > 20
+
+
+@pytest.mark.parametrize("pause", [0, -1, float("nan")])
+def test_a_pause_that_is_none_is_refused(pause: float) -> None:
+    with pytest.raises(ParameterError, match="longest_pause"):
+        EngineConfig(longest_pause=pause)
+
+
+def test_of_prompts_as_long_that_whose_time_budget_ends_first_is_read_first() -> None:
+    engine = make_engine(ToyModel(), prefill_chunk=4, max_batch_size=3)
+    budgets = (None, 1000.0, 500.0)
+    outputs = [
+        engine.add(make_request([1 + row] * 20, SamplingParams(max_tokens=40, ignore_eos=True, time_budget=budget)))
+        for row, budget in enumerate(budgets)
+    ]
+    while not all(output.outputs[0].token_ids for output in outputs):
+        engine.step()
+    begun = [output.outputs[0].metrics.first_token or 0.0 for output in outputs]
+    assert begun[2] < min(begun[:2])

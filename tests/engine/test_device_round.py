@@ -1,0 +1,606 @@
+"""Rounds that the device plays alone give what ordinary rounds give, and never ask the host for anything.
+
+Everything here runs on the CPU, where the same program runs eagerly; tests/kernels/gpu plays it as graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft
+from paceline.core.outputs import CompletionOutput
+from paceline.core.rows import Asks, RowState
+from paceline.core.sampling import sequence_seed
+from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup
+from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.kernels.attention.reference import ReferenceAttention
+from paceline.kernels.gpu.graphs import Graphs, Nobody, Ring, Ticket, Upload
+from paceline.kernels.gpu.lookup import copied
+from paceline.kernels.gpu.ops import RoundOps, TritonOps, TwinOps
+from paceline.kernels.gpu.state import read_record, read_trees
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.cost import CostModel
+from paceline.models.base import Model
+from paceline.models.decoder import Decoder
+from simulation import linear_costs
+from toy import (
+    POSITIONS,
+    VOCAB,
+    FlatToy,
+    RandomCaps,
+    RandomLength,
+    RandomSelection,
+    Scripted,
+    ToyModel,
+    answers,
+    make_engine,
+    run,
+    tiny_llama,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = (0, 22)
+_rng = random.Random(6)
+PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
+TEMPERATURES = (0, 1.0, 0.7, 1.3, 0, 2.0, 1.0, 0.5, 0, 1.0)
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=24 - i, seed=i, n=1 + (i == 1), stop_token_ids=(5,) if i == 3 else ())
+    for i, t in enumerate(TEMPERATURES)
+]
+MODELS: dict[str, tuple[Callable[[], Model], Callable[[], Model]]] = {
+    "toy": (ToyModel, lambda: ToyModel(blur=0.3)),
+    "llama": (tiny_llama, lambda: tiny_llama(1)),
+}
+
+
+def engine_on(rounds: str, model: str = "toy", **options: Any) -> Engine:
+    target, draft = MODELS[model]
+    options = {"drafter": "model", "num_speculative_tokens": 4, "attention": "padded"} | options
+    return make_engine(target(), draft(), eos=EOS, rounds=rounds, **options)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails at whatever makes a device tell the host something, or copies between them; ``allowed`` lifts it."""
+
+    FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_unique2", "masked_select")
+    METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = False
+        self._patches = [mock.patch.object(Tensor, name, self._watched(getattr(Tensor, name))) for name in self.METHODS]
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any) -> Any:
+            assert self.allowed, f"the host reads a tensor: {method}"
+            return method(tensor, *args)
+
+        return call
+
+    def __enter__(self) -> NoHostReads:
+        for patch in self._patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for patch in self._patches:
+            patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        moved = name == "_to_copy" and (kwargs or {}).get("device") is not None
+        masked = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert self.allowed or not (name in self.FORBIDDEN or moved or masked), f"the host reads the device: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+# --- the same answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 7, "bass"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_device_alone_gives_what_ordinary_rounds_give(model: str, k: int | str) -> None:
+    found, expected = [
+        answers(run(engine_on(rounds, model, num_speculative_tokens=k), PROMPTS, PARAMS))
+        for rounds in ("device", "host")
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize("k", [1, 4, "bass"])
+@pytest.mark.parametrize("model", MODELS)
+def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
+    """Rows at a temperature keep their law (test_lossless.py), but their last rounds may have other lengths."""
+    options = {"num_speculative_tokens": k, "acceptance": "rejection"}
+    found, expected = [answers(run(engine_on(r, model, **options), PROMPTS, PARAMS)) for r in ("device", "host")]
+    for one, other, params in zip(found, expected, PARAMS, strict=True):
+        assert one == other or params.temperature > 0
+
+
+@pytest.mark.parametrize("policy", [RandomLength, RandomCaps])
+def test_lengths_that_change_every_round_and_rows_that_wait_for_a_place_change_nothing(
+    policy: Callable[[], Any],
+) -> None:
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
+    engine.parts.policy = policy()
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+
+
+def test_auto_learns_one_round_late_from_the_rounds_that_are_played() -> None:
+    """Rows wait, move and end while rounds are in flight. Its costs are of such rounds: nobody has to time them."""
+    engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)
+    policy, late, judged = engine.parts.policy, [], []
+    assert isinstance(policy, AutoLength)
+    assert not policy.costs.table.draft_step[0]
+    policy.costs = CostModel(linear_costs(token=0.3), whole=True)
+    observe, learn = policy.observe, policy.drafted.learn
+    policy.observe = lambda *given: (late.append(len(policy._chosen)), observe(*given))[1]  # type: ignore[method-assign]
+    policy.drafted.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
+    plain = make_engine(ToyModel(), eos=EOS)
+    outputs = run(engine, PROMPTS, PARAMS)
+    assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
+    assert late.count(2) > len(late) / 2
+    assert len(policy._chosen) == engine.scheduler.in_flight == 0
+    kept = sum(answer.metrics.accepted for output in outputs for answer in output.outputs)
+    assert sum(right for line in judged for _, right in line) >= kept > 20  # what was cut is right, too
+    assert policy.drafted.chance == pytest.approx(sum(r for x in judged for _, r in x) / sum(map(len, judged)), abs=0.2)
+
+
+@pytest.mark.parametrize("when", ["its rows have left", "everything was cleared"])
+def test_auto_forgets_a_round_that_nobody_is_left_for(when: str) -> None:
+    engine = engine_on("device", num_speculative_tokens="auto")
+    policy = engine.parts.policy
+    assert isinstance(policy, AutoLength)
+    request = Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0), request_id="x")
+    engine.add(request)
+    engine.step()
+    assert len(policy._chosen) == 1
+    if when == "everything was cleared":
+        engine.clear()
+    else:
+        chosen, choose = [], policy.choose
+        policy.choose = lambda batch: (choose(batch), chosen.append(policy._round))[0]  # type: ignore[func-returns-value, method-assign]
+        engine.abort("x")
+        engine.add(replace(request, request_id="y"))
+        engine.step()
+        engine.step()
+        assert list(policy._chosen) == chosen[-1:]
+        engine.clear()
+    assert not policy._chosen
+
+
+def test_auto_measures_what_the_device_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[int, int]] = []
+    play = DeviceRound.play
+    monkeypatch.setattr(DeviceRound, "play", lambda *given: (played.append(given[1:3]), play(*given))[1])
+    engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=2)
+    assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(played)
+    assert engine.batch.rows == 0
+    assert engine.identity().attention != engine_on("host").identity().attention
+    found = answers(run(engine, PROMPTS, PARAMS))
+    assert found == answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("needs_host", [False, True])
+@pytest.mark.parametrize("reads_prompts", [True, False])
+def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool, needs_host: bool) -> None:
+    """With the target as its own drafter, one stale key anywhere would cost acceptance.
+
+    Of prompts that it did not read it lacks everything, and while a row needs the host that plays for all.
+    """
+    engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
+    rng = random.Random(0)
+    engine.parts.policy = RandomLength()
+    engine.parts.policy.choose = lambda batch: Wish(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
+    engine.parts.policy.hopeful = lambda _: reads_prompts  # type: ignore[method-assign]
+    params = [
+        SamplingParams(seed=i, max_tokens=60, logit_bias={2: 1.0} if needs_host and i == 4 else {}) for i in range(9)
+    ]
+    outputs = run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params)
+    drafted = sum(output.outputs[0].metrics.drafted for output in outputs)
+    assert drafted == sum(output.outputs[0].metrics.accepted for output in outputs) > 0
+
+
+SPECIAL = [
+    SamplingParams(max_tokens=20, seed=50, top_k=5, temperature=0.9),
+    SamplingParams(max_tokens=20, seed=51, presence_penalty=1.0, frequency_penalty=0.3),
+    SamplingParams(max_tokens=20, seed=52, logprobs=2),
+    SamplingParams(max_tokens=20, seed=53, min_tokens=9, top_p=0.7),
+    SamplingParams(max_tokens=20, seed=54, min_p=0.1, repetition_penalty=1.4, logprobs=6),
+    SamplingParams(max_tokens=20, seed=55, temperature=0, frequency_penalty=1.5),
+]
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_cuts_penalties_and_logprobs_are_the_devices_too(k: int, acceptance: str) -> None:
+    """Under the rejection rule only greedy rows are the same, whatever the lengths of their last rounds."""
+    prompts, params = [*PROMPTS[:4], *PROMPTS[: len(SPECIAL)], *PROMPTS[4:6]], [*PARAMS[:4], *SPECIAL, *PARAMS[4:6]]
+    outputs = []
+    for rounds in ("device", "host"):
+        engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
+        with mock.patch.object(Engine, "_play_on_host", autospec=True, side_effect=Engine._play_on_host) as by_host:
+            outputs.append(run(engine, prompts, params))
+        assert by_host.called == (rounds == "host")
+    for found, expected, each in zip(*outputs, params, strict=True):
+        if acceptance == "coupled" or each.temperature == 0:
+            for one, other in zip(found.outputs, expected.outputs, strict=True):
+                assert one.token_ids == other.token_ids
+                assert _logprobs(one) == _logprobs(other)
+
+
+def _logprobs(answer: CompletionOutput) -> list[tuple[float, list[tuple[int, float]]]] | None:
+    if answer.logprobs is None:
+        return None
+    close = [(t.logprob, list(t.top)) for t in answer.logprobs]
+    return [(pytest.approx(own, abs=1e-5), [(i, pytest.approx(v, abs=1e-5)) for i, v in top]) for own, top in close]
+
+
+def test_requests_that_need_the_host_are_played_by_it_and_the_others_go_on_afterwards() -> None:
+    special = [
+        SamplingParams(max_tokens=6, seed=50, top_k=5, logit_bias={3: 2.0}),
+        SamplingParams(max_tokens=6, seed=51, logprobs=2, stop_token_ids=tuple(range(2, 14)), min_tokens=4),
+    ]
+    prompts, params = [*PROMPTS, *PROMPTS[:2], *PROMPTS], [*PARAMS, *special, *PARAMS]
+    found, expected = [answers(run(engine_on(rounds), prompts, params)) for rounds in ("device", "host")]
+    assert found == expected
+
+
+def test_requests_that_arrive_and_are_aborted_while_a_round_is_in_flight_disturb_nobody() -> None:
+    rng = random.Random(3)
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
+    outputs, waiting = {}, list(range(len(PROMPTS)))
+    dropped: set[int] = set()
+    while waiting or engine.busy:
+        if waiting and rng.random() < 0.4:
+            index = waiting.pop(rng.randrange(len(waiting)))
+            outputs[index] = engine.add(Request(PROMPTS[index], PARAMS[index], request_id=str(index)))
+        if rng.random() < 0.05 and outputs:
+            dropped.add(index := rng.choice(list(outputs)))
+            engine.abort(str(index))
+        engine.step()
+        engine.scheduler.check_integrity()
+    plain = answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, PARAMS))
+    assert len(dropped) > 0
+    for index, output in outputs.items():
+        for answer, full in zip(output.outputs, plain[index], strict=True):
+            assert answer.token_ids == full[: len(answer.token_ids)]
+            assert answer.token_ids == full or index in dropped
+
+
+def test_the_host_is_one_round_behind() -> None:
+    engine = engine_on("device")
+    output = engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0)))
+    engine.step()
+    assert output.outputs[0].token_ids == []
+    assert engine.scheduler.in_flight == 5
+    engine.step()
+    assert output.outputs[0].token_ids != []
+
+
+def test_an_engine_that_was_cleared_in_flight_starts_afresh() -> None:
+    engine = engine_on("device")
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30)))
+    engine.step()
+    engine.step()
+    engine.clear()
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_a_round_is_one_launch(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first with new rows, of whose prompts the draft model may lack something."""
+    launched: list[object] = []
+    run_graph = Graphs.run
+    monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
+    engine = engine_on("device", num_speculative_tokens=k)
+    for prompt in PROMPTS[:4]:
+        engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
+    engine.step()
+    launched.clear()
+    for _ in range(6):
+        engine.step()
+    assert len(launched) == 6
+    assert len(set(launched)) == 1
+
+
+class Replayed:
+    """In place of a CUDA graph."""
+
+    def replay(self) -> None:
+        pass
+
+
+def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
+    numbers, forgotten, fellows = count(), [], Nobody()
+    monkeypatch.setattr(fellows, "forget", forgotten.append)
+    graphs = Graphs(torch.device("cpu"), fellows=fellows)
+    graphs.captures = True
+    monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
+    for key in "abcab":
+        graphs.run(key, lambda: torch.zeros(1))
+    graphs.run("d", lambda: torch.ones(1))
+    assert graphs.keys == ["a", "b", "d"]
+    assert forgotten == [2]
+    assert graphs.run("d", lambda: torch.zeros(1)).item() == 1, "as it was captured"
+    assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tree_is_the_chain_and_beside_each_of_it_what_comes_next_in_line(model: str, width: int) -> None:
+    """After every round, whatever was kept: so the draft model's cache holds what the text says."""
+    engine = engine_on("device", model, speculation_width=width)
+    assert engine._player is not None
+    guess, compared, draft = engine._player._guess_trees, Counter[str](), MODELS[model][1]()
+
+    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
+        found = guess(state, before, k, *rest)
+        for row, guesses in enumerate(found.drafted[: engine.batch.rows]):
+            if state.temperature[row] > 0:
+                continue
+            text = state.text[row, : int(before[row])].tolist()
+            for depth in range(guesses // width):
+                logits = logits_of(draft, text)
+                beside = found.guesses[row][depth * width : (depth + 1) * width]
+                assert beside == logits.topk(width).indices.tolist()
+                text.append(beside[0])
+                compared["places"] += 1
+        return found
+
+    engine._player._guess_trees = check  # type: ignore[method-assign]
+    params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
+    outputs = run(engine, PROMPTS, params)
+    plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), PROMPTS, params)
+    assert answers(outputs) == answers(plain)
+    assert compared["places"] > 100
+    assert sum(each.metrics.saved_by_sibling for output in outputs for each in output.outputs) > 0
+
+
+def logits_of(model: Model, text: list[int]) -> Tensor:
+    """[V] after a text, from one plain pass."""
+    decoder = Decoder(model, ReferenceAttention(), 1, len(text), VOCAB)
+    hidden = decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
+    return decoder.logits(hidden[0, -1])
+
+
+# --- no reads ---------------------------------------------------------------------------------------------------------
+
+
+def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
+    """Rows of different lengths, prefilled."""
+    target, draft = (make() for make in MODELS[model])
+    batch = Batch(rows, POSITIONS, VOCAB)
+    from paceline.kernels.attention import make_backend
+
+    decoders = [
+        Decoder(m, make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB) for m in (target, draft)
+    ]
+    for row in range(rows):
+        params = SamplingParams(temperature=row / 2, max_tokens=40)
+        batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row), stop_tokens=(22,)))
+    batch.set_rows(rows)
+    for decoder in decoders:
+        decoder.prefill(batch, 0, [0] * rows, [length - 1 for length in batch.lengths[:rows]])
+    return DeviceRound(*decoders, batch, rule, ops=ops, width=width)
+
+
+RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Rule(synthetic=0.7)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_round_reads_nothing(rule: str, k: int) -> None:
+    rounds = player(TwinOps(), RULES[rule])
+    with torch.inference_mode(), NoHostReads():
+        rounds.program(3, k, 64)
+        rounds.program(3, k, 64, Asks(adjusts=True, cuts=True, logprobs=5))
+        rounds._catch_up(3, 4, 64)
+
+
+def test_a_round_of_trees_reads_nothing() -> None:
+    rounds = player(TwinOps(), RULES["coupled"], width=2)
+    with torch.inference_mode(), NoHostReads():
+        rounds.program(3, 3, 64)
+        rounds.program(3, 3, 64, Asks(cuts=True))
+
+
+def test_a_round_of_copies_reads_nothing() -> None:
+    rounds = player(TwinOps(), RULES["coupled"])
+    rounds.draft = None
+    with torch.inference_mode(), NoHostReads():
+        rounds.program(3, 3, 64)
+        rounds.program(3, 3, 64, Asks(adjusts=True, cuts=True, logprobs=5))
+
+
+@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("vocabulary", [2, 4, 50])
+def test_a_device_copies_what_the_hosts_lookup_finds(vocabulary: int, k: int) -> None:
+    """Rows of all lengths, 1 included; behind their ends lies what others left."""
+    texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
+    length = torch.arange(64) + 1
+    guesses, matched = copied(texts, length, k, LONGEST_SUFFIX)
+    found = HostLookup(()).find(texts, length, 64, 90, k)
+    assert matched.tolist() == found.matched
+    for row, (size, expected) in enumerate(zip(found.matched, found.guesses, strict=True)):
+        assert not size or guesses[row].tolist() == expected
+    assert any(found.matched)
+
+
+@pytest.mark.parametrize(
+    ("more", "device"), [({}, True), ({"references": [[7, 3, 9, 11]]}, False), ({"n": 2}, False)], ids=str
+)
+def test_rows_that_are_copied_from_more_than_themselves_leave_rounds_to_the_host(
+    more: dict[str, Any], device: bool
+) -> None:
+    """References, and other answers to the same prompt: the host's lookup knows where they are."""
+    engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
+    references = {name: value for name, value in more.items() if name == "references"}
+    params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
+    engine.add(Request([1, 2], params, **references))
+    assert engine._pipeline is not None
+    engine.step()
+    assert engine._pipeline.suits() == device
+
+
+@pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
+def test_the_watchdog_bites(read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(AssertionError), NoHostReads():
+        read(torch.arange(3))
+
+
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.MonkeyPatch, k: int | str) -> None:
+    engine = engine_on("device", num_speculative_tokens=k)
+    for prompt in PROMPTS[:4]:
+        engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
+    engine.step()
+    watchdog, read, reads = NoHostReads(), Ticket.read, []
+
+    def counted(ticket: Ticket) -> list[list[int]]:
+        watchdog.allowed = True
+        reads.append(read(ticket))
+        watchdog.allowed = False
+        return reads[-1]
+
+    monkeypatch.setattr(Ticket, "read", counted)
+    with watchdog:
+        for _ in range(5):
+            assert engine.step()
+    assert len(reads) == 5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    players = [player(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
+    with torch.inference_mode():
+        for k in (2, 0, 1):
+            one, other = (read_record(p.play(3, k, 60).read()) for p in players)
+            assert one == other
+
+
+def test_kernels_and_twins_play_the_same_trees() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    players = [player(ops, Rule(), width=2) for ops in (TritonOps(), TwinOps())]
+    with torch.inference_mode():
+        for k in (2, 3, 1):
+            one, other = (read_trees(p.play(3, k, 60).read(), 2) for p in players)
+            assert one == other
+            players[0].batch.length.copy_(players[1].batch.length)
+
+
+def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> None:
+    rounds = player(TwinOps(), Rule())
+    batch = rounds.batch
+    batch.set_rows(2)  # row 2 is not live
+    batch.limit[1] = batch.lengths[1]  # row 1 has no room
+    text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
+    with torch.inference_mode():
+        gains = read_record(rounds.play(2, 3, 60).read()).gained
+    assert gains[0] > 0
+    assert gains[1:] == [0] * (len(gains) - 1)
+    assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
+    assert torch.equal(batch.tokens[1:], text[1:])
+    assert rounds.draft is not None
+    assert rounds.draft.seen[2] == seen[1][2]
+
+
+def test_practice_changes_nothing() -> None:
+    rounds = player(TwinOps(), Rule())
+    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
+    with torch.inference_mode(), rounds._nobody_lives():
+        rounds.program(3, 3, 64)
+    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
+    assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+    assert rounds.batch.live.item() == 3
+
+
+@pytest.mark.parametrize(("live", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (40, 40)])
+def test_rows_are_played_in_buckets(live: int, bucket: int) -> None:
+    batch = Batch(40, POSITIONS, VOCAB)
+    from paceline.kernels.attention import make_backend
+
+    target = Decoder(ToyModel(), make_backend("padded", torch.device("cpu")), 40, POSITIONS, VOCAB)
+    assert DeviceRound(target, None, batch, Rule()).bucket(live) == bucket
+
+
+# --- what carries it --------------------------------------------------------------------------------------------------
+
+
+def test_a_record_stays_readable_while_later_ones_arrive() -> None:
+    ring = Ring(torch.device("cpu"), 12)
+    tickets = [ring.push(torch.full((2, 3), number)) for number in range(4)]
+    assert [ticket.read() for ticket in tickets] == [[[number] * 3] * 2 for number in range(4)]
+    assert all(ticket.ready for ticket in tickets)
+
+
+def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
+    upload = Upload(torch.device("cpu"), [1, 2])
+    place = upload.device.data_ptr()
+    for numbers in ([3, 4], [3, 4], [5, 6], [1, 2], [7, 8], [9, 9]):
+        upload.set(numbers)
+        assert upload.device.tolist() == numbers
+    assert upload.device.data_ptr() == place
+
+
+# --- what is refused and what is said ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"attention": "split"}, "split"),
+        ({"drafter": "hybrid"}, "guesses on the host"),
+        ({"drafter": "ngram", "speculation_width": 2}, "guesses on the host"),
+    ],
+)
+def test_what_the_device_cannot_play_alone_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ParameterError, match=f"rounds='device'.*{why}.*'host' is"):
+        engine_on("device", **options)
+
+
+def test_the_cpu_kernels_play_their_own_rounds() -> None:
+    with pytest.raises(ParameterError, match="CPU kernels"):
+        make_engine(FlatToy(), rounds="device")
+
+
+def test_the_start_line_says_who_plays() -> None:
+    assert "rounds by the device (uncaptured, torch kernels)" in engine_on("device").describe()
+    assert "rounds by" not in engine_on("auto").describe()
+
+
+@pytest.mark.parametrize("part", [{"drafter": Scripted({})}, {"policy": RandomSelection()}])
+def test_the_start_line_says_who_plays_whatever_was_exchanged(part: dict[str, Any]) -> None:
+    engine = engine_on("device")
+    for name, other in part.items():
+        setattr(engine.parts, name, other)
+    assert "rounds by the device" not in engine.describe()
+
+
+def test_a_length_policy_that_looks_at_guesses_does_not_fit_the_device() -> None:
+    with pytest.raises(ParameterError, match="looks at guesses"):
+        engine_on("device", num_speculative_tokens=RandomSelection())

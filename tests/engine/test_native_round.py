@@ -1,0 +1,370 @@
+"""What the host hands to native rounds, and what it keeps for them. That they change no answer: test_lossless.py."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from head_support import tiny_feature_head
+from kernels.tools import random_spec
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core.acceptance import RULES
+from paceline.core.batch import Batch, Wish
+from paceline.core.draft import Draft, ReadDraft, ReadVerdict, branching, depths_of
+from paceline.drafters import Drafter
+from paceline.drafters.heads.native import NativeHead, NativeStreams
+from paceline.engine.engine import Engine
+from paceline.engine.memory import plan_memory
+from paceline.engine.native_round import NativeRound, kept_bytes
+from paceline.errors import ParameterError
+from paceline.kernels import native
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.cost import CostModel
+from paceline.models.native import NativeModel, Quantization
+from simulation import linear_costs
+from toy import POSITIONS, SHAPES, VOCAB, ToyModel, answers, make_engine, make_request, run, tiny_native, truth_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}"),
+]
+
+PROMPTS = [[1, 5, 9, 3, 5, 9], [2, 7, 7, 2, 7], [4, 4, 4], [9, 1, 8]]
+PARAMS = [SamplingParams(temperature=0, max_tokens=12, seed=row) for row in range(len(PROMPTS))]
+
+Guess = Callable[[int, int], Draft]  # rows, k
+
+
+class Guesses(Drafter):
+    """A drafter made of one function."""
+
+    name = "scripted"
+
+    def __init__(self, guess: Guess) -> None:
+        self._guess = guess
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        return self._guess(batch.rows, wish.k)
+
+
+def engine_with(guess: Guess, **options: Any) -> Engine:
+    engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=3, **options)
+    engine.parts.drafter = Guesses(guess)
+    return engine
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return answers(run(make_engine(tiny_native(1)), PROMPTS, PARAMS))
+
+
+def tokens(rows: int, k: int) -> torch.Tensor:
+    return torch.arange(rows * k).view(rows, k) % VOCAB
+
+
+def counts(rows: int, k: int) -> torch.Tensor:
+    return torch.full((rows,), k)
+
+
+LAYOUTS: dict[str, Guess] = {
+    "counts that are one number": lambda rows, k: Draft(tokens(rows, k), torch.tensor(k).expand(rows)),
+    "every second count": lambda rows, k: Draft(tokens(rows, k), torch.full((2 * rows,), k)[::2]),
+    "counts of 32 bits": lambda rows, k: Draft(tokens(rows, k), counts(rows, k).int()),
+    "the same line for all": lambda rows, k: Draft(tokens(1, k).expand(rows, k), counts(rows, k)),
+    "columns first": lambda rows, k: Draft(tokens(k, rows).T, counts(rows, k)),
+    "tokens of 32 bits": lambda rows, k: Draft(tokens(rows, k).int(), counts(rows, k)),
+    "every second token": lambda rows, k: Draft(tokens(rows, 2 * k)[:, ::2], counts(rows, k)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_guesses_may_lie_in_memory_as_they_like(layout: str) -> None:
+    assert answers(run(engine_with(LAYOUTS[layout]), PROMPTS, PARAMS)) == plain()
+
+
+@pytest.mark.parametrize("natively", [True, False])
+@pytest.mark.parametrize("count", [-1, 2])
+def test_a_drafter_that_counts_wrongly_is_told_so(count: int, natively: bool) -> None:
+    """Nothing may be read beyond its guesses."""
+    engine = engine_with(lambda rows, _: Draft(tokens(rows, 1), counts(rows, count)))
+    if not natively:
+        engine.parts.native = None
+    with pytest.raises(ParameterError, match="counts"):
+        run(engine, PROMPTS, PARAMS)
+    assert engine.batch.length.tolist() == list(map(len, PROMPTS)), "no row has gained anything"
+
+
+def player_of(engine: Engine) -> NativeRound:
+    assert engine.parts.native is not None
+    return engine.parts.native
+
+
+def test_the_kernels_write_no_logits_beyond_the_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)))
+    monkeypatch.setattr(player_of(engine), "_make_room", lambda _: None)
+    with pytest.raises(ParameterError, match="no room"):
+        run(engine, PROMPTS, PARAMS)
+
+
+def test_room_for_logits_is_kept_from_round_to_round_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the player's, whoever plays its rounds; memory that is never written to is not taken from the system."""
+    engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)))
+    player, rooms = player_of(engine), list[int]()
+    make_room = player._make_room
+
+    def watched(count: int) -> None:
+        make_room(count)
+        assert player._call.room >= count
+        rooms.append(player._call.logits)
+
+    player._make_room = watched  # type: ignore[method-assign]
+    run(engine, PROMPTS, PARAMS)
+    assert len(set(rooms)) < len(rooms) / 2
+    written = 4 * len(PROMPTS) * (engine.models.target.vocab_size + player._model.width) * 4
+    assert kept_bytes(engine.models.target, 4 * len(PROMPTS)) == written
+    config = EngineConfig(num_speculative_tokens=3)
+    plan = functools.partial(plan_memory, engine.models.target, None, config, len(PROMPTS), POSITIONS)
+    with_room = plan().workspace
+    monkeypatch.setattr(player._model, "_packed", None)  # as on a machine without the kernels
+    assert with_room - plan().workspace == written
+    assert kept_bytes(ToyModel(), 100) == 0
+
+
+def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of every round: rows that decode, and whether torch was in its mode for inference; and who has what threads."""
+    modes, choose, pools = [], engine.parts.policy.choose, set[int | None]()
+    current_pool = native.current_pool
+
+    def watched(batch: Batch) -> Wish:
+        modes.append((batch.rows, torch.is_inference_mode_enabled()))
+        return choose(batch)
+
+    def counted(kernels: native.Kernels, threads: int | None = None) -> native.Pool:
+        pool = current_pool(kernels, threads)
+        pools.add(pool.threads)
+        return pool
+
+    engine.parts.policy.choose = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(native, "current_pool", counted)
+    run(engine, PROMPTS[: len(params)], params)
+    assert pools == {engine.threads}, "the model was loaded for another number"
+    return modes
+
+
+def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the kernels and of copies: unless a row comes, or somebody wants what the host alone can do."""
+    options: dict[str, Any] = {"drafter": "ngram", "threads": 2}
+    modes = modes_of(make_engine(tiny_native(1), **options), PARAMS, monkeypatch)
+    assert modes[0] == (4, True), "they have just come"
+    assert not any(mode for _, mode in modes[1:])
+    waiting = modes_of(make_engine(tiny_native(1), max_batch_size=3, **options), PARAMS, monkeypatch)
+    assert (3, False) in waiting, "one waits, and there is no row for it"
+    assert [mode for _, mode in waiting].count(True) == 2
+    scored = [SamplingParams(temperature=0, max_tokens=6, logprobs=0)]
+    assert all(mode for _, mode in modes_of(make_engine(tiny_native(1), **options), scored, monkeypatch))
+    tensors = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)), threads=2)
+    assert all(mode for _, mode in modes_of(tensors, PARAMS, monkeypatch))
+    plain = modes_of(make_engine(tiny_native(1), threads=2), PARAMS, monkeypatch)
+    assert not any(mode for _, mode in plain[1:])
+
+
+def test_no_tensor_is_made_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the search, by the length policy or by the kernels' player: an operator takes 20 to 50 us there."""
+    engine = make_engine(tiny_native(1), drafter="ngram")
+    engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)), clock=itertools.count(step=1e-3).__next__)
+    asked, drafted, make = list[str](), list[int](), ReadDraft.__getattr__
+    select = engine.parts.policy.select
+
+    def noted(draft: ReadDraft, name: str) -> torch.Tensor:
+        asked.append(name)
+        return make(draft, name)
+
+    def watched(batch: Batch, draft: Draft) -> Draft:
+        drafted.append(draft.k)
+        return select(batch, draft)
+
+    monkeypatch.setattr(ReadDraft, "__getattr__", noted)
+    monkeypatch.setattr(engine.parts.policy, "select", watched)
+    run(engine, [[1, 2, 3, 4, 5] * 6] * 4, PARAMS)
+    assert any(drafted)
+    assert not asked
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+MANY = 9  # more than rows, so that rows leave and others come while trees are played
+TREE_PROMPTS = [[(3 * row + 5 * i * i) % VOCAB for i in range(2 + 3 * row)] for row in range(MANY)]
+LAWS: dict[str, Callable[[int], SamplingParams]] = {
+    "greedy": lambda row: SamplingParams(temperature=0, max_tokens=20, seed=row),
+    "penalties and cuts": lambda row: SamplingParams(
+        temperature=(0.0, 0.6, 1.4)[row % 3],
+        top_k=(0, 7)[row % 2],
+        top_p=(1.0, 0.8)[row % 2],
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={row: 1.5},
+        min_tokens=4,
+        stop_token_ids=(row,),
+        max_tokens=12 + row,
+        seed=row,
+    ),
+}
+
+
+class SomeRight:
+    """Random trees, in which a guess is often right for its depth, whatever it follows, and equal to its siblings."""
+
+    def __init__(self, truth: Mapping[int, Sequence[int]], shape: str) -> None:
+        self._truth, self._shape, self._rng = truth, SHAPES[shape], random.Random(shape)
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        guesses, follows, rng = [], [], self._rng
+        for seed, length in zip(batch.sampling.seed[: batch.rows].tolist(), batch.lengths, strict=False):
+            right, parents = [*self._truth[seed][length:], *[0] * 32], self._shape(rng, rng.randint(0, wish.k))
+            depths = [depth - 1 for depth in depths_of(parents)]
+            guesses.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
+            follows.append(parents)
+        return branching(guesses, follows, batch.device)
+
+
+def model_of(quantization: Quantization | None, cache: torch.dtype) -> NativeModel:
+    spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, seed=1)
+    model = NativeModel(spec, "tiny", quantization=quantization, threads=2)
+    model.dtype = cache
+    return model
+
+
+def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, params: list[SamplingParams]) -> Engine:
+    """kept: of the streams that a head reads; None: there is no head."""
+    head = None
+    if kept is not None:
+        head = NativeHead(tiny_feature_head(VOCAB, 72, (0, 1), dim=16).to(kept), "tiny head", (0, 1), POSITIONS)
+    drafter = "ngram" if head is None else "feature"
+    engine = make_engine(model, head, drafter=drafter, num_speculative_tokens=9, prefill_chunk=16, max_model_len=64)
+    truth = truth_of(TREE_PROMPTS, params, answers(run(make_engine(model, max_model_len=64), TREE_PROMPTS, params)))
+    engine.parts.drafter.propose = SomeRight(truth, shape).propose  # type: ignore[method-assign]
+    for prompt, each in zip(TREE_PROMPTS, params, strict=True):
+        engine.add(make_request(prompt, each))
+    return engine
+
+
+def assert_the_same(engine: Engine, other: Engine) -> None:
+    """What the round decided, and all that is kept of rows."""
+    verdicts = [each.last_verdict for each in (engine, other)]
+    if verdicts[0] is not None and verdicts[1] is not None:
+        assert verdicts[0].host == verdicts[1].host
+        paths = [None if verdict.path is None else verdict.path.tolist() for verdict in verdicts if verdict]
+        assert paths[0] == paths[1]
+    for one, another in zip(kept_of(engine), kept_of(other), strict=True):
+        assert torch.equal(one, another)
+
+
+def kept_of(engine: Engine) -> list[torch.Tensor]:
+    target = engine.parts.target
+    streams = [target.reader.fused] if isinstance(target.reader, NativeStreams) else []
+    return [engine.batch.tokens, engine.batch.length, target.cache.keys, target.cache.values, *streams]
+
+
+WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
+    ("int8", torch.bfloat16),
+    ("int4", torch.float32),
+    (None, torch.bfloat16),
+    (None, torch.float32),
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
+@pytest.mark.parametrize("shape", ["random", "chain and siblings"])
+def test_rounds_of_trees_are_those_of_the_hosts_parts(
+    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, law: str
+) -> None:
+    """Verdicts, texts, caches and streams, to the bit after every round, while rows come and go."""
+    model, params = model_of(quantization, cache), [LAWS[law](row) for row in range(MANY)]
+    engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
+    parts.parts.native, played = None, Counter[str]()
+    while engine.busy:
+        engine.step()
+        parts.step()
+        assert_the_same(engine, parts)
+        if engine.last_verdict is not None and engine.last_verdict.kept is not None:
+            played["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.kept)
+            played["deep"] += any(len(path) > 1 for path in engine.last_verdict.kept)
+            played["natively"] += isinstance(engine.last_verdict, ReadVerdict)
+    assert not parts.busy
+    assert played["natively"] > played["moved"] > 2 < played["deep"]
+
+
+WRONG = {
+    "itself": [-1, 1, 0],
+    "one that comes later": [-1, 2, 0],
+    "none of the row's": [-1, 7, 0],
+    "less than nothing": [-1, -2, 0],
+}
+
+
+@pytest.mark.parametrize("follows", WRONG)
+def test_a_guess_that_follows_none_before_it_is_refused(follows: str) -> None:
+    right, wrong = [-1, -1, 0], WRONG[follows]
+    engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=torch.tensor([right, wrong])))
+    with pytest.raises(ParameterError, match="a token comes before what it follows"):
+        run(engine, PROMPTS[:2], PARAMS[:2])
+    assert engine.batch.length.tolist()[:2] == list(map(len, PROMPTS[:2])), "no row has gained anything"
+
+
+def test_guesses_that_have_no_slot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains what lies beyond the cache goes nowhere; of trees a guess at any slot may count."""
+    star = torch.full((2, 12), -1)
+    engine = engine_with(lambda rows, _: Draft(tokens(rows, 12), counts(rows, 12), parents=star), max_model_len=14)
+    monkeypatch.setattr(engine.batch, "fitting", lambda draft: draft)
+    with pytest.raises(ParameterError, match="outside the cache"):
+        run(engine, PROMPTS[:2], PARAMS[:2])
+
+
+def test_a_rule_that_knows_no_trees_refuses_them_by_name() -> None:
+    star = torch.full((4, 3), -1)
+    engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=star), acceptance="rejection")
+    assert player_of(engine).suits(RULES["rejection"], Draft.empty(4, engine.batch.device))
+    with pytest.raises(ParameterError, match=r"acceptance='rejection'.*trees"):
+        run(engine, PROMPTS, PARAMS)
+
+
+class Operators(TorchDispatchMode):
+    """Counts those of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_rounds_of_copies_that_branch_use_no_operator_of_torchs() -> None:
+    engine = make_engine(tiny_native(1), drafter="ngram", speculation_width=3)
+    params = SamplingParams(temperature=0.8, max_tokens=60, seed=2)
+    for _ in range(4):
+        engine.add(make_request([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], params))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    trees = 0
+    with Operators() as operators:
+        for _ in range(30):
+            assert engine._goes_without_torch()
+            engine.step()
+            assert engine.last_verdict is not None
+            trees += engine.last_verdict.host.trees is not None
+    assert trees > 3
+    assert operators.count == 0

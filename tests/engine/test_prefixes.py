@@ -1,0 +1,373 @@
+"""What was read once is not read again, and nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import Spy, step
+
+from paceline.config import SamplingParams
+from paceline.core.outputs import RequestOutput
+from paceline.engine.engine import Engine, Request
+from paceline.engine.prefixes import LEAST, WORTH_WAITING, Held, Scope, Shelf, shared
+from toy import VOCAB, FlatToy, RandomLength, ToyModel, make_engine, run, slow_answer, tiny_native
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHORT = SamplingParams(temperature=0, max_tokens=3)
+
+
+def prompt_of(size: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB) for _ in range(size)]
+
+
+def ask(engine: Engine, prompt: Sequence[int], params: SamplingParams = SHORT) -> RequestOutput:
+    """To the end, alone."""
+    return run(engine, [prompt], [params])[0]
+
+
+def finish(engine: Engine) -> None:
+    while engine.busy:
+        step(engine)
+
+
+# --- bookkeeping ------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200), st.integers(0, 220))
+def test_shared_beginnings_are_counted_to_the_token(text: list[int], at: int, most: int) -> None:
+    other = [*text[:at], *(1 - token for token in text[at:])]
+    assert shared(text, other, most) == min(at, len(text), most)
+    assert shared(text, text[:at], most) == min(at, len(text), most)
+
+
+def shelf_of(*texts: int) -> Shelf:
+    """Of so many tokens, the first one put there first."""
+    shelf = Shelf(0)
+    for size in texts:
+        shelf.put(Held([1] * size, Scope("", "")))
+    shelf.rows.reverse()
+    return shelf
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits", "elsewhere", "place"),
+    [
+        ((50, 60, 70), (0, 0, 0), 0, 0),  # nobody has anything: the oldest
+        ((50, 60, 70), (0, 0, 70), 0, 2),  # nothing is lost where all that a row holds is wanted
+        ((50, 60, 70), (0, 40, 0), 0, 1),  # 20 tokens are lost instead of 50
+        ((50, 60, 120), (0, 0, 40), 0, 0),  # 80 would be
+        ((50, 60, 70), (0, 60, 0), 61, 0),  # a row in use has more
+        ((0, 60, 70), (0, 40, 0), 0, 0),  # a row that holds nothing is overwritten for nothing
+    ],
+)
+def test_the_row_to_begin_in_is_the_one_that_loses_least(
+    sizes: tuple[int, ...], fits: tuple[int, ...], elsewhere: int, place: int
+) -> None:
+    assert shelf_of(*sizes).choose(fits, elsewhere) == place
+
+
+def test_a_row_of_use_is_overwritten_later_and_one_that_nobody_may_copy_first() -> None:
+    shelf = shelf_of(50, 50, 50)
+    shelf.use(shelf.rows[0])
+    assert shelf.choose([0, 0, 0], 0) == 1
+    shelf.rows[2].scope = Scope("", None)
+    assert shelf.choose([0, 0, 0], 0) == 2
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def chat_engine(**options: Any) -> Engine:
+    kind = options.pop("kind", FlatToy)
+    return make_engine(kind(), kind(blur=0.3), drafter="model", attention="auto", **options)
+
+
+@pytest.mark.parametrize("kind", [ToyModel, FlatToy])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_next_turn_of_a_chat_reads_what_is_new(kind: type[ToyModel], rows: int) -> None:
+    engine = chat_engine(kind=kind, max_batch_size=rows)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    first = ask(engine, prompt_of(30))
+    assert first.cached_tokens == 0
+    text = [*prompt_of(30), *first.outputs[0].token_ids]
+    second = ask(engine, [*text, *prompt_of(10, 1)])
+    seen = len(text) - 1  # the answer's last token was never read
+    assert second.cached_tokens == seen
+    assert spies[0].tokens == 29 + len(text) + 10 - 1 - seen
+    assert spies[1].tokens <= spies[0].tokens + 3  # a draft model may not have read the last guesses
+    assert second.outputs[0].token_ids == slow_answer(kind(), [*text, *prompt_of(10, 1)], SHORT)
+
+
+def test_a_chats_next_turn_takes_its_row_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = chat_engine(max_batch_size=3)
+    first = ask(engine, prompt_of(30))
+
+    def copied(*_: Any) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(engine.parts.target.cache, "copy_row", copied)
+    other = engine.add(Request(prompt_of(20, 7), SHORT))
+    second = ask(engine, [*prompt_of(30), *first.outputs[0].token_ids, 5])
+    assert (second.cached_tokens, other.cached_tokens) == (32, 0)
+
+
+def test_a_row_that_decodes_is_copied_from() -> None:
+    engine = chat_engine(max_batch_size=2)
+    spy = Spy(engine.parts.target)
+    longer = engine.add(Request(prompt_of(30), SamplingParams(temperature=0, max_tokens=40)))
+    for _ in range(8):
+        step(engine)
+    text = [*prompt_of(30), *longer.outputs[0].token_ids]
+    branch = engine.add(Request([*text, 3, 4], SHORT))
+    finish(engine)
+    assert branch.cached_tokens == len(text) - 1
+    assert spy.tokens == 29 + 2
+    for output in (longer, branch):
+        params = SHORT if output is branch else SamplingParams(temperature=0, max_tokens=40)
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, params)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+@pytest.mark.parametrize("kind", [ToyModel, FlatToy])
+def test_of_prompts_that_begin_alike_and_come_together_one_is_read(kind: type[ToyModel], chunk: int) -> None:
+    head = prompt_of(WORTH_WAITING + 1)
+    engine = chat_engine(kind=kind, max_batch_size=4, prefill_chunk=chunk)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    prompts = [[*head, *prompt_of(size, size)] for size in (9, 5, 14, 5)]
+    outputs = run(engine, prompts, [SHORT] * 4)
+    assert all(spy.tokens == len(head) + 8 + 5 - 1 + 13 for spy in spies), "the last prompt is the second again"
+    assert sorted(output.cached_tokens for output in outputs) == [0, len(head), len(head), len(head) + 4]
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), prompt, SHORT)
+
+
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_who_waits_for_one_that_is_aborted_reads_on_where_it_stopped(after: int) -> None:
+    head = prompt_of(WORTH_WAITING + 1)
+    engine = chat_engine(max_batch_size=3, prefill_chunk=10)
+    spy = Spy(engine.parts.target)
+    first = engine.add(Request([*head, 1], SHORT, request_id="first"))
+    others = [engine.add(Request([*head, 2, 3 + index], SHORT)) for index in range(2)]
+    for _ in range(after):
+        step(engine)
+    engine.abort("first")
+    finish(engine)
+    assert first.outputs[0].finish_reason == "abort"
+    assert spy.tokens == len(head) + 1
+    for output in others:
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, SHORT)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [1, 2, 5, LEAST, LEAST + 1])
+def test_short_prompts_that_differ_in_their_last_token_end(size: int) -> None:
+    engine = chat_engine(max_batch_size=3, prefill_chunk=2)
+    outputs = run(engine, [[*prompt_of(size), 1], [*prompt_of(size), 2], [*prompt_of(size), 3, 4]], [SHORT] * 3)
+    for output in outputs:
+        assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, SHORT)
+
+
+def test_a_long_prompt_waits_for_a_short_one_that_reads_their_beginning_and_not_the_other_way_round() -> None:
+    head = prompt_of(WORTH_WAITING)
+    engine = chat_engine(max_batch_size=2, prefill_chunk=10)
+    long = engine.add(Request([*head, *prompt_of(25, 1)], SHORT))
+    step(engine)
+    short = engine.add(Request([*head, 3], SHORT))
+    while not short.finished:
+        step(engine)
+    assert short.cached_tokens == 0 or long.cached_tokens > 0
+    assert not long.outputs[0].token_ids
+    finish(engine)
+
+
+def test_the_least_recently_used_row_is_overwritten_first() -> None:
+    engine = chat_engine(max_batch_size=3)
+    texts = [prompt_of(40, seed) for seed in range(3)]
+    for text in texts:
+        ask(engine, text)
+    assert (
+        ask(engine, [*texts[0][:35], 1]).cached_tokens == 35
+    )  # the first is of use again, and the oldest is the second
+    ask(engine, prompt_of(40, 9))
+    found = {
+        index: max(shared(held.tokens, text, 40) for held in engine.scheduler.free.rows)
+        for index, text in enumerate(texts)
+    }
+    assert found == {0: 35, 1: 0, 2: 40} or found == {0: 40, 1: 0, 2: 40}
+
+
+def test_few_tokens_are_read_and_not_copied() -> None:
+    engine = chat_engine()
+    ask(engine, prompt_of(40))
+    assert ask(engine, [*prompt_of(LEAST - 1), 0, *prompt_of(20, 5)]).cached_tokens == 0
+    assert ask(engine, [*prompt_of(LEAST), 0, *prompt_of(20, 5)]).cached_tokens == LEAST
+
+
+# --- for whom ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_without_prefix_cache_only_the_answers_of_a_request_share_its_prompt(rows: int) -> None:
+    engine = chat_engine(max_batch_size=rows, prefix_cache=False)
+    spy = Spy(engine.parts.target)
+    for turn in range(1, 3):
+        output = ask(engine, prompt_of(30), SamplingParams(n=4, max_tokens=3, seed=1))
+        assert (output.cached_tokens, spy.tokens) == (0, 29 * turn)
+        assert sorted(answer.metrics.cached_tokens for answer in output.outputs) == [0, 29, 29, 29]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cached"),
+    [
+        ({}, {}, 29),
+        ({"cache_salt": "a"}, {"cache_salt": "a"}, 29),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
+        ({"cache_salt": "a"}, {}, 0),
+        ({}, {"cache_salt": "a"}, 0),
+        ({"keep_prefix": False}, {}, 0),
+        ({}, {"keep_prefix": False}, 29),
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_who_may_copy_from_whom(first: dict[str, Any], second: dict[str, Any], cached: int, together: bool) -> None:
+    engine = chat_engine(max_batch_size=4, prefill_chunk=10)
+    one = engine.add(Request(prompt_of(30), SamplingParams(max_tokens=3, seed=1, n=2, **first)))
+    if not together:
+        finish(engine)
+    other = engine.add(Request(prompt_of(30), SamplingParams(max_tokens=3, seed=1, **second)))
+    finish(engine)
+    assert (one.cached_tokens, other.cached_tokens) == (0, cached)
+
+
+def test_what_somebody_wrote_over_is_forgotten() -> None:
+    engine = chat_engine()
+    ask(engine, prompt_of(30))
+    engine.clear()
+    assert ask(engine, prompt_of(30)).cached_tokens == 0
+    assert ask(engine, prompt_of(30)).cached_tokens == 29
+    engine.scheduler.forget()
+    assert ask(engine, prompt_of(30)).cached_tokens == 0
+
+
+# --- the bits ---------------------------------------------------------------------------------------------------------
+
+
+class SometimesHopeful(RandomLength):
+    """Draft models read some prompts and not others."""
+
+    def hopeful(self, rows: int) -> bool:
+        return self.rng.random() < 0.6
+
+
+def check_caches(engine: Engine) -> None:
+    """Every row in use or free holds exactly its text's values: a toy's are whole numbers that name their token."""
+    scheduler = engine.scheduler
+    live = len(scheduler.running) + len(scheduler.prefilling)
+    texts = [scheduler._text(row) for row in range(live)] + [held.tokens for held in scheduler.free.rows]
+    for index, decoder in enumerate(scheduler.decoders):
+        for row, text in enumerate(texts):
+            known = text[: decoder.held(row)] if index else text
+            if not known:
+                continue
+            tokens, positions = torch.tensor([known]), torch.arange(len(known))[None]
+            for layer in range(decoder.model.layers):
+                values = decoder.cache.values[layer, decoder.places(scheduler.capacity)[row], :, : len(known)]
+                wanted = decoder.model._code(layer, tokens, positions)[0]  # type: ignore[union-attr]
+                assert torch.equal(values, wanted), f"row {row} of decoder {index}"
+
+
+def soak(seed: int, **options: Any) -> int:
+    """Chats that go on, branch, are aborted, end together, in rows that move; returns the tokens that were copied."""
+    rng = random.Random(seed)
+    kind = options.pop("kind", rng.choice([ToyModel, FlatToy]))
+    rows, chunk = rng.randint(1, 5), rng.choice([3, 8, 100])
+    engine = chat_engine(kind=kind, max_batch_size=rows, prefill_chunk=chunk, **options)
+    engine.parts.policy = SometimesHopeful(seed)
+    texts, asked = [prompt_of(40, seed)], []
+    for name in map(str, range(14)):
+        known = rng.choice(texts)[:70]
+        prompt = [
+            *known[: rng.choice([len(known), rng.randint(0, len(known))])],
+            *prompt_of(rng.randint(1, 9), rng.random()),
+        ]
+        params = SamplingParams(
+            n=rng.choice([1, 1, 3]), temperature=1.0, max_tokens=rng.choice([1, 5, 12]), seed=rng.randrange(99)
+        )
+        asked.append((engine.add(Request(prompt, params, request_id=name)), prompt, params))
+        for _ in range(rng.choice([0, 1, 2, 12])):
+            step(engine)
+            check_caches(engine)
+        texts += [[*prompt, *answer.token_ids] for answer in asked[-1][0].outputs]
+        if rng.random() < 0.3:
+            engine.abort(rng.choice([output.request_id for output, _, _ in asked]))
+            check_caches(engine)
+    while engine.busy:
+        step(engine)
+        check_caches(engine)
+    for output, prompt, params in asked:
+        for index, answer in enumerate(output.outputs):
+            expected = slow_answer(ToyModel(), prompt, params, index)
+            cut = answer.finish_reason == "abort"
+            assert answer.token_ids == (expected[: len(answer.token_ids)] if cut else expected)
+            assert answer.metrics.cached_tokens < len(prompt)
+    return sum(output.cached_tokens for output, _, _ in asked)
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 10**6))
+def test_every_row_holds_what_it_says_whatever_is_copied_and_moved(seed: int) -> None:
+    soak(seed)
+
+
+@pytest.mark.slow
+def test_every_row_holds_what_it_says_many_times() -> None:
+    assert sum(soak(seed) for seed in range(12)) > 1000, "much is copied in these tests"
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 10**6))
+def test_rounds_of_the_device_leave_what_free_rows_hold_alone(seed: int) -> None:
+    soak(seed, kind=ToyModel, rounds="device")
+
+
+def bits(engine: Engine, size: int) -> list[torch.Tensor]:
+    """The first row's keys and values of ``size`` tokens, of all decoders."""
+    tables = [table for decoder in engine.scheduler.decoders for table in (decoder.cache.keys, decoder.cache.values)]
+    places = [decoder.places(1)[0] for decoder in engine.scheduler.decoders for _ in range(2)]
+    return [table[:, place, :, :size].clone() for table, place in zip(tables, places, strict=True)]
+
+
+def native_engine() -> Engine:
+    return make_engine(tiny_native(3), tiny_native(3, 1), drafter="model", attention="auto", max_batch_size=3)
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_on_the_kernels_a_copied_prefix_has_a_cold_prefills_bits_at_any_split(data: st.DataObject) -> None:
+    """Whether the copied tokens were read as a prompt, in a round's guesses, or one by one."""
+    rng = random.Random(data.draw(st.integers(0, 999)))
+    warm, cold = native_engine(), native_engine()
+    before = ask(warm, prompt_of(data.draw(st.integers(1, 40)), rng.random()), SamplingParams(max_tokens=30, seed=5))
+    text = [*before.prompt_token_ids, *before.outputs[0].token_ids]
+    split = data.draw(st.integers(0, len(text)))
+    prompt = [*text[:split], *prompt_of(data.draw(st.integers(1, 15)), rng.random())]
+    params = SamplingParams(max_tokens=8, seed=6, logprobs=2)
+    outputs = [engine.add(Request(prompt, params)) for engine in (warm, cold)]
+    for engine in (warm, cold):
+        engine.step()
+    assert outputs[1].cached_tokens == 0
+    assert outputs[0].cached_tokens >= (min(split, len(text) - 1, len(prompt) - 1) if split >= LEAST else 0)
+    for one, other in zip(bits(warm, len(prompt) - 1), bits(cold, len(prompt) - 1), strict=True):
+        assert torch.equal(one, other)
+    for engine in (warm, cold):
+        finish(engine)
+    one, other = (output.outputs[0] for output in outputs)
+    assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)

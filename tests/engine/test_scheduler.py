@@ -1,0 +1,302 @@
+"""Waiting, prefilling, decoding, leaving: every queue and every hole, checked after every step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch
+from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.engine.engine import Engine, Request
+from paceline.models.decoder import Decoder
+from toy import POSITIONS, VOCAB, FlatToy, RandomLength, ToyModel, answers, make_engine, run, slow_answer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+
+
+class Spy:
+    """Stands before a decoder and writes down what is prefilled."""
+
+    def __init__(self, decoder: Decoder, vocab: int = VOCAB) -> None:
+        self.chunks: list[list[int]] = []
+        self._prefill, self.decoder = decoder.prefill_rows, decoder
+        decoder.prefill_rows = self.prefill  # type: ignore[method-assign]
+
+    def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        self.chunks.append([stop - start for start, stop in zip(starts, stops, strict=True)])
+        self._prefill(batch, rows, starts, stops)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(sum, self.chunks))
+
+
+def engine_of(**options: Any) -> Engine:
+    return make_engine(ToyModel(), **options)
+
+
+def add(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **more: Any) -> RequestOutput:
+    return engine.add(Request(prompt, params, **more))
+
+
+def step(engine: Engine) -> list[RequestOutput]:
+    outputs = engine.step()
+    engine.scheduler.check_integrity()
+    return outputs
+
+
+def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -> None:
+    engine = engine_of(max_batch_size=2)
+    short = SamplingParams(temperature=0, max_tokens=1)
+    add(engine, [1, 2], GREEDY)
+    add(engine, [3, 4], short)
+    late = add(engine, [5, 6], short)
+    step(engine)
+    assert len(engine.scheduler.running) == 1
+    assert not late.outputs[0].token_ids
+    step(engine)
+    assert late.finished
+    assert [row.request_id for row in engine.scheduler.running] == ["request-0"]
+
+
+def test_the_last_row_fills_the_hole() -> None:
+    engine = engine_of(max_batch_size=4)
+    for index, tokens in enumerate((9, 1, 9, 9)):
+        add(engine, [index + 1, 2], SamplingParams(temperature=0, max_tokens=tokens), request_id=str(index))
+    step(engine)
+    assert [row.request_id for row in engine.scheduler.running] == ["0", "3", "2"]
+
+
+def test_prompts_are_prefilled_in_chunks_while_others_decode() -> None:
+    engine = engine_of(max_batch_size=3, prefill_chunk=4)
+    first = add(engine, [1], SamplingParams(temperature=0, max_tokens=20))
+    long = add(engine, [2] * 30)
+    spy = Spy(engine.parts.target)
+    for round_ in range(1, 8):
+        step(engine)
+        assert len(first.outputs[0].token_ids) == round_
+    assert spy.chunks[:7] == [[4]] * 7
+    assert not long.outputs[0].token_ids
+    step(engine)
+    assert spy.tokens == 29
+    assert len(long.outputs[0].token_ids) == 1
+
+
+def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
+    engine = engine_of(max_batch_size=6, prefill_chunk=10)
+    spy = Spy(engine.parts.target)
+    for index, size in enumerate((3, 4, 30, 2, 25, 3)):
+        add(engine, [1 + index] * size)
+    while engine.busy:
+        step(engine)
+    assert all(len(chunk) * max(chunk) <= 10 for chunk in spy.chunks)
+    assert spy.tokens == sum(size - 1 for size in (3, 4, 30, 2, 25, 3))
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> None:
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows, prefill_chunk=chunk)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    output = run(engine, [[3] * 15], [SamplingParams(n=rows, max_tokens=30, seed=4)])[0]
+    assert [spy.tokens for spy in spies] == [14, 14]
+    assert [a.token_ids for a in output.outputs] == [
+        slow_answer(ToyModel(), [3] * 15, SamplingParams(max_tokens=30, seed=4), index) for index in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_answers_that_end_in_their_first_round_share_a_prefill(chunk: int) -> None:
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=4, prefill_chunk=chunk)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    params = SamplingParams(n=4, max_tokens=1, seed=4)
+    output = run(engine, [[3] * 15], [params])[0]
+    assert [spy.tokens for spy in spies] == [14, 14]
+    assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(4)]
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_answer_for_which_no_row_was_free_takes_over_a_siblings_row_and_prompt(rows: int, tokens: int) -> None:
+    models = FlatToy(), FlatToy(blur=0.3)
+    engine = make_engine(*models, drafter="model", attention="auto", max_batch_size=rows)
+    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    params = SamplingParams(n=5, max_tokens=tokens, seed=4)
+    output = run(engine, [[3] * 15], [params])[0]
+    assert [spy.tokens for spy in spies] == [14, 14]
+    assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(5)]
+
+
+def test_a_sample_that_comes_after_its_siblings_left_is_prefilled_anew() -> None:
+    """Because it was another client's turn."""
+    engine = engine_of(max_batch_size=1)
+    spy = Spy(engine.parts.target)
+    params = SamplingParams(n=3, max_tokens=4, seed=4)
+    output = add(engine, [3] * 15, params, client="a")
+    other = add(engine, [2] * 9, client="b")
+    while engine.busy:
+        step(engine)
+        assert not other.finished or len(output.outputs[2].token_ids) == 0 or output.outputs[1].finished
+    assert spy.tokens == 14 + 8 + 14
+    assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(3)]
+
+
+def test_rows_in_prefill_survive_the_release_of_rows_before_and_among_them() -> None:
+    engine = engine_of(max_batch_size=5, prefill_chunk=2)
+    first = add(engine, [1], SamplingParams(temperature=0, max_tokens=2))
+    second = add(engine, [2], SamplingParams(temperature=0, max_tokens=12))
+    longs = [add(engine, [3 + i] * 9, request_id=f"long-{i}") for i in range(3)]
+    step(engine)
+    assert len(engine.scheduler.prefilling) == 3
+    step(engine)
+    assert first.finished
+    engine.abort("long-1")
+    engine.scheduler.check_integrity()
+    while engine.busy:
+        step(engine)
+    assert longs[1].outputs[0].finish_reason == "abort"
+    for output, prompt, tokens in ((second, [2], 12), (longs[0], [3] * 9, 5), (longs[2], [5] * 9, 5)):
+        assert output.outputs[0].token_ids == slow_answer(
+            ToyModel(), prompt, SamplingParams(temperature=0, max_tokens=tokens)
+        )
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "running"])
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_a_request_can_be_ended_in_every_state(state: str, how: str) -> None:
+    engine = engine_of(max_batch_size=2, prefill_chunk=3)
+    other = add(engine, [1, 2], SamplingParams(temperature=0, max_tokens=30))
+    step(engine)
+    if state == "waiting":
+        add(engine, [9] * 8, SamplingParams(temperature=0, max_tokens=30))
+        step(engine)
+    victim = add(
+        engine, [7] * 8, SamplingParams(temperature=0, max_tokens=30, logit_bias={3: 1.0}), request_id="victim"
+    )
+    for _ in range({"waiting": 1, "prefilling": 1, "running": 4}[state]):
+        step(engine)
+    queue = getattr(engine.scheduler, state)
+    row = next(row for row in queue if row.request_id == "victim")
+    had = list(victim.outputs[0].token_ids)
+    if how == "abort":
+        assert engine.abort("victim") is victim
+    else:
+        row.deadline = 0.0
+        assert victim in step(engine)
+    engine.scheduler.check_integrity()
+    assert victim.outputs[0].finish_reason == how
+    assert victim.outputs[0].metrics.finished is not None
+    assert victim.outputs[0].token_ids == had
+    assert all(row.request_id != "victim" for row in getattr(engine.scheduler, state))
+    while engine.busy:
+        step(engine)
+    expected = slow_answer(ToyModel(), [1, 2], SamplingParams(temperature=0, max_tokens=30))
+    assert other.outputs[0].token_ids == expected
+
+
+def test_aborting_a_request_ends_all_its_samples() -> None:
+    engine = engine_of(max_batch_size=2, prefill_chunk=2)
+    output = add(engine, [1] * 5, SamplingParams(n=5, max_tokens=20, seed=1, min_tokens=3), request_id="many")
+    for _ in range(4):
+        step(engine)
+    engine.abort("many")
+    engine.scheduler.check_integrity()
+    assert output.finished
+    assert not engine.busy
+    assert engine.abort("many") is None
+
+
+def test_the_integrity_check_notices_what_is_wrong() -> None:
+    def broken(engine: Engine) -> Any:
+        scheduler = engine.scheduler
+        yield lambda: scheduler.running.reverse()
+        yield lambda: scheduler.batch.set_rows(1)
+        yield lambda: scheduler.batch.lengths.__setitem__(0, 9)
+        yield lambda: scheduler.batch.tokens[0, 0].fill_(9)
+        yield lambda: setattr(scheduler.running[0].output, "finish_reason", "stop")
+
+    for number in range(5):
+        engine = engine_of(max_batch_size=2)
+        add(engine, [1, 2])
+        add(engine, [3, 4, 5])
+        step(engine)
+        list(broken(engine))[number]()
+        with pytest.raises(AssertionError):
+            engine.scheduler.check_integrity()
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_soak_of_arrivals_aborts_and_deadlines_leaves_everyone_else_untouched(seed: int) -> None:
+    rng = random.Random(seed)
+    kind = rng.choice([ToyModel, FlatToy])
+    engine = make_engine(
+        kind(),
+        kind(blur=0.3),
+        eos=(0,),
+        drafter="model",
+        attention="auto",
+        longest_pause=rng.choice([None, 0.001]),
+        max_batch_size=rng.randint(1, 5),
+        prefill_chunk=rng.choice([1, 3, 8, 100]),
+    )
+    engine.parts.policy = RandomLength(seed)
+    added: dict[str, tuple[RequestOutput, list[int], SamplingParams]] = {}
+    ended: Counter[str] = Counter()
+    for name in map(str, range(10)):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 2, 5, 20]))]
+        params = SamplingParams(
+            n=rng.choice([1, 1, 3]),
+            temperature=rng.choice([0, 1.0]),
+            max_tokens=rng.choice([1, 4, 12]),
+            seed=rng.randrange(99),
+            presence_penalty=rng.choice([0, 1.0]),
+            logit_bias=rng.choice([{}, {5: 2.0}]),
+        )
+        added[name] = (add(engine, prompt, params, request_id=name), prompt, params)
+        for _ in range(rng.randint(0, 4)):
+            for output in step(engine):
+                ended[output.request_id] += output.finished
+        if rng.random() < 0.2:
+            engine.abort(rng.choice(list(added)))
+            engine.scheduler.check_integrity()
+        if rng.random() < 0.2 and engine.scheduler.running:
+            rng.choice(engine.scheduler.running).deadline = 0.0
+    while engine.busy:
+        for output in step(engine):
+            ended[output.request_id] += output.finished
+    assert all(count <= 1 for count in ended.values()), "a request ends once"
+    for output, prompt, params in added.values():
+        for index, answer in enumerate(output.outputs):
+            expected = slow_answer(ToyModel(), prompt, params, index, (0,))
+            cut = answer.finish_reason in ("abort", "deadline")
+            assert answer.token_ids == (expected[: len(answer.token_ids)] if cut else expected)
+            check_metrics(answer, len(prompt))
+
+
+def check_metrics(answer: CompletionOutput, prompt_tokens: int) -> None:
+    metrics = answer.metrics
+    assert metrics.prompt_tokens == prompt_tokens
+    assert metrics.output_tokens == len(answer.token_ids) == len(answer.token_kinds)
+    assert metrics.accepted == answer.token_kinds.count("accepted") <= metrics.drafted
+    assert metrics.finished is not None
+    assert metrics.finished >= metrics.arrival_time
+    others = len(answer.token_ids) - metrics.accepted
+    assert metrics.rounds - 1 <= others <= metrics.rounds  # every round gives one token of its own, unless it was cut
+
+
+def test_answers_end_where_there_is_no_more_room() -> None:
+    engine = engine_of(max_model_len=12, max_batch_size=2)
+    outputs = run(engine, [[1] * 11, [2] * 4], [SamplingParams(temperature=0, max_tokens=50)] * 2)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 8]
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert POSITIONS > 12

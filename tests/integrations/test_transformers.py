@@ -1,0 +1,366 @@
+"""paceline.integrations.transformers.generate beside transformers' own: the same calls, the same answers."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from model_support import FOREIGN, NATIVE, VOCABULARY, tiny
+from paceline.errors import ParameterError
+from paceline.integrations.transformers.wishes import HONOURED, NEUTRAL, OTHERS
+from paceline.transformers import generate
+from server_support import byte_tokenizer
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral with a window", "opt", "gpt2"]
+GUESSES = {"num_assistant_tokens": 3}  # a fixed number: nothing is measured first
+
+
+def model_of(name: str = "llama", seed: int = 0) -> PreTrainedModel:
+    return tiny(*(NATIVE | FOREIGN)[name], seed=seed)
+
+
+def padded(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """Prompts that repeat themselves, so that lookup finds guesses; padded on the left with the token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, mask = (
+        torch.zeros(len(lengths), max(lengths), dtype=torch.long),
+        torch.zeros(len(lengths), max(lengths)).long(),
+    )
+    for row, length in enumerate(lengths):
+        text = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        ids[row, -length:], mask[row, -length:] = text.repeat(2)[:length], 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(model: PreTrainedModel, prompts: dict[str, Tensor], **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """transformers' answers without an assistant, which it refuses for batches; and ours."""
+    theirs = model.generate(**prompts, **{k: v for k, v in kwargs.items() if k != "assistant_model"})
+    ours = generate(model, **prompts, **GUESSES, **kwargs)
+    assert isinstance(ours, Tensor)
+    return theirs, ours
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "gemma3", "gpt_neox"])
+def test_greedy_answers_to_a_padded_batch_are_theirs(name: str) -> None:
+    model = model_of(name)
+    theirs, ours = both(model, padded([7, 3, 12]), max_new_tokens=24, do_sample=False)
+    assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta")], ids=["inference", "device"])
+def test_and_in_a_mode_of_the_callers(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    """The first call, which loads, in the mode; the second, of the same engine, without."""
+    model, prompts = model_of(), padded([7, 3, 12])
+    processors = LogitsProcessorList([_Odd()])
+    fields: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "logits_processor": processors, **GUESSES}
+    with mode():
+        found = generate(model, **prompts, **fields)
+    again = generate(model, **prompts, **fields)
+    theirs, _ = both(model, prompts, max_new_tokens=24, do_sample=False, logits_processor=processors)
+    assert isinstance(found, Tensor)
+    assert isinstance(again, Tensor)
+    assert torch.equal(found, theirs)
+    assert torch.equal(again, theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_and_with_an_assistant(name: str) -> None:
+    model, assistant = model_of(name), model_of(name, seed=1)
+    theirs, ours = both(model, padded([5, 9]), max_new_tokens=16, do_sample=False, assistant_model=assistant)
+    assert torch.equal(theirs, ours)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "both": {"repetition_penalty": 0.8, "no_repeat_ngram_size": 3, "suppress_tokens": [5, 6]},
+    "bad_words": {"bad_words_ids": [[7], [8, 9], [11]]},
+    "sequence_bias": {"sequence_bias": [[[7], 4.0], [[8, 9], -9.0]]},
+    "min_new_tokens": {"min_new_tokens": 12},
+    "min_length": {"min_length": 18},
+    "forced_eos": {"forced_eos_token_id": 2},
+    "begin_suppress": {"begin_suppress_tokens": list(range(3, 30))},
+    "decay": {"exponential_decay_length_penalty": (3, 1.4)},
+    "max_length": {"max_length": 17, "max_new_tokens": None},
+    "ends": {"eos_token_id": [2, *range(20, 32)]},
+    "ends and least": {"eos_token_id": [2, *range(20, 32)], "min_new_tokens": 5, "pad_token_id": 1},
+    "renormalized": {"renormalize_logits": True, "remove_invalid_values": True, "repetition_penalty": 1.2},
+    "by default": {"max_new_tokens": None},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_means_what_it_means_there(name: str) -> None:
+    fields = {"max_new_tokens": 20, "do_sample": False} | CONFIGS[name]
+    theirs, ours = both(model_of(), padded([7, 3, 12]), **fields)
+    assert torch.equal(theirs, ours)
+
+
+def test_a_configuration_and_the_models_own_are_merged_as_there() -> None:
+    model = model_of()
+    model.generation_config = GenerationConfig(repetition_penalty=1.5, eos_token_id=2, pad_token_id=0, top_k=7)
+    given = GenerationConfig(max_new_tokens=11, no_repeat_ngram_size=2)
+    prompts = padded([6, 4])
+    theirs = model.generate(**prompts, generation_config=given)
+    ours = generate(model, **prompts, generation_config=given)
+    assert isinstance(ours, Tensor)
+    assert torch.equal(theirs, ours)
+
+
+class _Odd:
+    """A processor of one's own: no odd token behind an odd one."""
+
+    def __call__(self, text: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[text[:, -1] % 2 == 1, 1::2] = -torch.inf
+        return scores * 0.5
+
+
+def _ends_at_a_multiple_of_seven(text: Tensor, scores: object) -> Tensor:
+    return text[:, -1] % 7 == 0
+
+
+def test_processors_criteria_and_allowed_tokens_of_ones_own() -> None:
+    model = model_of()
+    hooks: dict[str, Any] = {
+        "logits_processor": LogitsProcessorList([_Odd()]),
+        "stopping_criteria": StoppingCriteriaList([_ends_at_a_multiple_of_seven]),
+        "prefix_allowed_tokens_fn": lambda row, text: [token for token in range(3, 60) if token % 5 != row],
+    }
+    theirs, ours = both(model, padded([7, 3, 12, 5]), max_new_tokens=30, do_sample=False, **hooks)
+    assert torch.equal(theirs, ours)
+    assert len({int(row) for row in (ours[:, 12:] == 0).sum(1)}) > 1, "rows end at different lengths"
+
+
+def test_scores_and_logits_are_those_of_transformers() -> None:
+    model, prompts = model_of(), padded([7, 3])
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 9}
+    fields = asked | {"repetition_penalty": 1.3, "do_sample": False}
+    theirs, ours = model.generate(**prompts, **fields), generate(model, **prompts, **fields, **GUESSES)
+    assert isinstance(ours, GenerateDecoderOnlyOutput)
+    assert torch.equal(theirs.sequences, ours.sequences)
+    for kind in ("scores", "logits"):
+        assert len(theirs[kind]) == len(ours[kind])
+        for there, here in zip(theirs[kind], ours[kind], strict=True):
+            torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_k and top_p": {"top_k": 9, "top_p": 0.6, "temperature": 1.4},
+    "top_p and min_p": {"top_k": 0, "top_p": 0.7, "min_p": 0.1, "temperature": 2.0},
+    "typical": {"typical_p": 0.5},
+    "epsilon and eta": {"epsilon_cutoff": 0.01, "eta_cutoff": 0.02, "top_k": 0},
+    "default cut": {"temperature": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_only_tokens_that_they_would_draw_are_drawn(name: str) -> None:
+    """Every token has a chance under transformers' own processors; the law of draws has tests of its own."""
+    model, prompts = model_of(), padded([7, 3])
+    fields = {"do_sample": True, "max_new_tokens": 12} | SAMPLED[name]
+    torch.manual_seed(0)
+    ours = generate(model, **prompts, num_return_sequences=6, **fields, **GUESSES)
+    assert isinstance(ours, Tensor)
+    assert ours.shape[0] == 12
+    mask = torch.cat([prompts["attention_mask"].repeat_interleave(6, 0), torch.ones(12, ours.shape[1] - 7).long()], 1)
+    forced = generate_forced(model, ours, mask, fields)
+    alive = (ours[:, 7:] == 2).cumsum(1) - (ours[:, 7:] == 2).long() == 0
+    assert bool((forced[alive] > -torch.inf).all())
+
+
+def generate_forced(model: PreTrainedModel, sequences: Tensor, mask: Tensor, fields: dict[str, Any]) -> Tensor:
+    """The scores [B, N] that transformers gives these answers' tokens."""
+    steps: list[Tensor] = []
+
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=sequences, attention_mask=mask, position_ids=positions).logits
+    config = GenerationConfig(**{"top_k": 50, **fields})
+    model._prepare_special_tokens(config, True, device="cpu")
+    processors = model._get_logits_processor(config, input_ids_seq_length=7, device="cpu")
+    for place in range(7, sequences.shape[1]):
+        scores = processors(sequences[:, :place], logits[:, place - 1].float())
+        steps.append(scores.gather(1, sequences[:, place : place + 1]))
+    return torch.cat(steps, 1)
+
+
+def test_torchs_seed_is_the_seed() -> None:
+    model, prompts = model_of(), padded([7, 3])
+    fields = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3}
+    answers = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        answers.append(generate(model, **prompts, **fields, **GUESSES))
+    assert torch.equal(answers[0], answers[1])
+    assert not torch.equal(answers[0], answers[2])
+    first = answers[0]
+    assert isinstance(first, Tensor)
+    assert len({tuple(row.tolist()) for row in first}) == 6, "every answer is drawn for itself"
+
+
+def test_speculation_changes_no_draw_and_processors_are_asked_about_what_is_drawn() -> None:
+    model, prompts = model_of(), padded([7, 3, 12])
+    fields = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 20, "logits_processor": [_Odd()]}
+    answers = []
+    guessing: list[dict[str, Any]] = [
+        {"num_assistant_tokens": 0},
+        GUESSES,
+        {"prompt_lookup_num_tokens": 4},
+        {"assistant_model": model} | GUESSES,
+    ]
+    for drafting in guessing:
+        torch.manual_seed(4)
+        answers.append(generate(model, **prompts, **(fields | drafting)))
+    assert all(torch.equal(answers[0], other) for other in answers[1:])
+
+
+class _Noted(BaseStreamer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.put_so_far: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.put_so_far.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_the_prompt_then_tokens_then_the_end() -> None:
+    model, prompts = model_of(), padded([7])
+    theirs, ours = _Noted(), _Noted()
+    model.generate(**prompts, max_new_tokens=9, do_sample=False, streamer=theirs)
+    generate(model, **prompts, max_new_tokens=9, do_sample=False, streamer=ours, **GUESSES)
+    assert ours.put_so_far == theirs.put_so_far
+    assert ours.ended
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_beams": {"num_beams": 4},
+    "penalty_alpha": {"penalty_alpha": 0.6},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "stop_strings": {"stop_strings": ["x"]},
+    "streamer": {"streamer": _Noted()},
+    "past_key_values": {"past_key_values": object()},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(2, 3, 24)},
+    "max_length": {"max_length": 7, "max_new_tokens": None},
+    "synced_gpus": {"synced_gpus": True},
+    "attention_mask": {"attention_mask": torch.tensor([[1] * 6 + [0]] * 2)},
+    "token_type_ids": {"token_type_ids": torch.ones(2, 7).long()},
+    "generation_config": {"generation_config": {"max_new_tokens": 3}},
+    "assistant_tokenizer": {"assistant_model": "itself", "assistant_tokenizer": object()},
+    "use_cache": {"use_cache": False},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3, "assistant_model": "itself"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+    model = model_of()
+    given = padded([7, 3]) | {"max_new_tokens": 5} | REFUSED[name]
+    if given.get("assistant_model") == "itself":
+        given["assistant_model"] = model
+    with pytest.raises(ParameterError) as raised:
+        generate(model, **given)
+    assert raised.value.field == name
+
+
+def test_no_field_is_both_honoured_and_refused_and_those_honoured_exist() -> None:
+    assert not HONOURED & (set(NEUTRAL) | OTHERS)
+    assert set(GenerationConfig().to_dict()) >= HONOURED
+
+
+def test_weights_that_change_are_seen_and_a_model_that_goes_is_let_go() -> None:
+    model, prompts = model_of(), padded([7, 3])
+    before = generate(model, **prompts, max_new_tokens=9, do_sample=False, **GUESSES)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-0.7)
+    theirs, ours = both(model, prompts, max_new_tokens=9, do_sample=False)
+    assert torch.equal(theirs, ours)
+    assert not torch.equal(before, ours)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_a_processor_raises_is_the_callers_and_the_next_call_is_served() -> None:
+    model, prompts = model_of(), padded([7, 3])
+
+    def broken(text: Tensor, scores: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        generate(model, **prompts, max_new_tokens=5, logits_processor=[broken], **GUESSES)
+    with pytest.raises(KeyError, match="mine"):
+        generate(model, **prompts, max_new_tokens=5, stopping_criteria=[broken], **GUESSES)
+    theirs, ours = both(model, prompts, max_new_tokens=5, do_sample=False)
+    assert torch.equal(theirs, ours)
+
+
+def test_a_model_in_float16_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ParameterError, match=r"torch.float32 or torch.bfloat16 on this device: model.to"):
+        generate(model_of().half(), **padded([7, 3]), max_new_tokens=2)
+
+
+def test_a_model_that_is_no_decoder_alone_is_refused() -> None:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    heard = {"inputs": None, "input_features": torch.zeros(4, 80, 30), "assistant_model": model}  # as Whisper is called
+    for given in ({"inputs": torch.tensor([[3, 4]])}, heard):
+        with pytest.raises(ParameterError, match="a decoder alone") as raised:
+            generate(model, **given, max_new_tokens=3)  # type: ignore[arg-type]
+        assert raised.value.field == "model"
+
+
+def test_stop_strings_end_where_they_do_there() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    model = tiny("llama", NATIVE["llama"][1] | {"vocab_size": len(tokenizer)})
+    prompts = tokenizer(["abcabc", "xyxyxyxy"], padding=True, padding_side="left", return_tensors="pt")
+    free = model.generate(**prompts, max_new_tokens=20, do_sample=False)
+    stop = tokenizer.decode(free[0, -8:-6])
+    fields = {"max_new_tokens": 20, "do_sample": False, "stop_strings": [stop], "tokenizer": tokenizer}
+    theirs, ours = both(model, dict(prompts), **fields)
+    assert torch.equal(theirs, ours)
+
+
+def test_the_python_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On models that are here: what is fetched from the hub is small and random instead."""
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    fields = NATIVE["llama"][1] | {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny("llama", fields))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    exec(compile(code, "transformers.md", "exec"), {})
+    one, other, refused = capsys.readouterr().out.splitlines()
+    assert one.startswith("[")
+    assert other == "torch.Size([6, 61])"
+    assert refused.startswith("num_beams=4")

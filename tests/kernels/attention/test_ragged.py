@@ -1,0 +1,207 @@
+"""The ragged kernel against the reference, over random shapes; on a CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.nodes import Tree
+from paceline.kernels.attention import BACKENDS
+from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
+from paceline.kernels.attention.reference import ReferenceAttention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GARBAGE = 3e4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Tiles(positions=16)
+TILES = {
+    "by shape": Tiles(),
+    "small": SMALL,
+    "fixed": FIXED,
+    "stretches": Tiles(queries=16, positions=16, split=16),
+    "long stretches": Tiles(queries=32, positions=16, split=64),
+}
+FEW_TILES = [name if name in ("small", "stretches") else pytest.param(name, marks=pytest.mark.slow) for name in TILES]
+
+
+def ragged_cache(lengths: list[int], groups: int, positions: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random keys and values up to each row's length, large finite numbers beyond."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), groups, positions, dim)
+    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    for row, length in enumerate(lengths):
+        keys[row, :, length:] = GARBAGE
+        values[row, :, length:] = -GARBAGE
+    return keys.to(DEVICE), values.to(DEVICE)
+
+
+def compare(
+    backend: RaggedAttention, q: Tensor, cache: tuple[Tensor, Tensor], where: Tensor, longest: int, **how: object
+) -> None:
+    reference = ReferenceAttention()
+    where = where.to(DEVICE)
+    q = q.to(DEVICE)
+    found = backend.attend(q, *cache, backend.plan(where, longest), **how)  # type: ignore[arg-type]
+    expected = reference.attend(q, *cache, reference.plan(where, longest), **how)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("tiles", FEW_TILES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_it_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject) -> None:
+    pick = data.draw
+    rows, groups, shared = pick(st.integers(1, 3)), pick(st.integers(1, 2)), pick(st.integers(1, 3))
+    dim, positions = pick(st.sampled_from([4, 16, 24])), 90
+    new = pick(st.sampled_from([1, 2, 5, 8]))
+    lengths = [pick(st.one_of(st.just(new), st.just(positions), st.integers(new, positions))) for _ in range(rows)]
+    how = {"window": pick(st.sampled_from([None, None, 1, 3, 40, 100])), "scale": pick(st.sampled_from([None, 0.3]))}
+    cache = ragged_cache(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
+    where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
+    q = torch.randn(rows, groups * shared, new, dim)
+    compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), **how)
+
+
+@pytest.mark.parametrize("tiles", FEW_TILES)
+def test_the_longest_block_of_guesses_takes_several_tiles(tiles: str) -> None:
+    new = MAX_SPECULATION_LENGTH + 1
+    cache = ragged_cache([new, 70], 1, 80, 16, 5)
+    where = torch.tensor([[new], [70]]) - new + torch.arange(new)
+    compare(RaggedAttention(tiles=TILES[tiles]), torch.randn(2, 3, new, 16), cache, where, 70, scale=None, window=None)
+
+
+@pytest.mark.parametrize("longest", [38, 90])
+def test_queries_and_caches_may_be_views_of_larger_tensors(longest: int) -> None:
+    """As the decoder hands them over: the rows of one layer, heads and tokens swapped."""
+    cache = torch.randn(2, 3, 5, 2, 91, 16, device=DEVICE)  # keys and values, layers, rows, heads, positions
+    q = torch.randn(2, 4, 6, 16, device=DEVICE).transpose(1, 2)
+    where = torch.tensor([[10, 11, 12, 13], [34, 35, 36, 37]])
+    compare(
+        RaggedAttention(tiles=SMALL), q, (cache[0, 1, 2:4], cache[1, 1, 2:4]), where, longest, scale=None, window=None
+    )
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_padding_beyond_the_longest_row_is_finite_and_disturbs_nobody(window: int | None) -> None:
+    cache = ragged_cache([1, 9], 2, 16, 4, 0)
+    where = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11]], device=DEVICE)
+    q = torch.randn(2, 4, 4, 4, device=DEVICE)
+    backend, reference = RaggedAttention(), ReferenceAttention()
+    found = backend.attend(q, *cache, backend.plan(where, 9), scale=None, window=window)
+    real = reference.attend(q[:, :, :1], *cache, reference.plan(where[:, :1], 9), scale=None, window=window)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[:, :, :1], real, atol=1e-5, rtol=1e-5)
+
+
+def test_a_key_at_the_querys_own_position_is_visible_and_the_next_is_not() -> None:
+    values = torch.zeros(1, 1, 8, 4, device=DEVICE)
+    values[0, 0, 3] = 1.0
+    backend, zeros = RaggedAttention(), torch.zeros(1, 1, 3, 4, device=DEVICE)
+    where = torch.tensor([[2, 3, 4]], device=DEVICE)
+    out = backend.attend(zeros, torch.zeros_like(values), values, backend.plan(where, 8), scale=None, window=None)
+    assert out[0, 0, :, 0].tolist() == pytest.approx([0, 1 / 4, 1 / 5])
+
+
+@pytest.mark.parametrize("tiles", ["small", "stretches"])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataObject) -> None:
+    """New token j has the parent parents[j] < j; it must equal the last token of a chain that holds its ancestors."""
+    pick = data.draw
+    nodes, text = pick(st.integers(2, 9)), pick(st.integers(0, 40))
+    parents = [-1] + [pick(st.integers(0, node - 1)) for node in range(1, nodes)]
+    chains: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        chains.append([*(chains[parent] if parent >= 0 else []), node])
+    mask = torch.zeros(1, nodes, nodes, dtype=torch.bool)
+    for node, chain in enumerate(chains):
+        mask[0, node, chain] = True
+    window = pick(st.sampled_from([None, 1, 3, 20]))
+    keys, values = ragged_cache([text + nodes], 2, text + nodes + 3, 16, 1)
+    q = torch.randn(1, 4, nodes, 16, device=DEVICE)
+    where = text + torch.tensor([[len(chain) - 1 for chain in chains]], device=DEVICE)
+    backend, reference = RaggedAttention(tiles=TILES[tiles]), ReferenceAttention()
+    plan = backend.plan(where, text + nodes, ancestors=mask.to(DEVICE))
+    found = backend.attend(q, keys, values, plan, scale=None, window=window)
+    for node, chain in enumerate(chains):
+        kept = [*range(text), *(text + n for n in chain)]
+        alone = reference.plan(torch.tensor([[len(kept) - 1]], device=DEVICE), len(kept))
+        expected = reference.attend(
+            q[:, :, node : node + 1], keys[:, :, kept], values[:, :, kept], alone, scale=None, window=window
+        )
+        torch.testing.assert_close(found[:, :, node : node + 1], expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("ordered_products")
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_deterministic_means_the_same_bits_alone_and_in_company(data: st.DataObject) -> None:
+    """A query alone, at k = 0, in a batch of one: the same bits as amid a batch and a block of guesses."""
+    pick = data.draw
+    lengths = [pick(st.integers(8, 300)) for _ in range(3)]
+    new, row, token = pick(st.integers(1, 8)), pick(st.integers(0, 2)), pick(st.integers(0, 7))
+    token = min(token, new - 1)
+    keys, values = ragged_cache(lengths, 2, 304, 16, 2)
+    where = (torch.tensor(lengths)[:, None] - new + torch.arange(new)).to(DEVICE)
+    q = torch.randn(3, 6, new, 16, device=DEVICE)
+    backend = RaggedAttention(deterministic=True)
+    company = backend.attend(q, keys, values, backend.plan(where, 304), scale=None, window=None)[row, :, token]
+    one = slice(row, row + 1)
+    plan = backend.plan(where[one, token : token + 1], lengths[row])
+    alone = backend.attend(q[one, :, token : token + 1], keys[one], values[one], plan, scale=None, window=None)
+    assert torch.equal(company, alone[0, :, 0])
+
+
+@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.parametrize("text", [3, 60, 250])
+def test_deterministic_means_that_a_node_of_a_tree_has_the_bits_of_its_chain(text: int) -> None:
+    """Also where slots and positions lie in different blocks of 64 or stretches of 256."""
+    parents = [-1, 0, 0, 1, 1, 3, 5, 2, 7]
+    ancestors = Tree.of(torch.tensor([parents[1:]]) - 1, torch.tensor([8])).ancestors.to(DEVICE)
+    keys, values = ragged_cache([text + 9], 2, 304, 16, 2)
+    q = torch.randn(1, 6, 9, 16, device=DEVICE)
+    backend = RaggedAttention(deterministic=True)
+    where = text + ancestors.sum(2) - 1
+    tree = backend.attend(q, keys, values, backend.plan(where, text + 9, ancestors), scale=None, window=None)
+    for node in range(9):
+        way = text + ancestors[0, node].nonzero()[:, 0]
+        chain = [*range(text), *way.tolist()]
+        plain = backend.plan(where[:, node, None], len(chain))
+        alone = backend.attend(
+            q[:, :, node, None], keys[:, :, chain], values[:, :, chain], plain, scale=None, window=None
+        )
+        assert torch.equal(tree[:, :, node], alone[:, :, 0])
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_deterministic_stretches_do_not_move_with_the_rows_length() -> None:
+    """Seven more tokens in the row fill another block of 64: shared evenly, every stretch would begin elsewhere."""
+    keys, values = ragged_cache([196], 2, 304, 16, 2)
+    where = torch.arange(188, 196, device=DEVICE)[None]
+    q = torch.randn(1, 6, 8, 16, device=DEVICE)
+    backend = RaggedAttention(deterministic=True)
+    together = backend.attend(q, keys, values, backend.plan(where, 304), scale=None, window=None)[:, :, :1]
+    alone = backend.attend(q[:, :, :1], keys, values, backend.plan(where[:, :1], 304), scale=None, window=None)
+    assert torch.equal(together, alone)
+
+
+def test_half_precision_is_as_close_as_its_format() -> None:
+    cache = tuple(t.half() for t in ragged_cache([5, 70], 2, 80, 16, 3))
+    where = torch.tensor([[3, 4], [68, 69]], device=DEVICE)
+    q = torch.randn(2, 4, 2, 16, device=DEVICE).half()
+    backend, reference = RaggedAttention(tiles=SMALL), ReferenceAttention()
+    found = backend.attend(q, *cache, backend.plan(where, 70), scale=None, window=None)
+    expected = reference.attend(q, *cache, reference.plan(where, 70), scale=None, window=None)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, expected, atol=4e-3, rtol=4e-3)
+
+
+def test_the_dictionary_knows_it() -> None:
+    assert BACKENDS["ragged"]().name == "ragged"

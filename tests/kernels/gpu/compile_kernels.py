@@ -1,0 +1,293 @@
+"""Compile every kernel without a GPU; run by test_compile.py in a process that does not interpret kernels.
+
+    TRITON_INTERPRET=0 python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+
+Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
+does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+LARGEST_SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a program, by architecture
+FEW, ARCH = False, 90
+POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
+ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
+
+
+@dataclass(frozen=True)
+class Used:
+    """By a thread: registers, and bytes that did not find one; by a program: bytes of shared memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Used:
+    """signature: types of the runtime arguments; every other argument must be in ``constants``."""
+    types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in signature if signature[name].startswith("*") or name.endswith(ALIGNED)]
+    hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
+    shared = int(compiled.metadata.shared)
+    assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
+    registers, spilled = assembled(compiled.asm["ptx"])
+    return Used(registers, spilled, shared)
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers, and bytes of spilled stores, as the assembler says them."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            get_ptxas(ARCH).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(ARCH)}",
+            str(source),
+            "-o",
+            "/dev/null",
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers, said
+    assert spilled, said
+    return int(registers[1]), int(spilled[1])
+
+
+TYPES = {
+    "positions": "*i64", "slots": "*i64", "tree": "*i8", "partial": "*fp32", "levels": "*fp32", "scale": "fp32",
+    "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
+    "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
+    "leaders": "*i32", "p_leaders": "*i32", "q_leaders": "*i32", "ids": "*i64", "temperature": "*fp32",
+    "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "guesses": "*i64",
+    "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
+    "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
+    "own": "*fp32", "seen": "*fp32", "presence": "*fp32", "frequency": "*fp32",
+    "repetition": "*fp32", "min_length": "*i64", "floors": "*fp32", "top_k": "*i64", "top_p": "*fp32",
+    "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
+}  # fmt: skip
+BLOCKS = {"BLOCKS": 32, "BLOCKS_UP": 32}
+ROW = {"LENGTH": 8, "LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
+
+
+def arguments(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
+    """Each runtime argument's type: as said, by its name, or a number."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    return {name: types.get(name, TYPES.get(name, "i32")) for name in names}
+
+
+def build(
+    kernel: Any,
+    constants: dict[str, Any],
+    *,
+    warps: int = 4,
+    stages: int = 2,
+    fusion: bool = True,
+    most: int | None = None,
+    **types: str,
+) -> Used:
+    signature = arguments(kernel, constants, **types)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion, "maxnreg": most}
+    return compile_kernel(kernel, signature, constants, **options)
+
+
+def attention() -> dict[str, Used]:
+    from paceline.kernels.attention.ragged import Tiles, attend_kernel, join_kernel
+
+    found: dict[str, Used] = {}
+    shapes = [  # head width, tile, shared heads, stretch, window, tree
+        (128, 16, 1, 0, False, "none"),
+        (128, 32, 4, 0, False, "none"),
+        (128, 64, 4, 256, True, "none"),
+        (64, 16, 4, 0, True, "ancestors"),
+        (64, 16, 4, 256, True, "paths"),
+    ]
+    cases = [("*bf16", shape) for shape in shapes] + [("*fp32", shapes[0]), ("*fp16", shapes[1])]
+    if FEW:
+        cases = [cases[1], cases[4]]
+    for element, (dim, tile, shared, split, window, tree) in cases:
+        constants = {
+            "GROUPS": 8, "SHARED": shared, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
+            "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
+            "HEAD_TILES": 1,
+        }  # fmt: skip
+        warps = Tiles().warps_for(tile)
+        key = f"attend {element} D={dim} tile={tile} tree={tree}"
+        of_tree = "*i32" if tree == "paths" else "*i8"
+        found[key] = build(
+            attend_kernel, constants, warps=warps, q=element, k=element, v=element, out=element, tree=of_tree
+        )
+        constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
+        found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
+    return found
+
+
+def drawing() -> dict[str, Used]:
+    from paceline.kernels.gpu import draw
+
+    cut = dict(LENGTH=8, BLOCK=draw.BLOCK, **BLOCKS)
+    return {
+        "leader": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8),
+        "leader bf16": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8, logits="*bf16"),
+        "draw": build(draw.draw_kernel, cut | {"CUT": False}, warps=8),
+        "draw cut": build(draw.draw_kernel, cut | {"CUT": True}, warps=8),
+        "pick": build(draw.pick_kernel, BLOCKS, warps=1, out="*i64"),
+    }
+
+
+def accepting() -> dict[str, Used]:
+    from paceline.kernels.gpu import accept
+    from paceline.kernels.gpu.draw import BLOCK
+
+    wide = {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}
+    return {
+        "coupled": build(accept.coupled_kernel, {"SYNTHETIC": False, **BLOCKS, **ROW}),
+        "coupled synthetic": build(accept.coupled_kernel, {"SYNTHETIC": True, **BLOCKS, **ROW}),
+        "mass": build(accept.mass_kernel, wide, warps=8),
+        "judge": build(accept.judge_kernel, {"LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
+        "recover": build(accept.recover_kernel, wide, warps=8),
+        "finish": build(accept.finish_kernel, {**BLOCKS, **ROW}),
+        "logprob": build(accept.logprob_kernel, {"RECORD": 11, "LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
+    }
+
+
+def shaping() -> dict[str, Used]:
+    from paceline.kernels.gpu import shape
+    from paceline.kernels.gpu.draw import BLOCK
+
+    adjust = {"LENGTH": 8, "STOPS": 8, "BLOCK": BLOCK}
+    found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, fusion=False, out="*fp32", counts="*fp32")}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = {"logits": element, "out": "*fp32"}
+        cut = {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}
+        options = {"warps": 8, "fusion": False, "most": shape.MOST_REGISTERS}
+        found[f"cut {element}"] = build(shape.cut_kernel, cut, **options, **types)
+    return found
+
+
+def linears() -> dict[str, Used]:
+    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel
+
+    found = {}
+    cases = [("*i8", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
+    if not FEW:
+        cases += [("*i8", "*fp16"), ("*fp8e4nv", "*fp16"), ("*fp16", "*fp16")]
+    for weight, element in cases:
+        if weight == "*fp8e4nv" and ARCH < 89:
+            continue
+        for candidate in CANDIDATES if element == "*bf16" and not FEW else CANDIDATES[:1]:
+            for parts, block_m in ((1, 16), (1, 64), (1, 128), (4, 64))[3 * FEW :]:
+                tile = candidate.fitted(block_m, 1 + (weight == element), 2, LARGEST_SHARED[ARCH])
+                constants = {
+                    "SCALED": weight != element, "BIASED": False, "PARTS": parts,
+                    "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+                }  # fmt: skip
+                types = {"x": element, "out": element, "bias": element, "weight": weight}
+                key = f"linear {weight} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
+                found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
+    return found
+
+
+def rotary() -> dict[str, Used]:
+    from paceline.kernels.gpu.rotary import rotary_kernel
+
+    shape = {"HEADS": 32, "GROUPS": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8}
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("qkv", "cosine", "sine", "norm", "out", "keys", "values"), element)
+        for turned, normed in ((True, True), (True, False), (False, False)):
+            key = f"rotary {element} turned={turned} normed={normed}"
+            found[key] = build(rotary_kernel, shape | {"TURNED": turned, "NORMED": normed}, **types)
+    return found
+
+
+def between() -> dict[str, Used]:
+    from paceline.kernels.gpu.elementwise import add_norm_kernel, gate_kernel, warps_for
+    from paceline.kernels.gpu.steps import ACTIVATIONS
+
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("x", "added", "weight", "bias", "total", "out", "gate_up"), element)
+        for width in (4096, 8192)[FEW:]:
+            for centred in (False, True):
+                shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
+                key = f"add_norm {element} W={width} centred={centred}"
+                found[key] = build(add_norm_kernel, shape, warps=warps_for(width), **types)
+        for activation in ACTIVATIONS:
+            shape = {"ACTIVATION": activation, "BLOCK": 1024}
+            found[f"gate {element} {activation}"] = build(gate_kernel, shape, **types)
+    return found
+
+
+FAMILIES = [attention, drawing, accepting, shaping, linears, rotary, between]
+HEAD = """# The kernels, and what they use
+
+Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each
+architecture: sm_80 (A100), sm_89 (L4, RTX 4090), sm_90 (H100, H200), sm_100 (B200). Nothing here was measured. The
+table is written by
+
+```sh
+export TRITON_INTERPRET=0 PYTHONPATH=src
+python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+```
+
+A dash: the architecture has no instructions for the format (fp8 on sm_80).
+
+"""
+
+
+def every_kernel() -> dict[str, Used]:
+    return {name: used for family in FAMILIES for name, used in family().items()}
+
+
+def table(by_arch: dict[int, dict[str, Used]]) -> str:
+    """In Markdown, a line a kernel, with the versions of the compiler behind it."""
+    names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
+    lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]
+    for name in names:
+        cells = [shown(found.get(name)) for found in by_arch.values()]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return HEAD + f"Triton {triton.__version__}. Each cell: registers / spilled / shared.\n\n" + "\n".join(lines) + "\n"
+
+
+def shown(used: Used | None) -> str:
+    return "-" if used is None else f"{used.registers} / {used.spilled} / {used.shared}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    global FEW, ARCH
+    parser = argparse.ArgumentParser()
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--few", action="store_true")
+    size.add_argument("--all", action="store_true")
+    parser.add_argument("--arch", default="90")
+    parser.add_argument("--table", type=Path)
+    asked = parser.parse_args(arguments)
+    FEW, by_arch = asked.few, {}
+    for ARCH in (int(arch) for arch in asked.arch.split(",")):
+        by_arch[ARCH] = every_kernel()
+        for name, used in by_arch[ARCH].items():
+            print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
+    if asked.table:
+        asked.table.write_text(table(by_arch))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How many kernels prompts of new lengths would compile; test_compile.py runs it where kernels are not interpreted.
+
+Nothing is compiled and nothing is launched: a driver without a device chooses the kernels, a hook notes what they would
+be compiled for. Prints the number after warm-up, which is the number of stalls that users would see.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
+from paceline.kernels.gpu.linear import LARGEST_ROWS, Linears
+from paceline.kernels.gpu.rotary import turn_and_store
+from paceline.kernels.gpu.state import Norm, PackedHeads
+from paceline.kernels.gpu.steps import TritonSteps
+
+HEADS, GROUPS, DIM, CACHE = 8, 4, 64, 2048
+WARM_UP = (1, 16, 32, 64, LARGEST_ROWS)  # a decode step, and prompts whose tiles are of the other sizes
+seen: set[str] = set()
+
+
+class NoDevice:
+    """What chooses kernels asks a driver for; CPU tensors stand for the device's."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def note(*, key: Any, fn: Any, **_: Any) -> bool:
+    """Called where a kernel would be compiled; True leaves it at that."""
+    seen.add(f"{fn.name} {key}")
+    return True
+
+
+def read_prompt(attention: RaggedAttention, linears: Linears, rows: int, length: int, before: int) -> None:
+    """One layer's kernels for ``rows`` prompts of ``length`` new tokens after ``before`` others."""
+    table = torch.zeros(rows, length, HEADS + 2 * GROUPS, DIM, dtype=torch.bfloat16)
+    angles = torch.zeros(rows, length, DIM, dtype=torch.bfloat16)
+    cache = torch.zeros(2, rows, GROUPS, CACHE, DIM, dtype=torch.bfloat16)
+    positions = (before + torch.arange(length)).repeat(rows, 1)
+    packed = PackedHeads(table, HEADS, GROUPS, (angles, angles), None, 0.0)
+    q = turn_and_store(packed, positions, cache[0], cache[1])
+    attention.attend(q, cache[0], cache[1], attention.plan(positions, before + length), scale=None, window=None)
+    x = torch.zeros(min(LARGEST_ROWS, rows * length), 256, dtype=torch.bfloat16)
+    steps = TritonSteps()
+    steps.gate(steps.add_norm(x, x, Norm(256, 1e-5, x[0]))[1], "silu")
+    linears(torch.zeros(128, 256, dtype=torch.bfloat16))(x)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(NoDevice())
+    triton.knobs.runtime.jit_cache_hook = note
+    rng = random.Random(1)
+    sides: list[tuple[Tiles, str, bool]] = [(Tiles(), "int8", False), (FIXED, "same", True)]
+    for tiles, to, deterministic in sides:
+        attention, linears = RaggedAttention(tiles=tiles), Linears(to, deterministic=deterministic)  # type: ignore[arg-type]
+        for length in WARM_UP:
+            read_prompt(attention, linears, 1, length, 0)
+        warm = len(seen)
+        assert warm, "nothing was noted: the hook has no effect"
+        for _ in range(30):
+            read_prompt(attention, linears, rng.randint(1, 5), rng.randint(1, 700), rng.choice([0, 0, 16, 301, 1024]))
+        print(len(seen) - warm, file=sys.stdout)
+        print("\n".join(sorted(seen)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

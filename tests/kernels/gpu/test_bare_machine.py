@@ -1,0 +1,30 @@
+"""The GPU path runs from the source tree with torch, triton, transformers and little else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[3] / "src"
+SCRIPT = """
+import importlib.metadata, sys
+
+ABSENT = ("gguf", "psutil", "scipy", "accelerate", "uvicorn", "fastapi", "pydantic", "prometheus_client", "xgrammar")
+sys.modules.update(dict.fromkeys(ABSENT))  # None: importing them fails as if they were not installed
+version = importlib.metadata.version
+def no_paceline(name):
+    if name == "paceline":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = no_paceline
+
+import paceline.engine.engine, paceline.engine.device_round, paceline.engine.pipeline, paceline.models.transformer, paceline.models.weights
+"""
+
+
+def test_the_engine_needs_no_more_than_a_bare_machine_has() -> None:
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,188 @@
+"""Small-row matrix products over 8-bit weights against their torch twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from paceline.kernels.gpu import linear as module
+from paceline.kernels.gpu.linear import (
+    CANDIDATES,
+    LARGEST_ROWS,
+    Linears,
+    LinearTile,
+    Quantized,
+    linear,
+    linear_twin,
+    quantise,
+    widened_linear,
+)
+from paceline.models.linear import Linear
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = ["int8", "fp8", "same"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_the_kernel_equals_its_twin(to: str, data: st.DataObject) -> None:
+    pick = data.draw
+    rows, inputs, outputs = (
+        pick(st.integers(1, 40)),
+        16 * pick(st.integers(1, 8)) + pick(st.sampled_from([0, 3])),
+        pick(st.integers(1, 70)),
+    )
+    tile = LinearTile(outputs=16, inputs=16, parts=pick(st.sampled_from([1, 1, 2, 3, 4])))
+    weight = quantise(torch.randn(outputs, inputs, device=DEVICE), to)  # type: ignore[arg-type]
+    bias = torch.randn(outputs, device=DEVICE) if pick(st.booleans()) else None
+    dtype = pick(st.sampled_from([torch.float32, torch.float16]))
+    x = torch.randn(rows, inputs + 5, device=DEVICE)[:, :inputs].to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if weight.scales is None:
+        weight = Quantized(weight.values.to(dtype), None)
+    tickets = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+    found = linear(x, weight, bias, tile, tickets, block_m=pick(st.sampled_from([16, 32])))
+    close = 1e-4 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=close, rtol=close)
+    assert not tickets.any()
+
+
+@pytest.mark.parametrize(("to", "error"), [("int8", 0.005), ("fp8", 0.04), ("same", 1e-9)])
+def test_quantised_weights_are_as_close_as_their_format(to: str, error: float) -> None:
+    weight = torch.randn(32, 256) * torch.logspace(-3, 3, 32)[:, None]
+    found = quantise(weight, to).widened(torch.float32)  # type: ignore[arg-type]
+    assert ((found - weight).norm(dim=1) / weight.norm(dim=1)).max() <= error * 3
+    assert quantise(torch.zeros(2, 4), to).widened(torch.float32).tolist() == [[0.0] * 4] * 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("rows", [1, 100, LARGEST_ROWS + 1])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: bool) -> None:
+    weight, bias = torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE)
+    layer: Linear = Linears(to, deterministic=deterministic)(weight, bias)  # type: ignore[arg-type]
+    x = torch.randn(rows, 1, 32, device=DEVICE)
+    expected = linear_twin(x[:, 0], quantise(weight, to), bias)  # type: ignore[arg-type]
+    assert layer(x).shape == (rows, 1, 48)
+    torch.testing.assert_close(layer(x)[:, 0], expected, atol=1e-4, rtol=1e-4)
+    assert layer.tensors()[0].element_size() == (4 if to == "same" else 1)
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_deterministic_rows_have_the_same_bits_in_any_company() -> None:
+    layer = Linears("same", deterministic=True)(torch.randn(40, 1100, device=DEVICE))
+    x = torch.randn(70, 1100, device=DEVICE)
+    together = layer(x)
+    for row in (0, 15, 16, 69):
+        assert torch.equal(layer(x[row : row + 1])[0], together[row])
+
+
+def test_the_fastest_tile_is_measured_once_for_each_shape() -> None:
+    seconds = iter([5.0, 4.0, 1.0, 3.0, 2.0])
+    calls: list[float] = []
+
+    def timer(call: object) -> float:
+        calls.append(next(seconds))
+        return calls[-1]
+
+    linears = Linears("int8", timer=timer)  # type: ignore[arg-type]
+    layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
+    for rows in (x, x, x[:1]):
+        layer(rows)
+    assert len(calls) == 5
+    assert linears.tile(layer, x) == CANDIDATES[2]
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The grids of all products from now on."""
+    grids: list[tuple[int, int, int]] = []
+    kernel = module.linear_kernel
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int, int]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(module, "linear_kernel", Counted())
+    return grids
+
+
+@pytest.mark.parametrize(("deterministic", "tiles"), [(False, 2), (True, 3)])
+def test_tiles_of_rows_run_side_by_side_so_that_weights_are_fetched_once(
+    deterministic: bool, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = launches(monkeypatch)
+    layer = Linears("int8", deterministic=deterministic)(torch.randn(80, 32, device=DEVICE))
+    layer(torch.randn(150, 32, device=DEVICE))
+    assert grids == [(tiles, 2, 1)]
+
+
+def test_many_rows_of_fixed_order_are_one_launch_unless_its_inputs_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = launches(monkeypatch)
+    linears = Linears("same", deterministic=True)
+    for inputs in (32, 1100):
+        linears(torch.randn(16, inputs, device=DEVICE))(torch.randn(300, inputs, device=DEVICE))
+    assert grids == [(5, 1, 1), (4, 1, 2), (1, 1, 2)]  # the second matrix in parts
+
+
+class Widths(TorchDispatchMode):
+    """Notes how many bytes of results each operator writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.written += out.nbytes if isinstance(out, torch.Tensor) and not func.is_view else 0
+        return out
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_beyond_that_the_matrix_is_widened_by_one_operator(to: str, dtype: torch.dtype) -> None:
+    weight, bias = quantise(torch.randn(512, 300), to), torch.randn(512).to(dtype)  # type: ignore[arg-type]
+    x = torch.randn(4, 300).to(dtype)
+    with Widths() as widths:
+        found = widened_linear(x, weight, bias)
+    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=0.3, rtol=3e-2)
+    matrices = 2 if dtype == torch.float16 else 1
+    assert widths.written < (matrices + 0.1) * weight.values.numel() * dtype.itemsize
+
+
+def test_sums_of_float16_do_not_overflow_before_they_are_scaled() -> None:
+    weight = quantise(torch.full((1, 4096), 1e-3), "fp8")
+    assert widened_linear(torch.ones(1, 4096).half(), weight, None).item() == pytest.approx(4.096, rel=1e-2)
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_fit_the_devices_shared_memory(shared: int) -> None:
+    """Ada's, Ampere's and Hopper's. What cannot keep two stages takes fewer inputs at a time."""
+    for tile in CANDIDATES:
+        for block_m in module.ROW_TILES:
+            for weight, x in ((1, 2), (2, 2), (4, 4)):
+                fitted = tile.fitted(block_m, weight, x, shared)
+                assert fitted.shared_bytes(block_m, weight, x) <= shared
+                assert fitted.stages >= 2
+                assert fitted.registers(block_m) <= 80
+                if tile.shared_bytes(block_m, weight, x) <= shared and tile.registers(block_m) <= 80:
+                    assert fitted == tile
+
+
+def test_parts_are_chosen_so_that_the_busiest_multiprocessor_has_the_least_to_do() -> None:
+    """80 tiles on 132 of them: in four parts 320 programs, three here and two there; in six 480, four at most."""
+    here = torch.device("cpu")  # which stands for an H100
+    tile = LinearTile(outputs=64, inputs=128)
+    assert [tile.filled(5120, inputs, here).parts for inputs in (5120, 20480)] == [6, 6]
+    assert tile.filled(1536, 1536, here).parts == 3
+    assert tile.filled(28672, 4096, here).parts == 1
+    assert tile.filled(64, 576, here).parts == 1  # a part has 512 inputs at least

@@ -1,0 +1,93 @@
+"""Penalties and cuts of a round's logits: the kernels against their twin, and this against what the host does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gpu.rows import DEVICE
+
+from paceline.config import SamplingParams
+from paceline.core import sampling
+from paceline.core.batch import Batch, RowStart
+from paceline.core.rows import Asks
+from paceline.kernels.gpu import shape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOCAB, PLACES = 70, 2
+PARAMS = [
+    SamplingParams(temperature=0.7, top_p=0.8, presence_penalty=0.4, frequency_penalty=0.3, max_tokens=90),
+    SamplingParams(temperature=1.0, top_k=5, top_p=0.95, repetition_penalty=1.3, min_tokens=25, max_tokens=90),
+    SamplingParams(temperature=1.7, min_p=0.2, repetition_penalty=0.8, max_tokens=90),
+    SamplingParams(temperature=0.0, top_k=3, frequency_penalty=-0.5, max_tokens=90),
+    SamplingParams(temperature=1.0, top_k=1, top_p=0.01, min_p=1.0, presence_penalty=-1.0, min_tokens=2, max_tokens=90),
+]
+
+
+def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Tensor]:
+    """Rows with answers of some tokens, guesses and logits with ties."""
+    make = torch.Generator().manual_seed(seed)
+    batch = Batch(len(params), 120, VOCAB, DEVICE)
+    for row, each in enumerate(params):
+        tokens = torch.randint(VOCAB, (4 + 3 * row,), generator=make).tolist()
+        batch.set_row(row, RowStart(tokens, each, row, stop_tokens=(7, 0, 9)))
+    batch.set_rows(len(params))
+    for row in range(len(params)):  # an answer of 22 tokens
+        size = batch.lengths[row]
+        batch.tokens[row, size : size + 22] = torch.randint(VOCAB // 3, (22,), generator=make)
+        batch.length[row] += 22
+        batch.lengths[row] += 22
+    guesses = torch.randint(VOCAB // 3, (len(params), PLACES + 1), generator=make).to(DEVICE)
+    logits = torch.randn(len(params), PLACES, VOCAB, generator=make) * 3
+    coarse = (logits * 2).round() / 2  # many equal ones
+    return batch, guesses, torch.where(torch.rand(logits.shape, generator=make) < 0.5, coarse, logits).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("params", "adjusts", "first", "block"),
+    [(PARAMS, True, 1, 128), (PARAMS[1:2], True, 0, 32), (PARAMS[:1], False, 0, 128)],
+)
+def test_the_kernels_equal_their_twin(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
+    batch, guesses, logits = rows_of(params, first)
+    rows = batch.state(batch.rows, reads=False)
+    asks, before = Asks(adjusts, cuts=True), logits.clone()
+    found = shape.shaped(logits, rows, asks, guesses, first, block=block)
+    expected = sampling.shaped(logits, rows, asks, guesses, first)
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert 0 < torch.isinf(found).sum() < found.numel()
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 999), first=st.integers(0, 1))
+def test_the_twin_cuts_what_the_host_cuts_and_draws_the_same_tokens(seed: int, first: int) -> None:
+    batch, guesses, logits = rows_of(PARAMS, seed)
+    rows = batch.state(batch.rows, reads=False)
+    found = sampling.shaped(logits, rows, batch.sampling.asks, guesses, first)
+    adjusted = sampling.adjust(logits, batch, guesses, first)
+    assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(adjusted, batch)))
+    host = sampling._draw_adjusted(adjusted, batch, first, sampling.Purpose.DRAW)
+    assert torch.equal(sampling.draw_at_temperature(found, rows, first), host)
+
+
+def test_masses_are_those_of_torch_to_the_bit() -> None:
+    """A mass that differed by one would move a nucleus now and then."""
+    logits = -torch.rand(1, 1, 4096) * 30
+    logits[..., 0] = 0
+    params = [SamplingParams(temperature=1.0, top_p=0.5, max_tokens=9)]
+    batch = Batch(1, 20, 4096, DEVICE)
+    batch.set_row(0, RowStart([1], params[0], 0))
+    batch.set_rows(1)
+    rows = batch.state(1, reads=False)
+    none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
+    total = sampling.masses(logits).sum().double()
+    ordered = sampling.masses(logits.flatten().sort(descending=True).values).cumsum(0)
+    for place in (1, 40, 700):  # a share on the very edge of a token
+        batch.sampling.top_p.fill_(float(ordered[place] / total))
+        expected = sampling.shaped(logits.to(DEVICE), rows, Asks(cuts=True), none)
+        assert torch.equal(shape.shaped(logits.to(DEVICE), rows, Asks(cuts=True), none), expected)

@@ -1,0 +1,124 @@
+"""Ranks as threads of this process, the same code as in processes, and toy checkpoints for them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from torch import distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from paceline.config import SamplingParams
+from paceline.models.loading import load_part
+from paceline.models.parallel.follower import Follower
+from paceline.models.parallel.group import Ranks
+from paceline.models.parallel.model import LeadingPart, PartOfModel
+from paceline.models.parallel.plan import Op, Step, as_numbers
+from paceline.models.shares import Share
+
+CPU = torch.device("cpu")
+VOCAB, POSITIONS = 50, 320
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,  # do not divide among two ranks
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": False,
+}
+TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral, window": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+}
+
+
+def toy(name: str, seed: int = 0) -> PreTrainedModel:
+    """Random weights, spread so wide that near-ties are rare; biases and norms are random, too."""
+    kind, changes = TOYS[name]
+    config = AutoConfig.for_model(kind, **SHAPE | changes, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.35 if parameter.dim() > 1 else parameter + noise * 0.3)
+    return model
+
+
+def write(model: PreTrainedModel, path: Path) -> Path:
+    """A checkpoint, with a tokenizer of the words w0, w1, ..."""
+    model.save_pretrained(path)
+    words = Backend(WordLevel({f"w{token}": token for token in range(model.config.vocab_size)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
+    return path
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Some repeat themselves, so that there is something to copy; two begin alike."""
+    rng = random.Random(seed)
+    texts = [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 5, 12, 40)))] for _ in range(count)]
+    return [*texts[:-1], [*texts[-2], *texts[-2]]]
+
+
+def params(tokens: int) -> list[SamplingParams]:
+    """Greedy and sampled."""
+    return [
+        SamplingParams(temperature=0, max_tokens=tokens, seed=0),
+        SamplingParams(temperature=1.0, max_tokens=tokens, seed=1, n=2),
+        SamplingParams(temperature=0.7, max_tokens=tokens, seed=2, top_p=0.9),
+        SamplingParams(temperature=0, max_tokens=tokens, seed=3, presence_penalty=0.5, logprobs=2),
+    ]
+
+
+class Nobody:
+    """Threads end by themselves."""
+
+    def fate(self, patience: float = 0.0) -> str | None:
+        return None
+
+    def end(self, ranks: Ranks | None, *, orderly: bool) -> None: ...
+
+
+@contextmanager
+def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
+    """Rank 0's model; the other ranks run beside it until they are told to end."""
+    store, failures = dist.HashStore(), []
+
+    def part(rank: int) -> tuple[Any, Any, str, Ranks]:
+        share = Share(rank, count)
+        config, weights = load_part(path, share, dtype=torch.float32, device=CPU)
+        return config, weights, str(path), Ranks(store, share, CPU)
+
+    def follow(rank: int) -> None:
+        try:
+            Follower(PartOfModel(*part(rank))).run()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    others = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, count)]
+    for other in others:
+        other.start()
+    leader = LeadingPart(*part(0), Nobody())
+    try:
+        yield leader
+    finally:
+        leader.ranks.say(as_numbers([Step(Op.END)]))
+        for other in others:
+            other.join(30)
+    assert not failures
+    assert not any(other.is_alive() for other in others)

@@ -1,0 +1,208 @@
+"""Ranks as processes: that they answer as one does, and that they end, whatever ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from parallel.ranks import POSITIONS, Nobody, params, prompts, toy, write
+from torch import distributed as dist
+
+from paceline import LLM
+from paceline.core.outputs import RequestOutput
+from paceline.errors import RankError
+from paceline.models.parallel import group, launch
+from paceline.models.shares import Share
+from polling import wait_until
+from served import Served
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": POSITIONS, "max_batch_size": 4}
+OPTIONS |= {"drafter": "ngram", "num_speculative_tokens": 3, "threads": 1}
+SECONDS = 20  # in which whoever should end must have; it takes tenths of one
+
+
+@contextmanager
+def shared(path: Path) -> Iterator[LLM]:
+    llm = LLM(path, tensor_parallel=2, **OPTIONS)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def ranks_of(pid: int | None = None) -> list[psutil.Process]:
+    children = psutil.Process(pid).children()
+    return [child for child in children if "paceline.models.parallel.rank" in child.cmdline()]
+
+
+def texts(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def test_two_processes_answer_as_one_and_when_one_is_killed_the_engine_ends(tmp_path: Path) -> None:
+    path = write(toy("qwen2"), tmp_path)
+    expected = LLM(path, **OPTIONS).generate(prompts(4), params(60), use_tqdm=False)
+    with shared(path) as llm:
+        assert "cut into 2 ranks (gloo)" in llm.engine.describe()
+        assert texts(llm.generate(prompts(4), params(60), use_tqdm=False)) == texts(expected)
+        (rank,) = ranks_of()
+        listening = [each for each in rank.net_connections() if each.status == psutil.CONN_LISTEN]
+        assert {each.laddr.ip for each in listening} == {"127.0.0.1"}
+        stream = llm.stream(prompts(4), params(200))
+        next(stream)
+        rank.kill()
+        killed = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 of 2 has ended \(killed by signal 9\).*make a new LLM"):
+            list(stream)
+        assert time.monotonic() - killed < SECONDS
+        with pytest.raises(RankError, match="rank 1 of 2 has ended"):
+            llm.generate([1, 2], use_tqdm=False)
+
+
+def test_what_a_rank_could_not_begin_with_is_told() -> None:
+    store = dist.HashStore()
+    store.set("failed/2", "ModelFormatError: no weights")
+    with pytest.raises(RankError, match="rank 2 could not begin: ModelFormatError: no weights"):
+        launch._wait_for(store, Nobody(), Share(0, 3))
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_last_who_uses_them(tmp_path: Path) -> None:
+    with shared(write(toy("llama"), tmp_path)) as llm:
+        other = llm.with_options(max_batch_size=2)
+        (rank,) = ranks_of()
+        expected = texts(llm.generate(prompts(4), params(20), use_tqdm=False))
+        llm.close()
+        assert texts(other.generate(prompts(4), params(20), use_tqdm=False)) == expected
+        directory = Path(rank.cmdline()[-1].split('"')[3]).parent
+        assert directory.stat().st_mode & 0o777 == 0o700, "nobody else may take part"
+        other.close()
+        assert not rank.is_running()
+        assert not directory.exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_lives_and_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PATIENCE", timedelta(seconds=3))
+    with shared(write(toy("llama"), tmp_path)) as llm:
+        (rank,) = ranks_of()
+        rank.suspend()
+        with pytest.raises(RankError, match=r"a forward pass failed.*make a new LLM"):
+            llm.generate([1, 2], use_tqdm=False)
+        wait_until(lambda: not rank.is_running(), "the rank is still there", SECONDS)
+
+
+def begin(script: str, path: Path, *command: str) -> subprocess.Popen[str]:
+    """A program of its own: LLM, PATH, OPTIONS, prompts, params, texts are there."""
+    head = f"""
+        import signal
+        import sys
+        from pathlib import Path
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
+        from paceline import LLM, SamplingParams
+        from parallel.ranks import params, prompts
+        from parallel.test_processes import texts
+        PATH, OPTIONS = Path({str(path)!r}), {OPTIONS!r}
+    """
+    file = path / "program.py"
+    file.write_text(textwrap.dedent(head) + textwrap.dedent(script))
+    command = command or (sys.executable,)
+    return subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": ":".join(place for place in sys.path if place)}
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.slow
+def test_nobody_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+    script = """
+        llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
+        print("ready", flush=True)
+        while True:
+            llm.generate(prompts(4), params(200), use_tqdm=False)
+    """
+    program = begin(script, write(toy("llama"), tmp_path))
+    assert line_of(program) == "ready"
+    (rank,) = ranks_of(program.pid)
+    directory = Path(rank.cmdline()[-1].split('"')[3]).parent
+    program.kill()
+    program.wait()
+    wait_until(lambda: not rank.is_running(), "the rank is still there", SECONDS)
+    wait_until(lambda: not directory.exists(), "its directory is still there", SECONDS)
+
+
+@pytest.mark.slow
+def test_after_an_interrupt_the_model_goes_on(tmp_path: Path) -> None:
+    script = """
+        llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
+        expected = texts(llm.generate(prompts(4), params(20), use_tqdm=False))
+        print("ready", flush=True)
+        try:
+            while True:
+                llm.generate(prompts(4), params(200), use_tqdm=False)
+        except KeyboardInterrupt:
+            print(texts(llm.generate(prompts(4), params(20), use_tqdm=False)) == expected, flush=True)
+    """
+    program = begin(script, write(toy("llama"), tmp_path))
+    assert line_of(program) == "ready"
+    (rank,) = ranks_of(program.pid)
+    time.sleep(0.3)  # anywhere in a round
+    program.send_signal(signal.SIGINT)
+    assert line_of(program) == "True"
+    assert program.wait(SECONDS) == 0
+    assert not rank.is_running()
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_that_are_there_are_taken(tmp_path: Path) -> None:
+    script = """
+        llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
+        print(texts(llm.generate(prompts(4), params(20), use_tqdm=False)), flush=True)
+        try:
+            LLM(PATH, tensor_parallel=2, **OPTIONS)
+        except ValueError as error:
+            print(error, flush=True)
+    """
+    path = write(toy("llama"), tmp_path)
+    expected = texts(LLM(path, **OPTIONS).generate(prompts(4), params(20), use_tqdm=False))
+    torchrun = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"
+    program = begin(script, path, *torchrun)
+    said, _ = program.communicate(timeout=120)
+    first, second = said.splitlines()
+    assert first == str(expected), "and once: what stands behind LLM runs on rank 0 alone"
+    assert "given to one LLM alone" in second
+    assert program.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_server_ends_when_a_rank_does(tmp_path: Path) -> None:
+    served = Served(str(write(toy("llama"), tmp_path)), tmp_path / "log", "--tensor-parallel", "2")
+    try:
+        served.wait_until_ready()
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5}
+        assert served.post(body).status_code == 200
+        (rank,) = ranks_of(served.process.pid)
+        rank.kill()
+        wait_until(lambda: served.process.poll() is not None, "the server goes on without its rank", SECONDS)
+        assert served.process.returncode != 0
+        assert "rank 1 of 2 has ended (killed by signal 9)" in (tmp_path / "log").read_text()
+    finally:
+        served.end()

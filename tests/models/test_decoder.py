@@ -1,0 +1,128 @@
+"""Tokens in, logits out, whatever the cache held before and however the work is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart
+from paceline.core.draft import Draft
+from paceline.kernels.attention import BACKENDS
+from paceline.models.base import Model
+from paceline.models.decoder import Decoder
+from toy import VOCAB, ToyModel, logits_after, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[1], [2, 3, 4, 5, 6, 7], [8, 9, 1]]
+MODELS = {"toy": ToyModel, "llama": tiny_llama}
+
+
+def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[Decoder, Batch]:
+    """A decoder whose cache is full of garbage, and a batch of prompts, prefilled one token short of their end."""
+    decoder = Decoder(model, BACKENDS[backend](), 4, positions)
+    decoder.cache.keys.fill_(1e3)
+    decoder.cache.values.fill_(-1e3)
+    decoder.seen.fill_(11)
+    batch = Batch(4, positions, model.vocab_size)
+    for row, prompt in enumerate(PROMPTS):
+        batch.set_row(row, RowStart(prompt, SamplingParams(temperature=0), row))
+        decoder.cut_row(row, 0)
+    batch.set_rows(len(PROMPTS))
+    decoder.prefill(batch, 0, [0, 0, 0], [len(prompt) - 1 for prompt in PROMPTS])
+    return decoder, batch
+
+
+@pytest.mark.parametrize("backend", ["padded", "split"])
+@pytest.mark.parametrize("name", MODELS)
+def test_verification_gives_the_logits_after_every_guess(name: str, backend: str) -> None:
+    model = MODELS[name]()
+    decoder, batch = setup(model, backend)
+    guesses = torch.randint(0, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([4, 2, 0])
+    logits = decoder.verify(batch, Draft(guesses, counts))
+    for row, prompt in enumerate(PROMPTS):
+        for place in range(int(counts[row]) + 1):
+            expected = logits_after(model, prompt + guesses[row, :place].tolist())
+            assert logits[row, place].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("chunks", [[(0, 5)], [(0, 2), (2, 5)], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]])
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_in_chunks_is_prefill_at_once(name: str, chunks: list[tuple[int, int]]) -> None:
+    model = MODELS[name]()
+    decoder, batch = setup(model)
+    decoder.cache.keys.fill_(7)
+    decoder.cache.values.fill_(7)
+    for start, stop in chunks:  # the other rows are padding from their end on
+        decoder.prefill(batch, 0, [0, start, min(start, 2)], [0, stop, min(stop, 2)])
+    logits = decoder.verify(batch, batch.no_guesses)
+    for row, prompt in enumerate(PROMPTS):
+        assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
+    assert decoder.seen[:3].tolist() == [0, 5, 2]
+
+
+def test_prefill_of_later_rows_leaves_the_decoding_ones_alone() -> None:
+    model = ToyModel()
+    decoder, batch = setup(model)
+    batch.set_row(3, RowStart([5] * 9, SamplingParams(), 3))
+    decoder.prefill(batch, 3, [0], [8])
+    batch.set_rows(4)
+    logits = decoder.verify(batch, batch.no_guesses)
+    for row, prompt in enumerate([*PROMPTS, [5] * 9]):
+        assert logits[row, 0].tolist() == logits_after(model, prompt)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_that_is_full_decodes_its_last_token_beside_long_drafts(name: str) -> None:
+    """Writes beyond the end of a row must not reach anything that is looked at."""
+    model = MODELS[name]()
+    decoder, batch = setup(model, positions=7)
+    guesses = torch.ones(3, 6, dtype=torch.int64)
+    for _ in range(2):
+        logits = decoder.verify(batch, Draft(guesses, torch.tensor([6, 1, 4])))
+    for row, (prompt, places) in enumerate(zip(PROMPTS, (7, 2, 5), strict=True)):
+        for place in range(places):
+            if len(prompt) + place <= 7:
+                expected = logits_after(model, prompt + [1] * place)
+                assert logits[row, place].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("lags", [[1, 1, 1], [1, 3, 2], [1, 6, 1]])
+def test_next_hidden_feeds_what_each_rows_cache_lacks(lags: list[int]) -> None:
+    model = ToyModel()
+    decoder, batch = setup(model)
+    decoder.seen[:3] = torch.tensor([len(p) - lag for p, lag in zip(PROMPTS, lags, strict=True)])
+    logits = decoder.logits(decoder.next_hidden(batch, max(lags)))
+    for row, prompt in enumerate(PROMPTS):
+        assert logits[row].tolist() == logits_after(model, prompt)
+    assert decoder.seen[:3].tolist() == [len(prompt) for prompt in PROMPTS]
+
+
+def test_rewinding_forgets_what_the_target_did_not_keep() -> None:
+    decoder, batch = setup(ToyModel())
+    decoder.seen[:3] = torch.tensor([4, 3, 2])
+    decoder.rewind(batch)
+    assert decoder.seen[:3].tolist() == [0, 3, 2]
+
+
+def test_a_copied_row_can_go_on_as_the_row_it_was_copied_from() -> None:
+    model = ToyModel()
+    decoder, batch = setup(model)
+    batch.copy_row(1, 0)
+    decoder.copy_row(1, 0, 5)
+    assert decoder.seen[0] == 5
+    logits = decoder.verify(batch, batch.no_guesses)
+    assert logits[0, 0].tolist() == logits[1, 0].tolist() == logits_after(model, PROMPTS[1])
+
+
+@pytest.mark.parametrize("own", [VOCAB - 5, VOCAB + 5])
+def test_a_head_padded_to_another_size_is_cut_or_filled_up(own: int) -> None:
+    model = ToyModel(own)
+    decoder = Decoder(model, BACKENDS["padded"](), 1, 8, VOCAB)
+    tokens = torch.tensor([[VOCAB - 1, 2]])  # an id that a smaller model has never heard of
+    logits = decoder.logits(decoder.forward(tokens, torch.zeros(1, dtype=torch.int64), 2))
+    assert logits.shape == (1, 2, VOCAB)
+    assert logits[..., :own].isfinite().all()
+    assert (logits[..., own:] == -torch.inf).all()

@@ -1,0 +1,422 @@
+"""Tokens and text: growing text equals the decoded whole, stop strings cut exactly, GGUF files split as originals."""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from paceline.errors import (
+    ModelFormatError,
+    ModelNotFoundError,
+    ParameterError,
+    RequestError,
+    VocabularyMismatchError,
+)
+from paceline.models import hub
+from paceline.models.tokenizer import ByteDecoder, Detokenizer, Tokenizer, WindowDecoder, check_same_vocabulary
+
+pytestmark = pytest.mark.usefixtures("no_requests")
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+SCRIPTS = ["naïve café", "日本語", "한국어", "مرحبا", "हिन्दी", "e\u0301"]
+EMOJI = ["👩\u200d👩\u200d👧\u200d👦", "🇨🇭", "👋🏽", "\ufffd"]
+TEXTS = ["The cat", " sat", "\n\n", "x = 1", *SCRIPTS, *EMOJI]
+
+
+def smollm2_path() -> Path | None:
+    """The real model, from where tests keep models or from paceline's own cache."""
+    kept = Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
+    candidates = [kept / "smollm2-135m.gguf", hub._embedded_path("smollm2-135m")]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+@cache
+def smollm2() -> Tokenizer:
+    path = smollm2_path()
+    assert path is not None
+    return Tokenizer.load(path)
+
+
+real_model = pytest.mark.skipif(smollm2_path() is None, reason="no smollm2-135m.gguf; run: paceline pull smollm2-135m")
+
+
+def byte_level_backend(words: Sequence[str] = ()) -> Backend:
+    """All 256 bytes, the merges that spell ``words``, and two special tokens."""
+    pre = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    for word in words:
+        spelled = "".join(piece for piece, _ in pre.pre_tokenize_str(word))
+        for end in range(2, len(spelled) + 1):
+            merges.append((spelled[: end - 1], spelled[end - 1]))
+            vocabulary.setdefault(spelled[:end], len(vocabulary))
+    backend = Backend(models.BPE(vocab=vocabulary, merges=list(dict.fromkeys(merges))))
+    backend.pre_tokenizer = pre
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>"), AddedToken("<tool call>")])
+    backend.add_tokens([AddedToken("<thin king>", normalized=False)])
+    return backend
+
+
+def sentencepiece_backend() -> Backend:
+    """Llama-2's way: a leading space, bytes for what has no token."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.", "th", "▁th", "▁the", "▁c", "at", "▁cat", "é", "日"]
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "c"), ("a", "t"), ("▁c", "at")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def wrap(backend: Backend, **options: object) -> Tokenizer:
+    return Tokenizer.load(PreTrainedTokenizerFast(tokenizer_object=backend, **options))
+
+
+@cache
+def byte_level() -> Tokenizer:
+    return wrap(byte_level_backend(["hello", " world", "日本", "stop"]), eos_token="<eos>", chat_template=TEMPLATE)
+
+
+@cache
+def sentencepiece() -> Tokenizer:
+    return wrap(sentencepiece_backend(), eos_token="</s>")
+
+
+BOTH = pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte-level", "sentencepiece"])
+
+
+def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+# Loading
+
+
+def test_a_directory_gives_the_tokenizer_that_was_saved_there(tmp_path: Path) -> None:
+    byte_level().huggingface.save_pretrained(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode("hello world 日本") == byte_level().encode("hello world 日本")
+    assert loaded.eos_token_ids == byte_level().eos_token_ids
+    assert loaded.name == str(tmp_path)
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gemma3_text", "llama"])
+def test_special_tokens_alone_are_no_tokenizer(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelFormatError, match=r"no tokenizer that can be used"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ModelNotFoundError):
+        Tokenizer.load("no-such-model")
+
+
+def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF\x03")
+    with pytest.raises(ModelFormatError, match="broken"):
+        Tokenizer.load(path)
+
+
+def write_gguf(path: Path, splitting: str | None, architecture: str = "llama") -> Path:
+    """A GGUF file without weights: the byte-level vocabulary of these tests."""
+    state = json.loads(byte_level_backend(["hello", " 12"]).to_str())
+    vocabulary = state["model"]["vocab"]
+    tokens = [*sorted(vocabulary, key=vocabulary.get), "<eos>", "<tool call>", "<pad>"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 3) + [3, 4, 5])
+    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+    writer.add_eos_token_id(tokens.index("<eos>"))
+    writer.add_bos_token_id(tokens.index("<eos>"))
+    writer.add_chat_template(TEMPLATE)
+    if splitting is not None:
+        writer.add_tokenizer_pre(splitting)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_gives_special_tokens_template_and_the_end_of_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", "gpt-2"))
+    eos, called = tokenizer.encode("<eos><tool call>")
+    assert tokenizer.eos_token_ids == (eos,)
+    assert tokenizer.decode([called, eos]) == "<tool call>"
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hello"}])) == "<user>hello<bot>"
+
+
+@pytest.mark.parametrize(
+    ("splitting", "expected"),
+    [("gpt-2", ["Ġ12", "3"]), ("smollm", ["Ġ", "1", "2", "3"]), ("qwen2", ["Ġ", "1", "2", "3"])],
+)
+def test_a_gguf_file_splits_as_it_says(tmp_path: Path, splitting: str, expected: list[str]) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", splitting))
+    assert [tokenizer.spelling(token) for token in tokenizer.encode(" 123")] == expected
+
+
+def test_a_gguf_file_gets_its_bos_token_where_the_original_adds_one(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", "llama-bpe"))
+    assert tokenizer.encode("hello")[0] == tokenizer.eos_token_ids[0]  # here the same token
+
+
+def test_an_old_gguf_file_is_split_by_its_architecture(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", None, architecture="qwen2"))
+    assert len(tokenizer.encode(" 123")) == 4
+
+
+@pytest.mark.parametrize("splitting", ["someones-own", None])
+def test_a_gguf_file_with_unknown_splitting_is_refused(tmp_path: Path, splitting: str | None) -> None:
+    with pytest.raises(ModelFormatError, match=r"unknown text splitting .*known: gpt-2"):
+        Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", splitting))
+
+
+# Chat
+
+
+def test_chat_uses_the_template_and_asks_for_the_answer() -> None:
+    ids = byte_level().chat([{"role": "user", "content": "hello"}])
+    assert byte_level().decode(ids) == "<user>hello<bot>"
+
+
+def test_chat_without_template_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="has no chat template"):
+        sentencepiece().chat([{"role": "user", "content": "hello"}])
+
+
+def test_half_a_character_is_refused_before_any_library_sees_it() -> None:
+    with pytest.raises(ParameterError, match="half a character"):
+        byte_level().encode("a\ud800")
+    with pytest.raises(ParameterError, match=r"messages.content=.*half a character"):
+        byte_level().chat([{"role": "user", "content": "\udfff"}])
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, "hello", {"role": "user", "content": None}, {1: 2}, None])
+def test_chat_refuses_a_message_that_is_none(message: object) -> None:
+    with pytest.raises(RequestError, match="role and content"):
+        byte_level().chat([message])  # type: ignore[list-item]
+
+
+def test_chat_tells_what_the_template_objects_to() -> None:
+    strict = wrap(byte_level_backend(), chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate"):
+        strict.chat([{"role": "user", "content": "hello"}])
+
+
+# Vocabularies
+
+
+def test_the_same_vocabulary_padded_differently_passes() -> None:
+    longer = byte_level_backend(["hello", " world", "日本", "stop"])
+    longer.add_tokens(["<pad 1>", "<pad 2>"])
+    check_same_vocabulary(byte_level(), wrap(longer))
+    check_same_vocabulary(wrap(longer), byte_level())
+
+
+def test_another_vocabulary_is_refused_with_both_names_and_the_first_difference() -> None:
+    other = wrap(byte_level_backend(["hellish"]), name_or_path="the-draft")
+    target = wrap(byte_level_backend(["hello"]), name_or_path="the-target")
+    with pytest.raises(VocabularyMismatchError) as caught:
+        check_same_vocabulary(target, other)
+    message = str(caught.value)
+    assert all(word in message for word in ("the-draft", "the-target", "token 259", "'helli'", "'hello'"))
+
+
+# Text that grows
+
+
+@BOTH
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_pieces_together_are_the_decoded_whole_for_any_tokens(make: object, data: st.DataObject) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(stream(detokenizer, ids)) == tokenizer.decode(ids) == detokenizer.text
+
+
+@BOTH
+@given(parts=st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=8)), max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_pieces_together_are_the_decoded_whole_for_any_text(make: object, parts: list[str]) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    ids = tokenizer.encode("".join(parts))
+    assert "".join(stream(Detokenizer(tokenizer), ids)) == tokenizer.decode(ids)
+
+
+@BOTH
+def test_no_half_character_is_ever_shown(make: object) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    pieces = stream(Detokenizer(tokenizer), tokenizer.encode("the 👩‍👩‍👧 cat"))
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == "the 👩‍👩‍👧 cat"
+
+
+def test_a_character_is_shown_with_its_last_byte() -> None:
+    ids = byte_level().encode("é👋")
+    pieces = [Detokenizer(byte_level()).push(ids[0])]
+    detokenizer = Detokenizer(byte_level())
+    pieces = [detokenizer.push(token) for token in ids]
+    assert pieces == ["", "é", "", "", "", "👋"]
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    detokenizer = Detokenizer(byte_level())
+    assert detokenizer.push(byte_level().encode("é")[0]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_special_tokens_are_not_shown_but_tokens_added_as_text_are() -> None:
+    tokenizer = byte_level()
+    ids = [tokenizer.huggingface.convert_tokens_to_ids(token) for token in ("<thin king>", "<tool call>", "<eos>")]
+    assert "".join(stream(Detokenizer(tokenizer), ids)) == "<thin king>"
+
+
+def test_each_kind_of_vocabulary_gets_its_decoder() -> None:
+    assert isinstance(Detokenizer(byte_level())._decoder, ByteDecoder)
+    assert isinstance(Detokenizer(sentencepiece())._decoder, WindowDecoder)
+
+
+# Stop strings
+
+
+def expected(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
+    """The slow reference: grow the text letter by letter, cut where a stop string first ends."""
+    for end in range(len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            longest = max(hits, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+@BOTH
+@given(
+    text=st.text(alphabet="abé👋 ", max_size=30),
+    stops=st.lists(st.text(alphabet="abé👋 ", min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_are_found_wherever_the_tokens_fall(
+    make: object, text: str, stops: list[str], include: bool
+) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer, tuple(stops), include)
+    shown = "".join(stream(detokenizer, ids))
+    assert (shown, detokenizer.stopped) == expected(tokenizer.decode(ids), stops, include)
+    assert detokenizer.text == shown
+
+
+@pytest.mark.parametrize("words", [[], ["stop"], ["st", "op"], ["xstopx"], ["xs", "topx"]])
+def test_one_stop_string_under_every_tokenisation(words: list[str]) -> None:
+    tokenizer = wrap(byte_level_backend(words))
+    detokenizer = Detokenizer(tokenizer, ("stop",))
+    assert "".join(stream(detokenizer, tokenizer.encode("xxstopxx"))) == "xx"
+    assert detokenizer.stopped == "stop"
+
+
+def test_the_match_that_ends_first_wins() -> None:
+    tokenizer = wrap(byte_level_backend(["abcdef"]))
+    assert len(tokenizer.encode("abcdef")) == 1
+    detokenizer = Detokenizer(tokenizer, ("abcdef", "cd"))
+    assert stream(detokenizer, tokenizer.encode("abcdef")) == ["ab", ""]
+    assert detokenizer.stopped == "cd"
+
+
+def test_what_may_begin_a_stop_string_is_held_back_and_released_if_it_does_not() -> None:
+    detokenizer = Detokenizer(byte_level(), ("\n\nQ",))
+    pieces = [detokenizer.push(token) for token in byte_level().encode("a\n\nb")]
+    assert pieces == ["a", "", "", "\n\nb"]
+
+
+def test_a_held_beginning_is_released_at_the_end() -> None:
+    detokenizer = Detokenizer(byte_level(), ("###",))
+    assert stream(detokenizer, byte_level().encode("a##")) == ["a", "", "", "##"]
+    assert detokenizer.stopped is None
+
+
+def test_nothing_is_shown_after_a_stop() -> None:
+    detokenizer = Detokenizer(byte_level(), ("b",), include_stop=True)
+    assert stream(detokenizer, byte_level().encode("abab")) == ["a", "b", "", "", ""]
+    assert detokenizer.text == "ab"
+
+
+def test_no_stop_string_is_looked_for_before_min_tokens() -> None:
+    detokenizer = Detokenizer(byte_level(), ("b",), min_tokens=2)
+    assert stream(detokenizer, byte_level().encode("abab")) == ["a", "b", "a", "", ""]
+    assert detokenizer.stopped == "b"
+
+
+def test_a_token_costs_the_same_however_long_the_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: lengths.append(len(ids)) or decode(self, ids))
+    stream(Detokenizer(sentencepiece()), sentencepiece().encode("the cat " * 500))
+    assert max(lengths) <= 2
+
+
+# The real thing
+
+
+@real_model
+def test_smollm2_special_tokens_are_single_ids() -> None:
+    tokenizer = smollm2()
+    for name, index in {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "<repo_name>": 3}.items():
+        assert tokenizer.encode(name) == [index]
+    assert set(tokenizer.eos_token_ids) >= {2}
+    assert tokenizer.vocab_size == 49152
+
+
+@real_model
+def test_smollm2_splits_as_the_original_does() -> None:
+    """Every digit alone, and cut off before words are: so the spaces before a number stay together."""
+    spelled = smollm2().huggingface.convert_ids_to_tokens(smollm2().encode("in 2024  x    17 "))
+    assert spelled == ["in", "Ġ", "2", "0", "2", "4", "Ġ", "Ġx", "ĠĠĠĠ", "1", "7", "Ġ"]
+
+
+@real_model
+def test_smollm2_chat_template_in_the_file_is_used() -> None:
+    ids = smollm2().chat([{"role": "user", "content": "Hi"}])
+    text = smollm2().huggingface.decode(ids)
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert ids.count(1) == 3
+
+
+@real_model
+@given(parts=st.lists(st.sampled_from(TEXTS), max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_smollm2_text_survives_the_round_trip(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert smollm2().decode(smollm2().encode(text)) == text
+
+
+@real_model
+@given(ids=st.lists(st.integers(0, 49151), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_smollm2_pieces_together_are_the_decoded_whole(ids: list[int]) -> None:
+    assert "".join(stream(Detokenizer(smollm2()), ids)) == smollm2().decode(ids)

@@ -1,0 +1,96 @@
+"""Phases with synthetic acceptance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.config import SamplingParams
+from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.draft import Draft, Verdict
+from paceline.drafters import Drafter
+from paceline.errors import ParameterError
+from paceline.tools.bench.phases import Phase, Script, Stage, compare, draw
+from toy_llm import toy_llm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def all_wrong(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+    return Verdict(torch.full((batch.rows, draft.k + 1), 7), torch.zeros_like(draft.counts), draft.counts)
+
+
+class Fives(Drafter):
+    """Guesses 5, as many of each row as it is told."""
+
+    name = "fives"
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = torch.tensor(counts)
+
+    def propose(self, batch: Batch, wish: Wish) -> Draft:
+        return Draft(torch.full((batch.rows, wish.k), 5), self.counts)
+
+
+@pytest.mark.parametrize("verified", [[3, 1], [2, 0], [0, 0]])
+@pytest.mark.parametrize("real", [5, 7])
+def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: list[int], real: int) -> None:
+    def rule(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+        return Verdict(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts), draft.counts)
+
+    batch = Batch(2, 40, 8)
+    for row in range(2):
+        batch.set_row(row, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), row))
+    batch.set_rows(2)
+    script = Script(Fives([3, 1]), rule)
+    script.rate = 0.5
+    right = []
+    for _ in range(2000):
+        draft = script.propose(batch, Wish(3)).first(verified)
+        verdict = script.judge(draft, torch.zeros(2, 4, 8), batch)
+        assert all(0 <= kept <= most for kept, most in zip(verdict.accepted.tolist(), verified, strict=True))
+        right.append([sum(token == 5 for token in gained) for gained in verdict.host.tokens])
+        for gained, kept in zip(verdict.host.tokens, verdict.accepted.tolist(), strict=True):
+            assert gained[:kept] == [5] * kept
+            assert gained[kept:] in ([5], [6], [7])
+    seen = [min(count, most + 1) for count, most in zip([3, 1], verified, strict=True)]  # the guess after them, too
+    expected = [sum(0.5 ** (place + 1) for place in range(count)) for count in seen]
+    extra = [0.5**count if real == 5 and count < most + 1 else 0 for count, most in zip(seen, verified, strict=True)]
+    means = torch.tensor(right).double().mean(0).tolist()
+    assert means == pytest.approx([a + b for a, b in zip(expected, extra, strict=True)], abs=0.07)
+
+
+def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
+    batch = Batch(1, 40, 8)
+    batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
+    batch.set_rows(1)
+    script = Script(Fives([3]), all_wrong)
+    script.propose(batch, Wish(3))
+    script.judge(script.propose(batch, Wish(3)), torch.zeros(1, 4, 8), batch)
+    assert script.judge(batch.no_guesses, torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
+
+
+@pytest.mark.parametrize("drafter", [None, "model"])
+def test_everybody_plays_all_phases(tmp_path: Path, drafter: str | None) -> None:
+    stage = Stage(toy_llm(positions=400, drafter=drafter), [Phase(1, 0.9), Phase(3, 0.1), Phase(1, 0.9)], tokens=12)
+    comparison = compare(stage, 1, lambda steps: steps, ["0", "2", "auto"])
+    assert all(len(run.seconds) == 3 and min(run.seconds) > 0 for run in comparison.runs.values())
+    assert all(r.rows == 3 for run in comparison.runs.values() for r in run.rounds[1])
+    fast = [run.seconds for name, run in comparison.runs.items() if name != "auto"]
+    assert comparison.oracle == [min(a, b) for a, b in zip(*fast, strict=True)]
+    draw(comparison, tmp_path / "phases.png", "a toy")
+    assert (tmp_path / "phases.png").stat().st_size > 1000
+    document = json.loads(json.dumps(comparison.as_json()))
+    assert document["acceptance"] == "synthetic"
+    for paces in document["ms_per_token"].values():
+        assert len(paces) == 3
+        assert all(0 < each["first"] <= each["all"] <= each["last"] for each in paces)
+        assert all(each["first"] == each["last"] for each in (paces[0], paces[2])), "one row is first and last"
+
+
+def test_rows_that_would_not_fit_are_refused() -> None:
+    with pytest.raises(ParameterError, match="tokens"):
+        Stage(toy_llm(), tokens=100)

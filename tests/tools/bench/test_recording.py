@@ -1,0 +1,39 @@
+"""Rounds as they were played."""
+
+import pytest
+
+from paceline.config import SamplingParams
+from paceline.engine.engine import Request
+from paceline.tools.bench.recording import Recorder
+from toy import ToyModel, make_engine
+from toy_llm import toy_llm
+
+
+def test_tokens_beyond_the_ends_of_answers_are_not_counted() -> None:
+    engine = toy_llm(drafter="model", num_speculative_tokens=4).engine
+    recorder = engine.parts.policy = Recorder(engine.parts.policy)
+    sizes = [3, 5, 9]
+    outputs = [
+        engine.add(Request([1, 2, size], SamplingParams(temperature=0, max_tokens=size, ignore_eos=True)))
+        for size in sizes
+    ]
+    while engine.busy:
+        engine.step()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == sizes
+    assert sum(played.surplus for played in recorder.rounds) > 0
+    assert sum(played.tokens for played in recorder.rounds) == sum(sizes)
+
+
+def test_recorded_rounds_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(*_: object) -> None:
+        raise AssertionError("the host plays a round")
+
+    monkeypatch.setattr("paceline.engine.engine.speculative_round", play)
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", num_speculative_tokens=3, rounds="device")
+    recorder = engine.parts.policy = Recorder(engine.parts.policy)
+    engine.add(Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    assert recorder.rounds
+    assert {played.k for played in recorder.rounds} <= {0, 1, 2, 3}
+    assert sum(played.tokens for played in recorder.rounds) == 12

@@ -1,0 +1,57 @@
+"""The sets of prompts that benchmarks come with."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from paceline.llm import LLM
+from paceline.tools.bench.edits import EDITS
+from paceline.tools.bench.offline import PROMPTS, prompts_for
+from paceline.tools.bench.sets import SETS
+from paceline.tools.bench.stubs import STUBS
+
+
+def test_sixteen_different_stubs_that_are_python() -> None:
+    assert len(set(STUBS)) == 16
+    for stub in STUBS:
+        compile(stub, "stub", "exec")
+
+
+def test_twenty_different_programs_to_edit_whose_original_is_in_the_prompt_and_the_reference() -> None:
+    assert len({edit.code for edit in EDITS}) == len({edit.change for edit in EDITS}) == 20
+    for edit, asked in zip(EDITS, SETS["edits"], strict=True):
+        assert edit.change in asked.text
+        assert edit.code in asked.text
+        assert edit.code in asked.references[0]
+        if edit.language == "python":
+            ast.parse(edit.code)
+
+
+def test_no_prompt_stands_in_a_set_twice() -> None:
+    for name, asked in SETS.items():
+        assert len({each.text for each in asked}) == len(asked) >= 8, name
+    assert all(each.references for name in ("edits", "retrieval") for each in SETS[name])
+    assert not any(each.references for name in ("stubs", "chat") for each in SETS[name])
+
+
+@pytest.mark.parametrize("name", [*SETS, *PROMPTS])
+def test_a_batch_begins_anew_when_a_set_is_used_up(bench_llm: LLM, name: str) -> None:
+    prompts, references = prompts_for(bench_llm, name, 21)
+    size = len(SETS[name]) if name in SETS else len(PROMPTS[name])
+    assert prompts[0] == prompts[size]
+    assert references[0] == references[size]
+    assert len(prompts) == len(references) == 21
+
+
+def test_programs_have_100_to_400_tokens() -> None:
+    """By a rough count, as no tokenizer is at hand: code has about three letters a token."""
+    assert all(100 <= len(edit.code) / 3.2 <= 400 for edit in EDITS), [len(edit.code) // 3.2 for edit in EDITS]
+
+
+@pytest.fixture(scope="module")
+def bench_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    from server_support import load, save_model
+
+    model: str = save_model(Path(tmp_path_factory.mktemp("bench") / "tiny"))
+    return load(model)

@@ -1,0 +1,67 @@
+"""The serving experiment: traces that repeat themselves, and every policy on the same one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.tools.bench import profile, traffic
+from paceline.tools.bench.traffic import Load, arrivals, as_json, draw, measure, summary
+from toy_llm import toy_llm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LOAD = Load(requests=4000, interval=2.0, cv=0.5, tokens=8, max_batch_size=4)
+
+
+def test_intervals_have_the_mean_and_the_variation_asked_for() -> None:
+    gaps = np.diff(arrivals("steady", LOAD))
+    assert gaps.mean() == pytest.approx(2.0, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(0.5, rel=0.05)
+
+
+def test_busy_traffic_is_denser_and_varying_traffic_is_both() -> None:
+    assert arrivals("busy", LOAD)[-1] == pytest.approx(arrivals("steady", LOAD)[-1] / 4)
+    gaps = np.diff(arrivals("varying", LOAD))
+    assert gaps[:600].mean() > 6 * gaps[700:1300].mean()
+
+
+@pytest.mark.parametrize("trace", traffic.TRACES)
+def test_a_trace_is_the_same_each_time(trace: str) -> None:
+    assert arrivals(trace, LOAD) == arrivals(trace, LOAD)
+
+
+def test_prompts_are_not_those_of_the_profile() -> None:
+    assert not set(traffic.PROMPTS) & set(profile.PROMPTS)
+
+
+def test_every_policy_serves_every_request(tmp_path: Path) -> None:
+    load = Load(requests=5, interval=0.002, cv=1.0, tokens=6, max_batch_size=3)
+    llm = toy_llm(drafter="ngram")
+    results = list(measure(llm, [[1, 2, 1], [3, 4]], ["steady", "varying"], load, 1, lambda steps: steps))
+    assert {r.policy for r in results} == set(traffic.POLICIES) - {"profiled"}  # no profile was given
+    assert all(0 < r.p50 <= r.p99 and 1 <= r.mean_rows <= 3 for r in results)
+    plain = next(r for r in results if r.policy == "plain")
+    assert plain.mean_k == 0
+    latencies = [r.latency for r in results if r.latency is not None]
+    assert len(latencies) == len(results)
+    assert all(0 < each.first <= each.all <= each.last for each in latencies)
+    judged = summary(results)
+    assert set(judged) == {"steady", "varying"}
+    assert judged["steady"]["auto_over"]["auto"] == 1
+    draw(results, tmp_path / "traffic.png", "a toy")
+    assert (tmp_path / "traffic.png").stat().st_size > 1000
+    json.dumps(as_json(results))
+
+
+def test_with_a_profile_its_policy_takes_part_and_plain_decoding_still_does(tmp_path: Path) -> None:
+    llm = toy_llm(drafter="ngram")
+    path = tmp_path / "profile.json"
+    measured, _ = profile.run_profile(llm, [[1, 2, 1, 2], [4, 5]], profile.Sweep.quick(), lambda steps, what: steps)
+    measured.save(path)
+    guided = llm.with_options(profile=str(path))
+    load = Load(requests=2, interval=0.002, cv=1.0, tokens=3, max_batch_size=2)
+    results = list(measure(guided, [[1, 2, 1]], ["steady"], load, 1, lambda steps: steps))
+    assert {r.policy for r in results} == set(traffic.POLICIES)

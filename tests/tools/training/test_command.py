@@ -1,0 +1,153 @@
+"""``paceline train-draft`` from end to end: what it leaves, what it refuses, and that kill -9 changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training.conftest import SIZES, save_target
+from typer.testing import CliRunner, Result
+
+import paceline
+from paceline.cli.main import app
+from paceline.cli.train_draft import FILES
+from paceline.config import HEAD_KINDS, EngineOptions, SamplingParams
+from paceline.drafters.heads.checkpoint import read_head_config
+from paceline.llm import LLM
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train-draft", *arguments], env={"COLUMNS": "200"})
+
+
+def test_a_run_leaves_head_and_report(whole: Path) -> None:
+    config = read_head_config(whole)
+    assert (config.taps, config.draft_vocab_size, config.width) == ((2, 4, 5), 64, 64)
+    told = json.loads((whole / "report.json").read_text())
+    assert told["data"]["tokens_made"] >= 900
+    assert told["data"]["tokens_of_answers"] < told["data"]["tokens_made"]
+    assert told["passes"] >= 4 * told["data"]["tokens_made"]
+    assert len(told["acceptance"][-1]["conditional"]) == 4
+    assert [each["rows"] for each in told["speed_up"]] == [1, 4, 8]
+    assert all(each["speed_up"] >= 1 for each in told["speed_up"])
+    assert "| guess | 1 | 2 | 3 | 4 |" in (whole / "report.md").read_text()
+    assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path, target: str, tmp_path: Path) -> None:
+    assert call(target, *SIZES, "--output", str(tmp_path)).exit_code == 0
+    wanted = (whole / "model.safetensors").read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == wanted
+    assert call(target, *SIZES, "--output", str(tmp_path)).exit_code == 2, "without --resume nothing is overwritten"
+    (tmp_path / "model.safetensors").unlink()
+    assert call(target, *SIZES, "--output", str(tmp_path), "--resume").exit_code == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == wanted
+    other = call(target, *SIZES, "--output", str(tmp_path), "--resume", "--learning-rate", "0.001")
+    assert other.exit_code == 2
+    assert "learning_rate" in other.stderr
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS[1:])
+def test_a_head_of_another_kind_is_trained_on_the_same_data_and_drafts(
+    kind: str, whole: Path, target: str, tmp_path: Path
+) -> None:
+    """Its answers are those of plain decoding."""
+    shutil.copytree(whole / "data", tmp_path / "data")
+    done = call(target, *SIZES, "--kind", kind, "--output", str(tmp_path), "--resume")
+    assert done.exit_code == 0, done.stderr
+    assert read_head_config(tmp_path).kind == kind
+    for path in (whole / "data").iterdir():
+        assert (tmp_path / "data" / path.name).read_bytes() == path.read_bytes(), "nothing was made anew"
+    refused = call(target, *SIZES, "--output", str(tmp_path), "--resume")
+    assert refused.exit_code == 2
+    assert "--resume: kind" in refused.stderr
+    options: EngineOptions = {"dtype": "bfloat16", "device": "cpu", "threads": 1, "max_model_len": 96}
+    llm = LLM(target, str(tmp_path), **options, drafter="feature", num_speculative_tokens=4)
+    params = [SamplingParams(temperature=heat, max_tokens=40, seed=5, ignore_eos=True) for heat in (0.0, 0.8)]
+    prompts = ["a b c", "why is the sky blue?"]
+    found = llm.generate(prompts, params, use_tqdm=False)
+    plain = llm.plain().generate(prompts, params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.outputs[0].metrics.accepted for each in found) > 0
+
+
+def test_a_run_of_the_first_kind_is_written_down_as_before_there_were_others(whole: Path) -> None:
+    """So one that was begun then goes on."""
+    assert "kind" not in json.loads((whole / "training.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kind", "model", "--mlp-width", "9"], "whose layers are the target's"),
+        (["--kind", "model", "--unroll", "2"], "learns all guesses of a draft from one pass"),
+        (["--kind", "model", "--layers", "9"], "at most the target's 8"),
+        (["--layers", "2"], "left out but with --kind model"),
+        (["--kind", "hidden_transfer", "--mlp-width", "9"], "whose layers are the target's"),
+        (["--kind", "features"], "'feature'"),
+        (["--tokens", "0"], "tokens"),
+        (["--prompts", "/no/such/file"], "--prompts"),
+        (["--disk-budget", "0.000001"], "--disk-budget"),
+        (["--mlp-width", "2000000000"], "--mlp-width"),
+        (["--drafter", "ngram"], "No such option"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(target: str, tmp_path: Path, options: list[str], said: str) -> None:
+    result = call(target, *SIZES, *options, "--output", str(tmp_path / "new"))
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (tmp_path / "new" / "data").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused(target: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = call(target, *SIZES, "--output", str(tmp_path / "file"))
+    assert result.exit_code == 2
+    assert "a directory that can be written" in result.stderr
+
+
+def test_a_target_of_too_few_layers_is_refused(tmp_path: Path) -> None:
+    result = call(save_target(tmp_path / "flat", layers=4), *SIZES, "--output", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "at least 8 layers" in result.stderr
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_ends_with_the_same_data_and_head(whole: Path, target: str, tmp_path: Path) -> None:
+    """Five times, while data are made and while the head learns; a checkpoint after every step."""
+    line = [sys.executable, "-m", "paceline.cli.main", "train-draft", target, *SIZES, "--output", str(tmp_path)]
+    line += ["--resume", "--checkpoint-every", "0.0001"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parent.parent)}
+    data = tmp_path / "data"
+    for seen in (
+        data / "settings.json", data / "train-00000.safetensors", data / "train-00001.safetensors",
+        tmp_path / "training.safetensors", tmp_path / "training.safetensors",
+    ):  # fmt: skip
+        before = seen.stat().st_mtime_ns if seen.exists() else 0
+        with subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            wait_until_written(seen, before, process)
+            process.send_signal(signal.SIGKILL)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for path in sorted((whole / "data").glob("*.safetensors")):
+        assert (data / path.name).read_bytes() == path.read_bytes(), path.name
+    ours, theirs = (json.loads((output / "report.json").read_text()) for output in (tmp_path, whole))
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert not list(data.glob(".*.part.safetensors"))
+    assert all((tmp_path / name).exists() for name in FILES)
+
+
+def wait_until_written(path: Path, before: int, process: subprocess.Popen[bytes]) -> None:
+    """Or until the run is over: then there is nothing left to kill."""
+    ends = time.monotonic() + 120
+    while process.poll() is None and not (path.exists() and path.stat().st_mtime_ns > before):
+        assert time.monotonic() < ends, f"{path} was not written"
+        time.sleep(0.01)

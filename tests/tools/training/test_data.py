@@ -1,0 +1,157 @@
+"""The data: what is asked and answered, what is kept of it, and that it is a function of the settings alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import DraftData
+from paceline.errors import PacelineError, ParameterError
+from paceline.llm import LLM
+from paceline.models.tokenizer import Tokenizer
+from paceline.tools.training.collect import Collector, check_disk, settings_of
+from paceline.tools.training.prompts import Question, opening_of, read_questions, split
+from paceline.tools.training.shards import HELD_OUT, Shards, held
+from paceline.tools.training.streams import taps_of
+
+TAPS = (2, 4, 5)
+DATA = DraftData(tokens=400, prompt_tokens=8, answer_tokens=16, held_out=4, shard=8)
+
+
+def make(llm: LLM, directory: Path, data: DraftData = DATA, questions: list[Question] | None = None) -> Shards:
+    directory.mkdir(exist_ok=True)
+    kept = Shards(directory, settings_of(llm, data, TAPS, questions), resume=True)
+    for _ in Collector(llm, data, TAPS, questions).shards(kept, lambda _tokens: None):
+        pass
+    return kept
+
+
+def test_where_a_users_turn_opens_and_closes_is_read_off_the_template(target: str) -> None:
+    tokenizer = Tokenizer.load(target)
+    opening = opening_of(tokenizer)
+    assert opening is not None
+    assert "".join(tokenizer.token_text(token) for token in opening.tokens) == "[user]"
+    assert opening.ends == (), "what follows a turn is text, which users may write"
+    tokenizer.huggingface.chat_template = "{% for m in messages %}<eos>{{ m.content }}<eos>{% endfor %}bot"
+    closed = opening_of(Tokenizer(tokenizer.huggingface, "closed", ()))
+    assert closed is not None
+    assert closed.ends == (tokenizer.huggingface.eos_token_id,)
+
+
+def test_a_shard_that_was_lost_is_made_again_bit_for_bit(llm: LLM, tmp_path: Path) -> None:
+    kept = make(llm, tmp_path)
+    lost = kept.path(1)
+    before = {path: path.read_bytes() for path in kept.directory.iterdir()}
+    lost.unlink()
+    (tmp_path / ".0123.part.safetensors").write_bytes(b"half")  # as a kill while writing leaves it
+    make(llm, tmp_path)
+    assert {path: path.read_bytes() for path in kept.directory.iterdir()} == before
+    other = make(llm, tmp_path / "other", DraftData(**{**vars(DATA), "seed": 1}))
+    assert other.path(1).read_bytes() != before[lost]
+
+
+def test_what_is_kept_is_what_the_target_said(llm: LLM, tmp_path: Path) -> None:
+    """Held-out answers are greedy: each token is the likeliest after those before it; the law is the head's."""
+    shard = make(llm, tmp_path).open(HELD_OUT)
+    assert shard is not None
+    assert len(shard) == DATA.held_out
+    model = llm.engine.models.target
+    for index in range(len(shard)):
+        lesson = shard.read(index)
+        assert lesson.features.shape == (len(lesson.tokens), 3, 64)
+        answer = lesson.tokens[lesson.prompt :]
+        assert torch.equal(lesson.best[lesson.prompt - 1 : -1], answer)
+        assert torch.equal(shard.answer(index).long(), answer)
+        logits = model.logits(lesson.hidden.float())
+        assert torch.allclose(logits.logsumexp(-1), lesson.norm, atol=0.05)
+        following = llm.engine.next_logits(lesson.tokens.tolist())
+        assert torch.allclose(logits[-1], following, atol=0.2)
+
+
+def test_what_is_held_out_is_never_learnt_from(llm: LLM, tmp_path: Path) -> None:
+    """Questions of one token come again and again."""
+    data = DraftData(tokens=100, prompt_tokens=1, answer_tokens=4, held_out=64, shard=32)
+    kept = make(llm, tmp_path, data)
+    held_out, first = kept.open(HELD_OUT), kept.open(0)
+    assert held_out is not None
+    assert first is not None
+    assert not set(held_out.asked) & set(first.asked)
+    assert 0 < len(first) < 32, "some were asked in the held-out texts and are left out"
+
+
+def test_a_file_of_questions(llm: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    lines: list[Any] = ["a text", {"prompt": "another"}, {"messages": said}, "a text"]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    questions = read_questions(file)
+    assert questions == [
+        (("user", "a text"),), (("user", "another"),), (("system", "be brief"), ("user", "why?")),
+    ]  # fmt: skip
+    learn, held_out = split(questions, 0)
+    assert (len(learn), len(held_out)) == (2, 1)
+    assert sorted([*learn, *held_out]) == sorted(questions)
+    kept = make(llm, tmp_path / "data", questions=questions)
+    shard, other = kept.open(0), kept.open(HELD_OUT)
+    assert shard is not None
+    assert other is not None
+    assert len(set(shard.asked)) == 2
+    assert not set(shard.asked) & set(other.asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "two different"),
+        ('"one"\n"one"', "two different"),
+        ('"one"\n{"prompt": 3}', "prompt 2"),
+        ('"one"\n{"messages": [{"role": "user"}]}', "prompt 2"),
+        ('"one"\nnot json', "prompt 2"),
+        ('"one"\n"\\ud800"', "prompt 2"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    with pytest.raises(ParameterError, match=said):
+        read_questions(file)
+
+
+def test_data_of_other_settings_is_refused_by_name(llm: LLM, tmp_path: Path) -> None:
+    Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=False)
+    with pytest.raises(ParameterError, match="--resume"):
+        Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=False)
+    longer = DraftData(**{**vars(DATA), "answer_tokens": 17})
+    with pytest.raises(ParameterError, match="answer_tokens=17"):
+        Shards(tmp_path, settings_of(llm, longer, TAPS, None), resume=True)
+
+
+def test_a_broken_shard_is_named(llm: LLM, tmp_path: Path) -> None:
+    kept = Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=True)
+    kept.path(0).write_bytes(b"no tensors")
+    with pytest.raises(PacelineError, match=r"train-00000\.safetensors is broken"):
+        kept.open(0)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
+    with held(tmp_path), pytest.raises(ParameterError, match="no other run"), held(tmp_path):
+        pass
+    with held(tmp_path):
+        pass
+
+
+def test_the_disk_is_asked_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="--disk-budget"):
+        check_disk(tmp_path, DraftData(disk_budget=0.01), width=576, taps=3, checkpoint=60_000_000)
+    with pytest.raises(ParameterError, match="--output"):
+        check_disk(tmp_path, DraftData(disk_budget=2.0**20, tokens=2**31 - 1), width=2**12, taps=3, checkpoint=0)
+
+
+def test_the_usual_three_streams() -> None:
+    assert taps_of(30) == (2, 15, 27)
+    with pytest.raises(ParameterError, match="8 layers"):
+        taps_of(6)

@@ -1,0 +1,271 @@
+"""Training: what is asked of a head at each place, that acceptance is drafting's, that a killed run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.config import DRAFT_KINDS, HEAD_KINDS, DraftTraining
+from paceline.drafters.heads.checkpoint import load_head
+from paceline.drafters.heads.feature import FeatureHead
+from paceline.errors import PacelineError
+from paceline.lengths.cost import CostTable
+from paceline.tools.training.acceptance import STEPS, Acceptance, _right, _walk, speed_up
+from paceline.tools.training.batches import Batch, Lessons, collate
+from paceline.tools.training.learn import Trainer, scale_for, schedule
+from paceline.tools.training.objective import Teacher, ahead, counted, guesses, loss
+from paceline.tools.training.shards import Lesson, Shard
+from paceline.tools.training.target import Target, coverage, most_frequent
+
+TAPS = (2, 4, 5)
+COSTS = CostTable((1, 4), (0, 1, 3), 96, ((10.0, 10.5, 11.5), (12.0, 14.0, 18.0)), (0.0, 0.0), (0.0, 0.0))
+PLAN = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
+
+
+def shards_of(whole: Path) -> tuple[list[Shard], Shard]:
+    data = whole / "data"
+    return [Shard(path) for path in sorted(data.glob("train-*"))], Shard(data / "held-out.safetensors")
+
+
+@pytest.fixture
+def trainer(whole: Path, target: str) -> Trainer:
+    return make_trainer(whole, target, PLAN)
+
+
+def make_trainer(whole: Path, target: str, plan: DraftTraining) -> Trainer:
+    shards, held = shards_of(whole)
+    learnt = Target.load(target, plan.kind, plan.layers)
+    says = most_frequent(shards, learnt.config.vocab_size, plan.vocab)
+    head = learnt.learner(plan, TAPS, says, seed=0)
+    lessons = Lessons(shards)
+    return Trainer(head, lessons, Lessons([held]), scale_for(head, lessons), plan, seed=0)
+
+
+def test_every_text_is_seen_once_an_epoch_whatever_the_order(trainer: Trainer) -> None:
+    lessons = trainer.lessons
+    first, second = (lessons.epoch(number, 0, 256) for number in (0, 1))
+    for steps in (first, second):
+        assert sorted(index for step in steps for index in step) == list(range(len(lessons)))
+        assert all(len(step) * max(lessons.lengths[index] for index in step) <= 256 for step in steps)
+    assert first != second
+    assert first == lessons.epoch(0, 0, 256)
+
+
+def test_places_that_count_and_what_they_guess() -> None:
+    lessons = [lesson(length=7, prompt=3), lesson(length=5, prompt=4)]
+    batch = collate(lessons)
+    assert counted(batch, 0).tolist() == [2, 3, 4], "the second answer has one token: nothing is drafted there"
+    assert counted(batch, 1).tolist() == [2, 3]
+    assert ahead(batch, counted(batch, 0), 2).tolist() == [4, 5, 6]
+    both = collate([lessons[0], lesson(length=7, prompt=2)])
+    assert counted(both, 2).tolist() == [2, 6 + 1, 6 + 2]
+    assert ahead(both, counted(both, 2), 4).tolist() == [6, 7 + 5, 7 + 6]
+
+
+def lesson(length: int, prompt: int) -> Lesson:
+    tokens = torch.arange(length)
+    return Lesson(tokens, prompt, torch.zeros(length, 3, 4), torch.zeros(length, 4), tokens, torch.zeros(length))
+
+
+def test_the_law_that_is_learnt_is_the_targets(trainer: Trainer) -> None:
+    """Of every step and place: the softmax of the target's logits after the text so far, of the tokens it can say."""
+    batch, target_rows = first_batch(trainer), trainer.head.lm_head.weight
+    teacher = Teacher(trainer.head, batch)
+    width = batch.tokens.shape[1]
+    for step, guess in enumerate(guesses(trainer.head, batch, trainer.scale, 3)):
+        law = teacher.law(guess.place, step)
+        assert law.sum(-1).max() <= 1.02
+        for line, place in enumerate(guess.place.tolist()):
+            row, at = divmod(place, width - 1)
+            state = batch.hidden[row, at + 1 + step].float()
+            wanted = (target_rows @ state - batch.norm[row, at + 1 + step]).exp()
+            assert torch.allclose(law[line], wanted, atol=1e-3)
+
+
+def test_steps_weigh_as_they_are_told(trainer: Trainer) -> None:
+    batch, head = first_batch(trainer), trainer.head
+    one, first = loss(head, batch, trainer.scale, [1.0], "kl")
+    assert float(one.detach()) == pytest.approx(first)
+    two, _ = loss(head, batch, trainer.scale, [1.0, 0.5], "kl")
+    second = 1.5 * float(two.detach()) - 1.0 * first
+    alone, _ = loss(head, batch, trainer.scale, [0.0, 1.0], "kl")
+    assert second / 0.5 == pytest.approx(float(alone.detach()), rel=1e-4)
+    variation, _ = loss(head, batch, trainer.scale, [1.0], "total_variation")
+    assert 0 < float(variation.detach()) <= 1
+
+
+def first_batch(trainer: Trainer) -> Batch:
+    return next(trainer.lessons.batches(trainer.lessons.epoch(0, 0, 256)))
+
+
+@pytest.fixture
+def trained(kind: str, whole: Path, target: str, tmp_path: Path) -> Trainer:
+    """A short training of a head of this kind."""
+    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+    trainer.run(tmp_path / "checkpoint.safetensors")
+    return trainer
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@torch.inference_mode()
+def test_acceptance_is_what_drafting_gives(trained: Trainer) -> None:
+    """Place by place the head reads its own guesses, one after the other, until one is not what the target said."""
+    head, scale = trained.head, trained.scale
+    batch = next(trained.held.batches([[0, 1, 2]]))
+    right = _right(head, batch, scale)
+    kept = 0
+    for row in range(3):
+        length, prompt = int(batch.lengths[row]), int(batch.prompts[row])
+        for place in range(prompt - 1, length - 2):
+            flags = right[row, place].tolist()
+            wanted = next((n for n, flag in enumerate(flags) if flag != 1), STEPS)
+            most = min(STEPS, length - 2 - place)
+            assert drafted(head, batch, row, place, scale, most) == wanted
+            kept += wanted
+    assert kept > 0
+
+
+def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor, most: int) -> int:
+    """How many guesses from one place are what follows."""
+    text, features = batch.tokens[row], batch.features[row].float() * scale[:, None]
+    known = text[1 : place + 2].tolist()
+    for step in range(most):
+        padding = [0] * 3  # unroll's last places mean nothing
+        tokens = torch.tensor([[*known, *padding]])
+        read = torch.cat((features[: place + 1], torch.zeros(tokens.shape[1] - place - 1, *features.shape[1:])))
+        *_, normed = head.states(tokens, read[None], step + 1)
+        guess = int(head.targets[head.logits(normed[0, place]).argmax()])
+        if guess != int(text[place + 2 + step]):
+            return step
+        known.append(guess)
+    return most
+
+
+def test_rounds_through_an_answer() -> None:
+    right = [[1, 1], [1, 0], [0, 1], [1, -1], [-1, -1]]
+    assert _walk(right, 0, 6) == (5, 2), "0 keeps two and goes on at 3, which keeps one and ends"
+    assert _walk(right, 2, 6) == (3, 2)
+    assert _walk([[0]] * 4, 0, 6) == (4, 4)
+
+
+def test_what_acceptance_is_worth() -> None:
+    good, bad = Acceptance((1.0,) * 4, (2.0,) * 4, 9), Acceptance((0.0, *(float("nan"),) * 3), (1.0,) * 4, 9)
+    assert good.expected(4) == 5
+    assert bad.expected(4) == 1
+    assert speed_up(good, COSTS, 1, 0.05)[1] == 4
+    assert speed_up(bad, COSTS, 1, 0.05) == (1.0, 0)
+    steps, one = (speed_up(good, COSTS, 1, 0.5, passes)[0] for passes in (4, 1))
+    assert one == pytest.approx(50 / 17)
+    assert steps < one
+
+
+def test_training_learns(whole: Path) -> None:
+    told = json.loads((whole / "report.json").read_text())
+    losses = told["losses"]
+    assert min(losses[: len(losses) * 3 // 4][-5:]) < 0.95 * losses[0]
+
+
+def rejected(trainer: Trainer, steps: int) -> list[float]:
+    """The chance that each guess of drafts on the held-out texts is rejected, those before it left aside."""
+    batch = collate([trainer.held[i] for i in range(len(trainer.held))])
+    asked = ([float(step == guess) for step in range(guess + 1)] for guess in range(steps))
+    return [float(loss(trainer.head, batch, trainer.scale, weights, "total_variation")[0]) for weights in asked]
+
+
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
+def test_every_guess_of_a_draft_is_learnt(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
+    trainer = make_trainer(whole, target, replace(PLAN, kind=kind, epochs=6))
+    with torch.no_grad():
+        before, look = rejected(trainer, 3), trainer.look()
+        with torch.enable_grad():
+            trainer.run(tmp_path / "checkpoint.safetensors")
+        after = rejected(trainer, 3)
+    assert all(late < early - 0.003 for late, early in zip(after, before, strict=True))
+    assert trainer.progress.looks[-1]["length"][-1] > look.length[-1] + 0.15
+
+
+def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path: Path) -> None:
+    unbroken = make_trainer(whole, target, PLAN)
+    unbroken.run(tmp_path / "unbroken.safetensors")
+    steps, at = len(unbroken.progress.losses), tmp_path / "broken.safetensors"
+
+    class KilledError(Exception):
+        pass
+
+    for last in (steps // 4, steps // 2 + 1, steps - 1):
+        broken = make_trainer(whole, target, PLAN)
+
+        def kill(broken: Trainer = broken, last: int = last) -> None:
+            if len(broken.progress.losses) == last - 1:
+                broken.save(at)
+            if len(broken.progress.losses) == last:
+                raise KilledError
+
+        with pytest.raises(KilledError):
+            broken.run(at, kill)
+    last_of_all = make_trainer(whole, target, PLAN)
+    last_of_all.run(at)
+    assert last_of_all.progress.losses == pytest.approx(unbroken.progress.losses, rel=1e-3)
+    ours, theirs = (load_file(path) for path in (at, tmp_path / "unbroken.safetensors"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_of_another_head_is_refused(trainer: Trainer, whole: Path, target: str, tmp_path: Path) -> None:
+    at = tmp_path / "checkpoint.safetensors"
+    make_trainer(whole, target, DraftTraining(**{**vars(PLAN), "mlp_width": 32})).save(at)
+    with pytest.raises(PacelineError, match="no checkpoint of this head"):
+        trainer.load(at)
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_the_finished_head_takes_streams_as_they_are(kind: str, target: str, whole: Path) -> None:
+    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+    batch = first_batch(trainer)
+    finished = trainer.finished().float()
+    scaled = batch.features[:, :-1].float() * trainer.scale[:, None]
+    all_ours = trainer.head.unroll(batch.tokens[:, 1:], scaled, 3)
+    all_theirs = finished.unroll(batch.tokens[:, 1:], batch.features[:, :-1].float(), 3)
+    for ours, theirs in zip(all_ours, all_theirs, strict=True):
+        assert torch.allclose(ours, theirs, atol=0.05 * float(ours.detach().abs().max()))
+    loaded = load_head(whole, dtype=torch.float32, embedding=Target.load(target).embedding)
+    assert loaded.config.taps == TAPS
+    rows = Target.load(target).rows[loaded.targets]
+    assert torch.equal(loaded.lm_head.weight, rows.float())
+
+
+def test_the_vocabulary_is_of_what_answers_say(whole: Path) -> None:
+    shards, held = shards_of(whole)
+    says = most_frequent(shards, 257, 20)
+    assert says.tolist() == sorted(set(says.tolist()))
+    answers = torch.cat([shard.answer(i) for shard in shards for i in range(len(shard))])
+    counts = answers.long().bincount(minlength=257)
+    left = torch.ones(257, dtype=torch.bool).index_fill_(0, says, False)
+    assert counts[says].min() >= counts[left].max()
+    assert 0 < coverage(held, says) < coverage(held, torch.arange(257)) == 1
+
+
+def test_the_schedule() -> None:
+    assert schedule(0.0, 0.1) > 0
+    assert schedule(0.1, 0.1) == pytest.approx(1)
+    assert schedule(1.0, 0.1) == pytest.approx(0)
+    assert schedule(0.0, 0.0) == pytest.approx(1)
+
+
+def test_steps_unroll_later_and_end_with_total_variation(trainer: Trainer) -> None:
+    asked: dict[float, Any] = {}
+    for share in (0.0, 0.34, 0.76):
+        trainer.progress.passes = int(share * PLAN.epochs * trainer.lessons.tokens) + 1
+        asked[share] = trainer._asked()
+    assert asked == {
+        0.0: ([1.0], "kl"),
+        0.34: (pytest.approx([1.0, 0.8, 0.64]), "kl"),
+        0.76: (pytest.approx([1.0, 0.8, 0.64]), "total_variation"),
+    }
