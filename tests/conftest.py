@@ -19,7 +19,7 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user
 os.environ["PACELINE_COST_CACHE"] = "off"
 os.environ["PACELINE_TILE_CACHE"] = "off"
 
-from paceline.kernels import drawing
+from paceline.kernels import cpu
 
 torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
 
@@ -34,9 +34,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
 @pytest.fixture(autouse=True)
 def _kernels_are_chosen_anew() -> Iterator[None]:
     """A process asks its environment once which kernels draw; a test that changes the environment means it."""
-    drawing.chosen.cache_clear()
+    cpu.chosen.cache_clear()
     yield
-    drawing.chosen.cache_clear()
+    cpu.chosen.cache_clear()
 
 
 @pytest.fixture

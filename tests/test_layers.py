@@ -1,7 +1,6 @@
-"""The import rule: a module imports from its own package and from lower layers.
+"""The import rule: a folder imports only from folders below it. Run as a script, it prints the import graph.
 
-Within a layer a package may use another one, as ``cli`` uses ``bench``, so long as no two need each other. Imports
-inside functions and under TYPE_CHECKING count as well: they are dependencies, too.
+Imports inside functions and under TYPE_CHECKING count as well: they are dependencies, too.
 """
 
 import ast
@@ -12,54 +11,28 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 
-LAYERS: list[set[str]] = [
-    {"errors", "ranges", "registry", "params", "inputs", "outputs", "files"},
-    {
-        "draft",
-        "batch",
-        "nodes",
-        "rows",
-        "row_keeper",
-        "cache",
-        "row_tables",
-        "room",
-        "sampling",
-        "rules",
-        "acceptance",
-        "attention",
-        "kernels",
-        "gpu",
-        "hardware",
-        "cgroups",
-    },
-    {"models", "heads", "decoder", "tokenizer", "structured", "parallel"},
-    {"drafters", "lengths"},
-    {"round", "device_round", "native_round"},
-    {
-        "waiting",
-        "guard",
-        "chunks",
-        "prefixes",
-        "sequences",
-        "scheduler",
-        "memory",
-        "scoring",
-        "pipeline",
-        "request",
-        "assembly",
-        "description",
-        "engine",
-        "sharing",
-        "utilisation",
-    },
-    {"llm", "server", "cli", "bench", "training", "evaluation", "transformers", "llm_plugin", "ray"},
-]
-LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-FREE = {"__init__", "__main__"}  # the front door: it may name everything, lazily
+FLOORS = (  # from the ground up; units on one floor do not import each other
+    ("errors", "version"),
+    ("config",),
+    ("core",),
+    ("kernels",),
+    ("models",),
+    ("drafters", "structured"),
+    ("lengths",),
+    ("engine",),
+    ("llm",),
+    ("server", "tools"),
+    ("integrations",),
+    ("cli",),
+)
+# Public names whose home is elsewhere: docs/extending.md and users' scripts have them.
+RE_EXPORTS = {"batch", "draft", "row_keeper", "params", "transformers", "ray"}
+FLOOR_OF = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+FREE = {"__init__", "__main__", *RE_EXPORTS}  # front doors: they may name everything
 
 
 def unit_of(path: Path, root: Path) -> str:
-    """The package or module just below the root that a file belongs to."""
+    """The folder or module just below the root that a file belongs to."""
     first = path.relative_to(root).parts[0]
     return first.removesuffix(".py")
 
@@ -96,36 +69,49 @@ def dependencies(root: Path) -> dict[tuple[str, str], Path]:
 
 def violations(root: Path) -> list[str]:
     """Every import that the rule forbids, in words."""
-    needs = dependencies(root)
     units = {unit_of(path, root) for path in root.rglob("*.py")} - FREE
-    broken = [f"{unit}: in no layer; give it one in test_layers.py" for unit in sorted(units - LAYER_OF.keys())]
-    for (unit, other), path in needs.items():
-        if not {unit, other} <= LAYER_OF.keys():
-            continue
-        where = path.relative_to(root)
-        if LAYER_OF[other] > LAYER_OF[unit]:
-            broken.append(f"{where} (layer {LAYER_OF[unit]}) imports {other} (layer {LAYER_OF[other]})")
-        elif LAYER_OF[other] == LAYER_OF[unit] and unit < other and reaches(needs, other, unit):
-            broken.append(f"{unit} and {other} (layer {LAYER_OF[unit]}) need each other")
+    broken = [f"{unit}: on no floor; give it one in test_layers.py" for unit in sorted(units - FLOOR_OF.keys())]
+    for (unit, other), path in dependencies(root).items():
+        if other in FREE:
+            broken.append(f"{path.relative_to(root)} imports {other}, which is for users; name its home")
+        elif {unit, other} <= FLOOR_OF.keys() and FLOOR_OF[other] >= FLOOR_OF[unit]:
+            broken.append(f"{path.relative_to(root)} (floor {FLOOR_OF[unit]}) imports {other} ({FLOOR_OF[other]})")
     return broken
 
 
-def reaches(needs: dict[tuple[str, str], Path], start: str, goal: str) -> bool:
-    """Whether ``start`` needs ``goal``, directly or through others."""
-    seen, frontier = {start}, {start}
-    while frontier:
-        frontier = {other for unit, other in needs if unit in frontier} - seen
-        seen |= frontier
-    return goal in seen
+def import_levels(root: Path) -> dict[str, int]:
+    """Each unit's level: 0 if it imports no other unit, else one more than the highest that it imports."""
+    needs = dependencies(root)
+    units = {unit_of(path, root) for path in root.rglob("*.py")} - FREE
+    levels = dict.fromkeys(units, 0)
+    for _ in units:
+        for unit, other in needs:
+            levels[unit] = max(levels[unit], levels.get(other, -1) + 1)
+    return levels
 
 
-def test_a_module_imports_from_its_own_package_and_from_lower_layers_only() -> None:
+def test_a_folder_imports_from_lower_floors_only() -> None:
     assert violations(SOURCE) == []
 
 
 def test_every_unit_that_the_rule_names_exists() -> None:
-    assert LAYER_OF.keys() - {unit_of(path, SOURCE) for path in SOURCE.rglob("*.py")} == set()
-    assert sum(map(len, LAYERS)) == len(LAYER_OF), "a unit has one layer"
+    units = {unit_of(path, SOURCE) for path in SOURCE.rglob("*.py")}
+    assert FLOOR_OF.keys() - units == set()
+    assert RE_EXPORTS - units == set()
+    assert sum(map(len, FLOORS)) == len(FLOOR_OF), "a unit is on one floor"
+
+
+def test_a_re_export_is_nothing_else() -> None:
+    for name in RE_EXPORTS:
+        body = ast.parse((SOURCE / f"{name}.py").read_text()).body
+        assert [type(each) for each in body] == [ast.Expr, ast.ImportFrom, ast.Assign], name
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")))
+def test_a_folder_says_in_one_line_what_it_is_for(folder: str) -> None:
+    purpose = ast.get_docstring(ast.parse((SOURCE / folder / "__init__.py").read_text()))
+    assert purpose, folder
+    assert purpose.splitlines()[0].endswith((".", ":")), folder
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
@@ -139,15 +125,25 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     "files",
     [
-        {"cache.py": "from paceline.engine import Engine", "engine.py": ""},
-        {"cache.py": "def f():\n    import paceline.engine", "engine.py": ""},
-        {"cache.py": "from paceline import engine", "engine.py": ""},
-        {"attention/padded.py": "from ..engine import Engine", "engine.py": ""},
-        {"attention/padded.py": "from .. import engine", "engine.py": ""},
-        {"drafters/a.py": "from paceline.lengths import b", "lengths/b.py": "from paceline.drafters import a"},
-        {"someones_own.py": ""},
+        {"core/cache.py": "from paceline.engine.engine import Engine", "engine/engine.py": ""},
+        {"core/cache.py": "def f():\n    import paceline.engine", "engine/engine.py": ""},
+        {"core/cache.py": "from paceline import engine", "engine/engine.py": ""},
+        {"kernels/padded.py": "from ..engine import Engine", "engine/engine.py": ""},
+        {"kernels/padded.py": "from .. import engine", "engine/engine.py": ""},
+        {"drafters/a.py": "from paceline.structured import b", "structured/b.py": ""},
+        {"engine/a.py": "from paceline.batch import Batch", "batch.py": ""},
+        {"unknown.py": ""},
     ],
-    ids=["upwards", "inside a function", "from the root", "relative", "relative root", "circle", "unknown unit"],
+    ids=[
+        "upwards",
+        "inside a function",
+        "from the root",
+        "relative",
+        "relative root",
+        "same floor",
+        "a re-export",
+        "unknown unit",
+    ],
 )
 def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
     assert len(violations(plant(tmp_path, files))) == 1
@@ -156,16 +152,14 @@ def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        {"engine.py": "from paceline.cache import KVCache\nimport torch.nn", "cache.py": "class KVCache: ..."},
-        {
-            "attention/padded.py": "from paceline.attention.base import Plan\nfrom .base import Plan",
-            "attention/base.py": "",
-        },
-        {"cli/bench.py": "from paceline.bench import offline", "bench/offline.py": ""},
+        {"engine/engine.py": "from paceline.core.cache import KVCache\nimport torch.nn", "core/cache.py": ""},
+        {"kernels/a.py": "from paceline.kernels.base import Plan\nfrom .base import Plan", "kernels/base.py": ""},
+        {"cli/bench.py": "from paceline.tools.bench import offline", "tools/bench/offline.py": ""},
         {"__init__.py": "from paceline.llm import LLM", "llm.py": ""},
-        {"cache.py": "from paceline import __version__", "__init__.py": ""},
+        {"core/cache.py": "from paceline.version import __version__", "version.py": ""},
+        {"batch.py": "from paceline.core.batch import Batch", "core/batch.py": ""},
     ],
-    ids=["downwards", "own package", "sideways", "the front door", "the version"],
+    ids=["downwards", "own folder", "several floors", "the front door", "the version", "a re-export"],
 )
 def test_the_rule_lets_pass(tmp_path: Path, files: dict[str, str]) -> None:
     assert violations(plant(tmp_path, files)) == []
@@ -213,3 +207,15 @@ def test_the_count_notices(tmp_path: Path, question: str) -> None:
     text = f"class A(Drafter): ...\nclass B(Other, A): ...\n{question}\nisinstance(x, Drafter)\ntype(x) is int"
     package = plant(tmp_path, {"some.py": text})
     assert asked_for(package / "some.py", kinds_of(package, BASES)) == ["some.py:3"]
+
+
+def main() -> None:
+    """Print the import graph between folders, from the ground up."""
+    needs, levels = dependencies(SOURCE), import_levels(SOURCE)
+    for unit in sorted(levels, key=lambda unit: (levels[unit], unit)):
+        print(f"{levels[unit]:2}  {unit:14} {' '.join(sorted(other for each, other in needs if each == unit))}")
+    print(f"{len(levels)} units, {max(levels.values()) + 1} levels, {len(needs)} edges")
+
+
+if __name__ == "__main__":
+    main()

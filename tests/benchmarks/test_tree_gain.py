@@ -23,9 +23,10 @@ from benchmarks.tree_gain import (
     survivals_of,
 )
 
+from batches import new_batch
 from head_support import tiny_head
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart
+from paceline.core.batch import RowStart
 from paceline.drafters.model import ModelDrafter
 from toy import ToyModel, make_engine, slow_answer, tiny_llama
 
@@ -39,7 +40,7 @@ def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
     target = tiny_llama() if kind == "feature" else ToyModel()
     draft = {"feature": lambda: tiny_head(target, 32), "model": lambda: ToyModel(blur=0.3), "self": ToyModel}[kind]()
     engine = make_engine(target, draft, drafter="feature" if kind == "feature" else "model", speculation_width=WIDE)
-    drafter, batch = engine.parts.drafter, Batch(4, 64, target.vocab_size)
+    drafter, batch = engine.parts.drafter, new_batch(4, 64, target.vocab_size)
     assert isinstance(drafter, ModelDrafter)
     text = slow_answer(target, PROMPT, GREEDY)
     answer = Answer("chat", 0.0, PROMPT, [], text)

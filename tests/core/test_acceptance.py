@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batches import new_batch
 from paceline.config import SamplingParams
-from paceline.core import acceptance
 from paceline.core.acceptance import RULES, coupled, rejection
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Draft
 from paceline.core.sampling import draw, sequence_seed
-from paceline.kernels import drawing, native
+from paceline.kernels import cpu, native
+from paceline.kernels.cpu import CpuOps
 from toy import ToyConstraint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +23,7 @@ V = 6
 
 
 def make_batch(rows: int, vocab: int = V, **params: object) -> Batch:
-    batch = Batch(rows, 32, vocab)
+    batch = new_batch(rows, 32, vocab)
     for row in range(rows):
         batch.set_row(row, RowStart([row % V, 2], SamplingParams(**params), sequence_seed(row, 0)))  # type: ignore[arg-type]
     batch.set_rows(rows)
@@ -69,7 +70,7 @@ def test_coupled_walks_from_the_root_along_the_targets_own_draws(
     parents = torch.tensor([[data.draw(st.integers(-1, guess - 1)) for guess in range(k)] for _ in range(rows)])
     draft = Draft(tokens, torch.tensor([data.draw(st.integers(0, k)) for _ in range(rows)]), parents=parents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "chosen", lambda: native.select(kernels))
+        patch.setattr(cpu, "chosen", lambda: native.select(kernels))
         verdict = coupled(draft, logits[draft.real] if packed else logits, batch)
     assert verdict.path is not None
     for row in range(rows):
@@ -134,7 +135,7 @@ def test_a_certain_guess_of_the_same_law_is_always_kept() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_rows_among_sampled_ones_follow_the_argmax_under_both_rules(rule: str) -> None:
-    batch = Batch(2, 32, V)
+    batch = new_batch(2, 32, V)
     batch.set_row(0, RowStart([1], SamplingParams(temperature=0), 1))
     batch.set_row(1, RowStart([1], SamplingParams(temperature=1), 2))
     batch.set_rows(2)
@@ -170,7 +171,7 @@ def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
     rule: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the accepting call, where the kernels accept: nobody asks for log-probabilities a second time."""
-    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     batch = make_batch(3, rank_by="mean_logprob", n=2, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
     batch.sampling.constraints[1] = ToyConstraint()
     batch.set_rows(3)
@@ -178,7 +179,7 @@ def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
     law = logits.log_softmax(-1)
     draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
     if native.select(kernels) is not None:
-        monkeypatch.setattr(acceptance, "logprobs_of", lambda *_: pytest.fail("in a call of its own"))
+        monkeypatch.setattr(CpuOps, "logprobs", lambda *_: pytest.fail("in a call of its own"))
     verdict = RULES[rule](draft, logits, batch)  # type: ignore[index]
     assert verdict.logprobs is not None
     own, ids, _ = verdict.logprobs.host

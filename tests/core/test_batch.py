@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batches import new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Verdict
 
 
 def make_batch() -> Batch:
-    batch = Batch(4, 20, 10)
+    batch = new_batch(4, 20, 10)
     batch.set_row(0, RowStart([1, 2, 3], SamplingParams(max_tokens=5), seed=11))
     batch.set_row(1, RowStart([4], SamplingParams(max_tokens=50, top_k=3, logit_bias={2: 1.5}), seed=12))
     batch.set_row(2, RowStart([5, 6], SamplingParams(min_tokens=3, temperature=0), seed=13, stop_tokens=(7,)))
@@ -28,17 +29,16 @@ def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
     assert batch.pending().tolist() == [[7], [9], [8]]
 
 
-def test_a_commit_by_the_kernels_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_by_the_kernels_is_torchs() -> None:
     """On the CPU rows gain their tokens by one call of the kernels, on a device by tensor operators."""
     rng = torch.Generator().manual_seed(3)
     host, device = make_batch(), make_batch()
+    device.ops = None
     for width in (1, 3, 1, 2, 1):
         tokens = torch.randint(1, 9, (3, width), generator=rng)
         verdict = Verdict(tokens, torch.randint(0, width, (3,), generator=rng), torch.full((3,), width - 1))
         host.commit(verdict)
-        with monkeypatch.context() as patched:
-            patched.setattr("paceline.core.batch.kernels_for", lambda _: None)
-            device.commit(verdict)
+        device.commit(verdict)
         assert host.pending_on_host() == host.pending()[:, 0].tolist()
         assert host.lengths == device.lengths
         assert host.length.tolist() == device.length.tolist()
@@ -57,12 +57,9 @@ def test_rows_of_a_part_keep_the_ends_of_their_time() -> None:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(
-    kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr("paceline.core.batch.kernels_for", lambda _: None)
-    batch = Batch(4, 20, 10)
+def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(kernels: bool) -> None:
+    batch = new_batch(4, 20, 10)
+    batch.ops = batch.ops if kernels else None
     for row, stops in enumerate([(7,), (3, 8), (), ()]):
         batch.set_row(row, RowStart([8, 7], SamplingParams(max_tokens=5), seed=row, stop_tokens=stops))
     batch.set_rows(3)
@@ -75,12 +72,9 @@ def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(
-    kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr("paceline.core.batch.kernels_for", lambda _: None)
-    batch = Batch(1, 20, 10)
+def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(kernels: bool) -> None:
+    batch = new_batch(1, 20, 10)
+    batch.ops = batch.ops if kernels else None
     batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))
     batch.set_rows(1)
     width = MAX_SPECULATION_LENGTH + 1
@@ -131,7 +125,7 @@ def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
 
 
 def test_what_a_row_in_prefill_asks_for_is_still_there_when_it_decodes() -> None:
-    batch = Batch(2, 20, 10)
+    batch = new_batch(2, 20, 10)
     batch.set_row(0, RowStart([1], SamplingParams(), seed=1))
     batch.set_row(1, RowStart([1, 2], SamplingParams(logit_bias={3: 2.0}, min_tokens=2), seed=2, stop_tokens=(4,)))
     batch.set_rows(1)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.sampling import (
@@ -39,7 +40,7 @@ STOPS = (1, 5)
 
 def make_batch(starts: list[RowStart], answers: list[list[int]] | None = None, vocab: int = V) -> Batch:
     """Rows with these prompts, and these tokens answered so far."""
-    batch = Batch(len(starts) + 1, 64, vocab)
+    batch = new_batch(len(starts) + 1, 64, vocab)
     for row, start in enumerate(starts):
         batch.set_row(row, start)
     batch.set_rows(len(starts))

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, Wish
 from paceline.core.draft import Draft, Verdict
@@ -31,7 +32,7 @@ PARAMS = [
 
 def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
     decoder = Decoder(ToyModel(), BACKENDS["padded"](), len(prompts), 120)
-    batch = Batch(len(prompts), 120, VOCAB)
+    batch = new_batch(len(prompts), 120, VOCAB)
     for row, prompt in enumerate(prompts):
         batch.set_row(row, RowStart(prompt, PARAMS[row % 3], 100 + row))
     batch.set_rows(len(prompts))

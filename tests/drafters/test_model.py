@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from batches import new_batch
 from paceline.config import AcceptanceName, SamplingParams
 from paceline.core.batch import Batch, RowStart, Wish
 from paceline.core.draft import Verdict
@@ -30,7 +31,7 @@ STOPS = (2, 11)
 
 def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = PARAMS) -> tuple[ModelDrafter, Batch]:
     decoder = Decoder(ToyModel(), BACKENDS["padded"](), len(PROMPTS), 64)
-    batch = Batch(len(PROMPTS), 64, VOCAB)
+    batch = new_batch(len(PROMPTS), 64, VOCAB)
     for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
         batch.set_row(row, RowStart(prompt, each, 100 + row, STOPS))
     batch.set_rows(len(PROMPTS))
@@ -133,9 +134,9 @@ def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: p
     monkeypatch.setattr(
         sampling, "noise_key", lambda s, p, purpose: purposes.append(purpose) or original(s, p, purpose)
     )
-    monkeypatch.setattr(sampling, "kernels_for", lambda _: None)  # the kernel makes its keys out of sight
     for rule in ("coupled", "rejection"):
         drafter, batch = setup(rule)  # type: ignore[arg-type]
+        batch.ops = None  # the kernels make their keys out of sight
         drafter.propose(batch, Wish(1))
     assert purposes == [Purpose.DRAW, Purpose.GUESS]
 

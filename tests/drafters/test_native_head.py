@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from batches import new_batch
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, Wish
@@ -72,7 +73,7 @@ def decoder_of(head: NativeHead, rows: Sequence[int]) -> NativeHeadDecoder:
 
 
 def batch_of(rows: Sequence[int], params: SamplingParams = PLAIN) -> Batch:
-    batch = Batch(len(rows), POSITIONS, VOCAB)
+    batch = new_batch(len(rows), POSITIONS, VOCAB)
     for row, which in enumerate(rows):
         batch.set_row(row, RowStart(TEXTS[which], params, seed=which))
     batch.set_rows(len(rows))
@@ -289,7 +290,7 @@ class Anew:
         engine = make_engine(self.target, self.head, drafter="feature", max_batch_size=1)
         (decoder,) = engine.parts.drafter.decoders
         text = batch.tokens[row, : batch.lengths[row]].tolist()
-        own = Batch(1, POSITIONS, VOCAB)
+        own = new_batch(1, POSITIONS, VOCAB)
         own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[row])))
         own.set_rows(1)
         own.sampling.prompt_length[0] = batch.sampling.prompt_length[row]

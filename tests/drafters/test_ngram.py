@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batches import new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import RowStart, Wish
 from paceline.core.draft import BESIDE
 from paceline.drafters.lookup import OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
@@ -44,7 +45,7 @@ def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> lis
 
 
 def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k: int) -> list[list[int]]:
-    batch = Batch(len(rows) + 1, 40, 10)
+    batch = new_batch(len(rows) + 1, 40, 10)
     batch.tokens.fill_(1)  # beyond a row's end lies what looks like text
     for place, row in enumerate(rows):
         batch.set_row(place, RowStart(list(row), SamplingParams(), 0))
@@ -105,7 +106,7 @@ def test_a_match_at_a_documents_very_end_hides_no_shorter_one() -> None:
 
 def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     row = [1, 2, 5, 6, 7, 9, 1, 2, 5, 8, 9, 1, 2]
-    batch = Batch(1, 40, 10)
+    batch = new_batch(1, 40, 10)
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
     batch.set_rows(1)
     draft = NgramDrafter(width=2).propose(batch, Wish(3))
@@ -121,7 +122,7 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
 def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
     row: list[int], k: int, width: int
 ) -> None:
-    batch = Batch(1, 40, 10)
+    batch = new_batch(1, 40, 10)
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
     batch.set_rows(1)
     draft = NgramDrafter(width=width).propose(batch, Wish(k))

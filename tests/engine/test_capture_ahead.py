@@ -15,8 +15,8 @@ import pytest
 import torch
 from test_device_round import EOS, PARAMS, PROMPTS, engine_on
 
+from batches import new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
-from paceline.core.batch import Batch
 from paceline.core.rows import NOTHING, Asks
 from paceline.engine.device_round import MISSED, DeviceRound, Rule
 from paceline.engine.engine import Engine
@@ -86,7 +86,7 @@ def graphs_of(engine: Engine) -> Graphs:
 def player(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
     backend = make_backend("padded", torch.device("cpu"))
     target, drafting = (Decoder(ToyModel(max_positions=positions), backend, rows, positions, VOCAB) for _ in range(2))
-    return DeviceRound(target, drafting if draft else None, Batch(rows, positions, VOCAB), Rule())
+    return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), Rule())
 
 
 def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:

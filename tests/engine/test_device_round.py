@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batches import new_batch
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import RowStart, Wish
 from paceline.core.draft import Draft
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import Asks, RowState
@@ -393,7 +394,7 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
     """Rows of different lengths, prefilled."""
     target, draft = (make() for make in MODELS[model])
-    batch = Batch(rows, POSITIONS, VOCAB)
+    batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
     decoders = [
@@ -541,7 +542,7 @@ def test_practice_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("live", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (40, 40)])
 def test_rows_are_played_in_buckets(live: int, bucket: int) -> None:
-    batch = Batch(40, POSITIONS, VOCAB)
+    batch = new_batch(40, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
     target = Decoder(ToyModel(), make_backend("padded", torch.device("cpu")), 40, POSITIONS, VOCAB)

@@ -11,19 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batches import new_batch
 from paceline.config import MIN_TEMPERATURE, SamplingParams
 from paceline.core.batch import Batch, RowStart
+from paceline.core.ops import Gained, Places
 from paceline.core.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
 from paceline.kernels import native
-from paceline.kernels.drawing import (
-    Gained,
-    Places,
-    accept_guesses,
-    draw_tokens,
-    law_of,
-    likelihood_of,
-    logprobs_of,
-)
+from paceline.kernels.cpu import CpuOps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -37,7 +31,7 @@ GUESSES = 2
 def batch_of(params: list[SamplingParams], vocab: int, seed: int = 0) -> Batch:
     """Rows with a prompt and a begun answer of tokens that come again and again."""
     rng = random.Random(seed)
-    batch = Batch(len(params), 200, vocab)
+    batch = new_batch(len(params), 200, vocab)
     for row, one in enumerate(params):
         prompt = [rng.randrange(min(vocab, 30)) for _ in range(rng.randint(1, 60))]
         batch.set_row(row, RowStart(prompt, one, rng.getrandbits(62), (1, vocab - 1)))
@@ -110,7 +104,7 @@ ALL = [
 def assert_all_draw_the_twins_tokens(logits: torch.Tensor, batch: Batch, guesses: torch.Tensor) -> None:
     expected, before = twin_tokens(logits, batch, guesses), logits.clone()
     for kernels in native.available():
-        found = draw_tokens(kernels, Places(logits, rows_of(batch), guesses), Purpose.DRAW)
+        found = CpuOps(kernels).draw(Places(logits, rows_of(batch), guesses), Purpose.DRAW)
         assert torch.equal(found, expected), kernels.name
         assert torch.equal(logits, before), "the caller's logits are the caller's"
 
@@ -185,7 +179,7 @@ def test_guesses_are_judged_as_the_twins_draws_are_whatever_the_parameters(
     kept = ((guesses == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
     places, scored = Places(given_logits, rows_of(batch), guesses, counts), torch.arange(len(ALL)) % 2
-    tokens, accepted, _, own = accept_guesses(kernels, places, Purpose.DRAW, scored)
+    tokens, accepted, _, own = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
     assert torch.equal(accepted, kept)
     assert len(set(kept.tolist())) == GUESSES + 1
     drawn = torch.arange(GUESSES + 1) <= kept[:, None]
@@ -194,8 +188,8 @@ def test_guesses_are_judged_as_the_twins_draws_are_whatever_the_parameters(
     law = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # the model's own, whatever the parameters
     assert torch.allclose(own, law * drawn * scored[:, None], atol=2e-5)
     wanted = [0 if each else -1 for each in scored.tolist()]
-    assert torch.equal(own, logprobs_of(kernels, given_logits, Gained(tokens, accepted, counts), wanted)[0])
-    assert accept_guesses(kernels, places, Purpose.DRAW).own is None
+    assert torch.equal(own, CpuOps(kernels).logprobs(given_logits, Gained(tokens, accepted, counts), wanted)[0])
+    assert CpuOps(kernels).accept(places, Purpose.DRAW).own is None
 
 
 @on_every_isa
@@ -204,7 +198,7 @@ def test_the_law_is_the_twins(kernels: native.Kernels, vocab: int) -> None:
     params = [*(ALL if vocab < 1000 else ALL[::16]), SamplingParams(temperature=0.0)]
     batch = batch_of(params, vocab)
     logits, guesses = logits_of(len(params), GUESSES + 1, vocab, 3.0, 7), guesses_of(batch, 8)
-    found = law_of(kernels, Places(logits, rows_of(batch), guesses))
+    found = CpuOps(kernels).probabilities(Places(logits, rows_of(batch), guesses))
     adjusted = adjust(logits, batch, guesses)
     expected = probabilities(adjusted, batch)
     assert torch.allclose(found, expected, rtol=2e-5, atol=1e-12)
@@ -219,7 +213,7 @@ def test_a_likelihood_is_of_the_adjusted_logits_neither_divided_nor_cut(kernels:
     logits, guesses = logits_of(len(ALL), GUESSES + 1, 300, 3.0, 7), guesses_of(batch, 8)
     tokens = torch.randint(0, 300, (len(ALL), GUESSES + 1), generator=torch.Generator().manual_seed(0))
     expected = adjust(logits, batch, guesses).softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    found = likelihood_of(kernels, Places(logits, rows_of(batch), guesses), tokens)
+    found = CpuOps(kernels).likelihood(Places(logits, rows_of(batch), guesses), tokens)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-30)
 
 
@@ -227,7 +221,7 @@ def test_a_likelihood_is_of_the_adjusted_logits_neither_divided_nor_cut(kernels:
 def test_all_instruction_sets_find_the_same_law_to_the_bit() -> None:
     batch = batch_of(ALL, 5000)
     logits, guesses = logits_of(len(ALL), GUESSES + 1, 5000, 3.0, 7), guesses_of(batch, 8)
-    laws = [law_of(kernels, Places(logits, rows_of(batch), guesses)) for kernels in native.available()]
+    laws = [CpuOps(kernels).probabilities(Places(logits, rows_of(batch), guesses)) for kernels in native.available()]
     assert all(torch.equal(laws[0], law) for law in laws)
 
 
@@ -247,7 +241,7 @@ def test_where_masses_tie_with_top_p_to_the_last_unit_the_boundary_is_the_twins(
     params = [SamplingParams(top_p=n / vocab) for n in range(1, vocab, 7)]
     batch = batch_of(params, vocab)
     logits = -torch.arange(vocab).float().remainder(8)[None, None].expand(len(params), 1, vocab).contiguous() * 1e-7
-    law = law_of(kernels, Places(logits, rows_of(batch)))
+    law = CpuOps(kernels).probabilities(Places(logits, rows_of(batch)))
     assert torch.equal(law > 0, probabilities(logits, batch) > 0)
 
 
@@ -263,8 +257,8 @@ def test_log_probabilities_are_torchs_and_ties_go_to_the_smaller_token(
     counts, accepted = torch.tensor([2, 2, 1, 1, 0]), torch.tensor([2, 1, 0, 1, 0])
     tokens = torch.randint(0, vocab, (5, 3), generator=torch.Generator().manual_seed(0))
     real = torch.arange(3) < counts[:, None] + 1
-    own, ids, values = logprobs_of(
-        kernels, logits[real] if packed else logits, Gained(tokens, accepted, counts), wanted
+    own, ids, values = CpuOps(kernels).logprobs(
+        logits[real] if packed else logits, Gained(tokens, accepted, counts), wanted
     )
     law = logits.log_softmax(-1)
     assert ids.shape[-1] == min(20, vocab)
@@ -286,7 +280,7 @@ def test_log_probabilities_of_logits_that_are_not_numbers_stay_inside_the_vocabu
     logits[0, 0, 7] = 1.0
     logits[2], logits[3] = math.inf, math.nan
     zeros = torch.zeros(4, 1, dtype=torch.int64)
-    _, ids, values = logprobs_of(kernels, logits, Gained(zeros, zeros[:, 0], zeros[:, 0]), [5] * 4)
+    _, ids, values = CpuOps(kernels).logprobs(logits, Gained(zeros, zeros[:, 0], zeros[:, 0]), [5] * 4)
     assert ids[0, 0].tolist() == [7, 0, 1, 2, 3]
     assert values[0, 0, 0] == pytest.approx(0.0, abs=1e-5)
     assert ids.min() >= 0
@@ -333,4 +327,4 @@ def test_rows_of_one_place_may_lie_in_memory_as_they_like(kernels: native.Kernel
     batch = batch_of([SamplingParams(temperature=0)] * 3, 131)
     logits = logits_of(1, 3, 131, 3.0, 9).transpose(0, 1)
     assert logits.stride(1) == 3 * 131
-    assert torch.equal(draw_tokens(kernels, Places(logits, rows_of(batch)), Purpose.DRAW), logits.argmax(-1))
+    assert torch.equal(CpuOps(kernels).draw(Places(logits, rows_of(batch)), Purpose.DRAW), logits.argmax(-1))

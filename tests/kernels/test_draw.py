@@ -7,16 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.sampling import Purpose, _draw, noise_key
-from paceline.kernels import native
-from paceline.kernels.drawing import Places, Rows, accept_guesses, draw_tokens, kernels_for, likelihood_of
+from batches import new_batch
+from paceline.core.ops import DrawRows as Rows
+from paceline.core.ops import Places
+from paceline.core.sampling import Choices, Purpose, _draw, noise_key
+from paceline.kernels import cpu, native
+from paceline.kernels.cpu import CpuOps, cpu_ops
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 
 
 def both(kernels, logits, temperature, seeds, positions, offset=0, purpose=Purpose.DRAW):
     places = Places(logits, Rows(temperature, seeds, positions + offset))
-    native_tokens = draw_tokens(kernels, places, purpose)
+    native_tokens = CpuOps(kernels).draw(places, purpose)
     place = positions[:, None] + torch.arange(offset, offset + logits.shape[1])
     return native_tokens, _draw(logits, temperature, noise_key(seeds[:, None], place, purpose))
 
@@ -91,10 +94,12 @@ def test_logits_of_a_wider_head_are_read_in_place_and_odd_strides_copied(kernels
 
 
 def test_torch_draws_where_the_kernels_cannot(monkeypatch):
-    assert kernels_for(torch.zeros(1, dtype=torch.float64)) is None
-    assert kernels_for(torch.zeros(1, device="meta")) is None
+    batch = new_batch(1, 8, 4)
+    assert Choices(torch.zeros(1, 1, 4, dtype=torch.float64), batch).ops is None
+    assert cpu_ops(torch.device("meta")) is None
     monkeypatch.setenv(native.VARIABLE, "off")
-    assert kernels_for(torch.zeros(1)) is None
+    cpu.chosen.cache_clear()
+    assert cpu_ops(torch.device("cpu")) is None
 
 
 def guessed(logits, counts, temperature, seeds, positions, right):
@@ -124,7 +129,7 @@ def test_guesses_are_kept_as_the_twin_keeps_them(kernels, rows, k, vocab, temper
     draws, guesses, accepted = guessed(logits, counts, temperature, seeds, positions, torch.tensor(right[:rows]))
     real = torch.arange(k + 1) < counts[:, None] + 1
     rows = Rows(temperature, seeds, positions)
-    found = accept_guesses(kernels, Places(logits[real] if packed else logits, rows, guesses, counts), Purpose.DRAW)
+    found = CpuOps(kernels).accept(Places(logits[real] if packed else logits, rows, guesses, counts), Purpose.DRAW)
     drawn = torch.arange(k + 1) <= accepted[:, None]
     assert torch.equal(found[1], accepted)
     assert torch.equal(found[0], draws * drawn)
@@ -140,9 +145,9 @@ def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, voca
     logits[:, 0, vocab - 1] = 1.0
     zeros = torch.zeros(4, dtype=torch.int64)
     greedy = Rows(zeros.float(), zeros, zeros)
-    assert draw_tokens(kernels, Places(logits, greedy), Purpose.DRAW)[:, 0].tolist() == places.tolist()
+    assert CpuOps(kernels).draw(Places(logits, greedy), Purpose.DRAW)[:, 0].tolist() == places.tolist()
     nothing = torch.full((4, 1, vocab), fill)
-    assert not draw_tokens(kernels, Places(nothing, greedy), Purpose.DRAW).any()
+    assert not CpuOps(kernels).draw(Places(nothing, greedy), Purpose.DRAW).any()
 
 
 @on_every_isa
@@ -159,7 +164,7 @@ def test_the_native_likelihood_is_the_twins(kernels, rows, block, vocab, spread,
     tokens = torch.randint(0, vocab, (rows, block), generator=torch.Generator().manual_seed(seed))
     expected = logits.double().softmax(-1).gather(-1, tokens[..., None])[..., 0]
     assert torch.allclose(
-        likelihood_of(kernels, Places(logits, unasked(rows)), tokens).double(), expected, rtol=1e-4, atol=1e-30
+        CpuOps(kernels).likelihood(Places(logits, unasked(rows)), tokens).double(), expected, rtol=1e-4, atol=1e-30
     )
 
 
@@ -167,6 +172,6 @@ def test_the_native_likelihood_is_the_twins(kernels, rows, block, vocab, spread,
 def test_a_token_that_is_ruled_out_has_no_likelihood(kernels):
     logits = torch.full((1, 2, 37), -math.inf)
     logits[0, :, 5] = 3.0
-    found = likelihood_of(kernels, Places(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
+    found = CpuOps(kernels).likelihood(Places(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
     assert found[0] == pytest.approx(1.0)
     assert found[1] < 1e-30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Draft
@@ -25,7 +26,7 @@ def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[D
     decoder.cache.keys.fill_(1e3)
     decoder.cache.values.fill_(-1e3)
     decoder.seen.fill_(11)
-    batch = Batch(4, positions, model.vocab_size)
+    batch = new_batch(4, positions, model.vocab_size)
     for row, prompt in enumerate(PROMPTS):
         batch.set_row(row, RowStart(prompt, SamplingParams(temperature=0), row))
         decoder.cut_row(row, 0)

@@ -1,1 +1,1 @@
-"""The command line. Commands are thin: what they do lives in functions that tests and other programs can call."""
+"""The command line. Commands are thin: the work is done by functions that tests and other programs can call."""

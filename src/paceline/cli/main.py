@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline import __version__
 from paceline.cli.batch import batch
 from paceline.cli.bench import app as bench_app
 from paceline.cli.chat import chat
@@ -24,6 +23,7 @@ from paceline.cli.trace import trace
 from paceline.cli.train_draft import WITHOUT, train_draft
 from paceline.cli.verify import verify
 from paceline.errors import PacelineError
+from paceline.version import __version__
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

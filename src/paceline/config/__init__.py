@@ -1,4 +1,4 @@
-"""All parameters, their defaults and their allowed ranges. This is the only home of defaults."""
+"""What may be asked for: every parameter with its default and range, option names, input files. The one home of defaults."""
 
 from __future__ import annotations
 

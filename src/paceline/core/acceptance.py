@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from paceline.config import SYNTHETIC
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Logprobs, Verdict
+from paceline.core.ops import Gained
 from paceline.core.rules import keep_by_chance, keep_equal, keep_likely, places_of
 from paceline.core.sampling import Choices, Purpose, draw
 from paceline.errors import ParameterError
-from paceline.kernels.drawing import Gained, accept_guesses, kernels_for, logprobs_of
 
 AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 
@@ -24,9 +25,9 @@ AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     """The coupled rule (``rules.keep_equal``); greedy decoding is the case without noise."""
     choices = Choices.after(draft, logits, batch)
-    if choices.kernels is not None:  # one call, and no draws beyond the first that no guess foresaw
+    if choices.ops is not None:  # one call, and no draws beyond the first that no guess foresaw
         scored = batch.sampling.scored
-        tokens, accepted, path, own = accept_guesses(choices.kernels, choices.places, Purpose.DRAW, scored)
+        tokens, accepted, path, own = choices.ops.accept(choices.places, Purpose.DRAW, scored)
         return Verdict(tokens, accepted, draft.counts, None if own is None else Logprobs.alone(own), path=path)
     return keep_equal(draft, _draw(draft, logits, batch))
 
@@ -92,11 +93,10 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
     assert batch.sampling.logprobs is not None
     if verdict.path is not None:
         logits = _along_path(draft, logits, verdict.path)
-    kernels = kernels_for(logits)
-    if kernels is not None:
+    if batch.ops is not None and logits.dtype == torch.float32:
         wanted = [-1 if p.scored is None else p.scored for p in batch.sampling.params[: batch.rows]]
         gained = Gained(verdict.tokens, verdict.accepted, draft.counts)
-        return Logprobs(*logprobs_of(kernels, logits, gained, wanted))
+        return Logprobs(*batch.ops.logprobs(logits, gained, wanted))
     if logits.dim() == 2:
         logits = _rectangle(draft, logits)
     logits = logits.float()

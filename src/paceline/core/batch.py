@@ -14,10 +14,8 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Tree
+from paceline.core.ops import HostOps, TextRows
 from paceline.core.rows import MOST_STOPS, After, Constraint, RowState, SamplingRows
-from paceline.kernels.abi import CTextRows
-from paceline.kernels.drawing import kernels_for
-from paceline.kernels.gaining import gain
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +140,18 @@ class Batch:
     stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
     members: what guesses for each row may be copied from, beside its own text.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
+    ops: what replaces torch's operators on the host; None: nothing does.
     """
 
-    def __init__(self, capacity: int, positions: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        capacity: int,
+        positions: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        ops: HostOps | None = None,
+    ) -> None:
+        self.ops = ops
         slack = (
             MAX_SPECULATION_LENGTH + 1
         )  # a round writes its whole block before the length says how much of it counts
@@ -164,7 +171,7 @@ class Batch:
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
-        self.described = CTextRows.of(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
+        self.text_rows = TextRows(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
         self.draining = False  # these are the last rows: nobody waits, and nobody will come
 
     @property
@@ -360,8 +367,7 @@ class Batch:
 
     def _gain(self, verdict: Verdict) -> list[int]:
         """How many tokens each row has gained."""
-        kernels = kernels_for(self.sampling.temperature)
-        if kernels is not None:
-            return gain(kernels, self.described, verdict.tokens, verdict.accepted)
+        if self.ops is not None:
+            return self.ops.gain(self.text_rows, verdict.tokens, verdict.accepted)
         gained: list[int] = self.state(self.rows).gain(verdict.tokens, verdict.accepted)[0].tolist()
         return gained

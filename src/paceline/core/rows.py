@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_LOGPROBS, SamplingParams
-from paceline.kernels.drawing import Cuts, Entries, Minimum, Penalties, Rows
+from paceline.core.ops import Cuts, DrawRows, Entries, Minimum, Penalties
 
 _SCALARS: dict[str, torch.dtype] = {
     "temperature": torch.float32,
@@ -238,15 +238,15 @@ class SamplingRows:
     def _list_tokens(self, rows: int) -> None:
         """What rows 0 .. rows - 1 say of single tokens."""
         device = self.seed.device
-        self._drawing: Rows | None = None
+        self._drawing: DrawRows | None = None
         held = [dict.fromkeys(tokens, -math.inf) for tokens in self._held_back[:rows]] if self.any_minimum else []
         self.bias = Entries.of([dict(p.logit_bias) for p in self.params[:rows]], device) if self.any_bias else None
         self.stop_tokens = Entries.of(held, device) if self.any_minimum else None
 
-    def drawing(self, text: Tensor, length: Tensor) -> Rows:
+    def drawing(self, text: Tensor, length: Tensor) -> DrawRows:
         """How the live rows draw, for the kernels: text [R, P] and length [R] are those of the batch."""
         if self._drawing is None or self._drawing.positions is not length:
-            self._drawing = Rows(self.temperature, self.seed, length, *self._features(text))
+            self._drawing = DrawRows(self.temperature, self.seed, length, *self._features(text))
         return self._drawing
 
     def _features(self, text: Tensor) -> tuple[Cuts | None, Penalties | None, Minimum | None, Entries | None]:

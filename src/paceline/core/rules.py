@@ -1,7 +1,7 @@
 """Which guesses are kept, and what is drawn instead of the first that is not: pure functions of tensors.
 
-Host and device call these; the Triton kernels (``kernels/gpu/accept.py``) and the C++ ones (``csrc/sampling.cpp``) are their
-twins, each joined with the draw that comes before. Nothing here reads the device where ``RowState.reads`` is false.
+Host and device call these. The Triton kernels (``kernels/gpu/accept.py``) and the C++ ones (``csrc/sampling.cpp``) do
+the same, each joined with the draw that comes before. Nothing here reads the device where ``RowState.reads`` is false.
 
 Shapes: B rows, k guesses, V vocabulary. Place j of draws [B, k + 1] and laws [B, k + 1, V] follows guess j.
 """

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
+from paceline.core.ops import HostOps, Places
 from paceline.core.rows import Asked, Asks, Constraint, RowState
-from paceline.kernels.drawing import Places, draw_tokens, kernels_for, law_of, likelihood_of
 
 
 class Purpose(IntEnum):
@@ -283,7 +283,7 @@ class Choices:
         self._logits, self._batch, self._first, self._counts = logits, batch, first, counts
         self._guesses = batch.tokens.new_empty(batch.rows, 0) if guesses is None else guesses
         self._tree: Draft | None = None
-        self.kernels = kernels_for(logits)
+        self.ops: HostOps | None = batch.ops if logits.dtype == torch.float32 else None
 
     @staticmethod
     def after(draft: Draft, logits: Tensor, batch: Batch) -> Choices:
@@ -339,20 +339,20 @@ class Choices:
 
     def draw(self, purpose: Purpose = Purpose.DRAW) -> Tensor:
         """A token for every place: [B, L] int64. Greedy rows take their argmax."""
-        if self.kernels is not None:
-            return draw_tokens(self.kernels, self.places, purpose)
+        if self.ops is not None:
+            return self.ops.draw(self.places, purpose)
         return _draw_adjusted(self.adjusted, self._batch, self._first, purpose)
 
     def law(self) -> Tensor:
         """What tokens are drawn from: float32 [B, L, V]; one-hot at temperature 0."""
-        if self.kernels is not None:
-            return law_of(self.kernels, self.places)
+        if self.ops is not None:
+            return self.ops.probabilities(self.places)
         return probabilities(self.adjusted, self._batch)
 
     def likelihood(self, tokens: Tensor) -> Tensor:
         """The softmax of the adjusted logits at tokens [B, L] -> [B, L]; whatever the rows' temperatures."""
-        if self.kernels is not None:
-            return likelihood_of(self.kernels, self.places, tokens)
+        if self.ops is not None:
+            return self.ops.likelihood(self.places, tokens)
         logits = self.adjusted
         return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
 

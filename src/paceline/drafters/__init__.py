@@ -1,4 +1,4 @@
-"""Drafters: one base class; which there are, ``paceline.config.registry.DRAFTERS`` says."""
+"""Drafters, which propose tokens: n-gram lookup, draft models, trained heads. ``config.registry.DRAFTERS`` lists them."""
 
 from paceline.config.registry import DRAFTERS
 from paceline.drafters.base import Drafter, Equipment, Wrapper, make_drafter

@@ -34,6 +34,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.scoring import WIDEST_PASS, Scorer, Text
 from paceline.engine.sequences import Sequence as Row
 from paceline.errors import ParameterError, PromptTooLongError
+from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
@@ -78,7 +79,7 @@ class Engine:
         if drafter.reader is not None:
             target.show(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
-        self.batch = Batch(config.max_batch_size, self.max_model_len, models.target.vocab_size, models.target.device)
+        self.batch = self._new_batch()
         self._player = self._make_player()
         self._profile = self._load_profile()
         self.parts.policy = self._policy()
@@ -86,6 +87,11 @@ class Engine:
         self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks, room=self.room)
         self._pipeline = self._make_pipeline()
+
+    def _new_batch(self) -> Batch:
+        target = self.models.target
+        ops = cpu_ops(target.device)
+        return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
 
     def _make_pipeline(self) -> Pipeline | None:
         """None where the host plays all rounds."""

@@ -17,10 +17,11 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.acceptance import RULES, AcceptanceRule, knows_trees
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, HostVerdict, ReadVerdict, Verdict
+from paceline.core.ops import DrawRows
 from paceline.core.sampling import Purpose
 from paceline.drafters.heads.native import NativeStreams
-from paceline.kernels.abi import CRound, address
-from paceline.kernels.drawing import Rows
+from paceline.kernels.abi import CRound, CTextRows, address
+from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
 from paceline.models.native import NativeModel
@@ -41,7 +42,7 @@ class NativeRound:
         self._accepted, self._gained, self._path = rows * _BLOCK, rows * (_BLOCK + 1), rows * (_BLOCK + 2)
         tokens, size = record.buffer_info()[0], record.itemsize
         self._call = CRound(
-            text=batch.described,
+            text=CTextRows.of(*batch.text_rows),
             block=_BLOCK,
             tokens=tokens,
             accepted=tokens + size * self._accepted,
@@ -49,7 +50,7 @@ class NativeRound:
             path=tokens + size * self._path,
             purpose=Purpose.DRAW,
         )
-        self._drawing: Rows | None = None  # whom the call describes
+        self._drawing: DrawRows | None = None  # whom the call describes
         self._work: tuple[Tensor, ...] = ()  # hidden states and so on of the largest round, or of a larger one
         self._taps = torch.empty(0, dtype=torch.int64)
         if isinstance(target.reader, NativeStreams):
@@ -112,7 +113,7 @@ class NativeRound:
     def _describe_rows(self) -> None:
         drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
         if drawing is not self._drawing:
-            self._drawing, self._call.by = drawing, drawing.described
+            self._drawing, self._call.by = drawing, described(drawing)
 
     def _make_room(self, tokens: int) -> None:
         """Fresh memory is cleared by the system, so it is kept; by doubling it is seldom fresh."""

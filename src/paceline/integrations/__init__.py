@@ -1,1 +1,1 @@
-"""paceline inside of other libraries: transformers' generate, Ray."""
+"""paceline inside other libraries: transformers' generate, Ray."""

@@ -1,4 +1,4 @@
-"""Length policies: one base class; which there are, ``paceline.config.registry.LENGTHS`` says."""
+"""Length policies: how many tokens to draft. ``config.registry.LENGTHS`` lists them."""
 
 from __future__ import annotations
 

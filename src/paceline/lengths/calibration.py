@@ -16,6 +16,7 @@ from paceline.core.batch import Batch, RowStart, Wish
 from paceline.core.draft import Draft, ReadDraft, Verdict
 from paceline.core.room import UNLIMITED, Room
 from paceline.drafters.base import Drafter
+from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.models.decoder import Decoder
@@ -113,8 +114,12 @@ class Calibration:
         few, short = min(CONTEXT_ROWS, rows), self.context + self._beyond
         spare = room.longest(few, positions, beside=(rows - few) * room.bytes_for(short))
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - self._beyond, spare - self._beyond))
-        self.batch = player.batch if player else Batch(rows, positions, target.vocab_size, target.model.device)
+        self.batch = player.batch if player else self._new_batch(rows)
         self._kernels = None if player else natively(self.batch)
+
+    def _new_batch(self, rows: int) -> Batch:
+        device = self.target.model.device
+        return Batch(rows, self.target.cache.positions, self.target.vocab_size, device, cpu_ops(device))
 
     def run(self, progress: Progress = iter) -> CostTable:
         """The table; ``progress`` may wrap the points in a progress bar."""

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline import __version__
 from paceline.core.hardware import cpu_signature
 from paceline.lengths.calibration import Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
 from paceline.models.kept import Kept
+from paceline.version import __version__
 
 log = logging.getLogger("paceline")
 

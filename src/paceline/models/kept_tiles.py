@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import torch
 import triton
 
-from paceline import __version__
 from paceline.core.hardware import machine_name
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
 from paceline.models.kept import Kept
+from paceline.version import __version__
 
 log = logging.getLogger("paceline")
 

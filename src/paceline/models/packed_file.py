@@ -27,7 +27,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline import __version__
 from paceline.config import AttentionName, QuantizationName
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
@@ -37,6 +36,7 @@ from paceline.models.boundary import reading
 from paceline.models.kept import is_on
 from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.weights import shapes
+from paceline.version import __version__
 
 log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_PACKED_CACHE"

@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from paceline import __version__
 from paceline.config import ServerConfig
 from paceline.errors import PacelineError
 from paceline.server import errors, replies
@@ -32,6 +31,7 @@ from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from paceline.server.security import Gate
 from paceline.server.streaming import Events, EventStream
 from paceline.server.tracing import Tracing
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

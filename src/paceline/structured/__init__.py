@@ -1,4 +1,4 @@
-"""Answers of a given structure."""
+"""Constraints on answers: JSON schemas, regular expressions, choices and grammars."""
 
 from paceline.structured.grammars import GrammarConstraint, Grammars
 

@@ -1,1 +1,1 @@
-"""Programs for developers of models and of paceline: benchmarks, evaluation, training."""
+"""Programs for people who develop models or paceline itself: benchmarks, evaluation, training."""

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
@@ -17,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def make_batch(temperatures: list[float], vocab: int, seed: int = 0, positions: int = 200) -> Batch:
     """Row i holds 3 + 20 i tokens."""
-    batch = Batch(len(temperatures), positions, vocab, DEVICE)
+    batch = new_batch(len(temperatures), positions, vocab, DEVICE)
     for row, temperature in enumerate(temperatures):
         params = SamplingParams(temperature=temperature, max_tokens=positions)
         batch.set_row(row, RowStart([1 % vocab] * (row * 20 + 3), params, sampling.sequence_seed(seed, row)))

@@ -20,7 +20,8 @@ def no_paceline(name):
     return version(name)
 importlib.metadata.version = no_paceline
 
-import paceline.engine.engine, paceline.engine.device_round, paceline.engine.pipeline, paceline.models.transformer, paceline.models.weights
+import paceline.engine.engine, paceline.engine.device_round, paceline.engine.pipeline
+import paceline.models.transformer, paceline.models.weights
 """
 
 

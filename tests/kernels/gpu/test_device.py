@@ -1,6 +1,7 @@
 """What only a GPU can tell, in one call of about three minutes; torch, triton, transformers, pytest and hypothesis do:
 
-    PYTHONPATH=src:tests python -m pytest -c /dev/null --rootdir . --import-mode=importlib -q tests/kernels/gpu tests/kernels/attention
+    PYTHONPATH=src:tests python -m pytest -c /dev/null --rootdir . --import-mode=importlib -q \
+        tests/kernels/gpu tests/kernels/attention
 
 There, the other tests of these directories hold every kernel against its twin on the device.
 """

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
@@ -20,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_batch(temperatures: list[float], vocab: int, seed: int = 0) -> Batch:
-    batch = Batch(len(temperatures), 600, vocab, DEVICE)
+    batch = new_batch(len(temperatures), 600, vocab, DEVICE)
     for row, temperature in enumerate(temperatures):
         start = RowStart(
             [1] * (row * 50 + 3), SamplingParams(temperature=temperature), sampling.sequence_seed(seed, row)

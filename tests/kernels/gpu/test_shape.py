@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gpu.rows import DEVICE
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
@@ -32,7 +33,7 @@ PARAMS = [
 def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Tensor]:
     """Rows with answers of some tokens, guesses and logits with ties."""
     make = torch.Generator().manual_seed(seed)
-    batch = Batch(len(params), 120, VOCAB, DEVICE)
+    batch = new_batch(len(params), 120, VOCAB, DEVICE)
     for row, each in enumerate(params):
         tokens = torch.randint(VOCAB, (4 + 3 * row,), generator=make).tolist()
         batch.set_row(row, RowStart(tokens, each, row, stop_tokens=(7, 0, 9)))
@@ -80,7 +81,7 @@ def test_masses_are_those_of_torch_to_the_bit() -> None:
     logits = -torch.rand(1, 1, 4096) * 30
     logits[..., 0] = 0
     params = [SamplingParams(temperature=1.0, top_p=0.5, max_tokens=9)]
-    batch = Batch(1, 20, 4096, DEVICE)
+    batch = new_batch(1, 20, 4096, DEVICE)
     batch.set_row(0, RowStart([1], params[0], 0))
     batch.set_rows(1)
     rows = batch.state(1, reads=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, Wish
 from paceline.core.draft import Draft, Verdict
@@ -41,7 +42,7 @@ def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: l
     def rule(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
         return Verdict(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts), draft.counts)
 
-    batch = Batch(2, 40, 8)
+    batch = new_batch(2, 40, 8)
     for row in range(2):
         batch.set_row(row, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), row))
     batch.set_rows(2)
@@ -64,7 +65,7 @@ def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: l
 
 
 def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
-    batch = Batch(1, 40, 8)
+    batch = new_batch(1, 40, 8)
     batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
     batch.set_rows(1)
     script = Script(Fives([3]), all_wrong)

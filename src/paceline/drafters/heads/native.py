@@ -24,6 +24,7 @@ from paceline.drafters.heads.head import Head
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.cpu import described
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_config, check_spec
@@ -255,7 +256,7 @@ class NativeHeadDecoder(HeadDecoder):
             self._logits = self._nothing_said(rows * width)
 
     def _ask(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
-        call.by = batch.sampling.drawing(batch.tokens, batch.length).described
+        call.by = described(batch.sampling.drawing(batch.tokens, batch.length))
         call.logits, call.purpose = self._logits.data_ptr(), purpose
 
     def _run(self, call: abi.CDraft, rows: int) -> None:

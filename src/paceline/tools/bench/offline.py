@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from paceline import __version__
 from paceline.config import Length, SamplingParams
 from paceline.core.batch import Batch, Wish
 from paceline.core.draft import Draft
@@ -30,6 +29,7 @@ from paceline.engine.utilisation import Arithmetic
 from paceline.tools.bench.measure import run_batch, split_times, turns
 from paceline.tools.bench.prompts import COPYING, OPEN
 from paceline.tools.bench.sets import SETS, SetName
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -1,0 +1,161 @@
+"""The C++ implementation of ``core.ops.HostOps``: tokens from logits in a pass or two a row.
+
+Each operation is tested against the plain torch code of ``core.sampling``, ``core.acceptance`` and ``core.rows``.
+Shapes: B rows, L places, V vocabulary, k draft tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from paceline.core.ops import Accepted, DrawRows, Entries, Gained, Places, TextRows, evenly_spaced
+from paceline.kernels import abi, native
+
+
+@cache
+def chosen() -> native.Kernels | None:
+    """What PACELINE_KERNELS said when it was first asked: to look each round takes a small model 20 microseconds."""
+    return native.select()
+
+
+def cpu_ops(device: torch.device) -> CpuOps | None:
+    """Operations of the compiled kernels for a batch on this device; None: plain torch."""
+    kernels = chosen() if device.type == "cpu" else None
+    return None if kernels is None else CpuOps(kernels)
+
+
+class CpuOps:
+    """``HostOps`` by one set of the compiled kernels; runs on the pool of threads that is current when it is called."""
+
+    def __init__(self, kernels: native.Kernels) -> None:
+        self._library, self._handle, self._kernels = kernels.library, kernels.handle, kernels
+
+    @property
+    def _pool(self) -> int:
+        return int(native.current_pool(self._kernels).handle)
+
+    def draw(self, places: Places, purpose: int) -> Tensor:
+        tokens = torch.empty(places.rows, places.block, dtype=torch.int64)
+        call, _alive = _call(places, purpose)
+        self._library.pl_draw(self._handle, self._pool, ctypes.addressof(call), tokens.data_ptr())
+        return tokens
+
+    def probabilities(self, places: Places) -> Tensor:
+        found = torch.empty(places.rows, places.block, places.vocabulary, dtype=torch.float32)
+        call, _alive = _call(places)
+        self._library.pl_law(self._handle, self._pool, ctypes.addressof(call), found.data_ptr())
+        return found
+
+    def likelihood(self, places: Places, tokens: Tensor) -> Tensor:
+        tokens, found = tokens.contiguous(), torch.empty(places.rows, places.block, dtype=torch.float32)
+        call, _alive = _call(places)
+        given = ctypes.addressof(call), tokens.data_ptr(), found.data_ptr()
+        self._library.pl_likelihood(self._handle, self._pool, *given)
+        return found
+
+    def accept(self, places: Places, purpose: int, scored: Tensor | None = None) -> Accepted:
+        tokens = torch.zeros(places.rows, places.block, dtype=torch.int64)
+        accepted = torch.zeros(places.rows, dtype=torch.int64)
+        path = places.unmoved()
+        own = None if scored is None else torch.zeros(places.rows, places.block, dtype=torch.float32)
+        call, _alive = _call(places, purpose)
+        given = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
+        optional = (abi.address(tensor) for tensor in (path, scored, own))
+        self._library.pl_accept(self._handle, self._pool, *given, *optional)
+        return Accepted(tokens, accepted, path, own)
+
+    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        logits = evenly_spaced(logits)
+        rows, block = gained.tokens.shape
+        vocabulary = logits.shape[-1]
+        most = min(max(wanted), vocabulary)
+        own, values = (torch.zeros(shape, dtype=torch.float32) for shape in ((rows, block), (rows, block, most)))
+        ids = torch.zeros(rows, block, most, dtype=torch.int64)
+        counts = torch.tensor([min(count, vocabulary) for count in wanted])
+        inputs = [tensor.contiguous() for tensor in (gained.tokens, gained.accepted, counts, gained.counts)]
+        call = abi.CLogprobs(
+            logits.data_ptr(),
+            *(tensor.data_ptr() for tensor in inputs),
+            rows=rows,
+            block=block,
+            stride=logits.stride(-2),
+            vocabulary=vocabulary,
+            most=most,
+            packed=logits.dim() == 2,
+            own=own.data_ptr(),
+            ids=ids.data_ptr(),
+            values=values.data_ptr(),
+        )
+        self._library.pl_logprobs(self._handle, self._pool, ctypes.addressof(call))
+        return own, ids, values
+
+    def gain(self, rows: TextRows, tokens: Tensor, accepted: Tensor) -> list[int]:
+        tokens, accepted, gained = tokens.contiguous(), accepted.contiguous(), torch.empty_like(accepted)
+        count, block = tokens.shape
+        text = abi.CTextRows.of(*rows)
+        given = tokens.data_ptr(), block, accepted.data_ptr(), count, gained.data_ptr()
+        self._library.pl_gain(ctypes.addressof(text), *given)
+        numbers: list[int] = gained.tolist()
+        return numbers
+
+
+def _call(places: Places, purpose: int = 0) -> tuple[abi.CDraw, Tensor | None]:
+    """Arguments of a call on these places, and a tensor that has to outlive it."""
+    instead = places.instead
+    addresses = None if instead is None else torch.tensor([0 if t is None else t.data_ptr() for t in instead])
+    call = abi.CDraw(
+        described(places.by),
+        places.logits.data_ptr(),
+        abi.address(addresses),
+        abi.address(places.draft),
+        abi.address(places.counts),
+        abi.address(places.parents),
+        rows=places.rows,
+        block=places.block,
+        stride=places.logits.stride(-2),
+        vocabulary=places.vocabulary,
+        guess_stride=0 if places.draft is None else places.draft.shape[1],
+        first=places.first,
+        packed=places.packed,
+        purpose=purpose,
+    )
+    return call, addresses
+
+
+_DESCRIBED: WeakKeyDictionary[DrawRows, tuple[abi.CDrawRows, Tensor | None]] = WeakKeyDictionary()
+
+
+def described(rows: DrawRows) -> abi.CDrawRows:
+    """The rows as the library reads them, by address: made once for each ``rows`` (a round has microseconds for it)."""
+    found = _DESCRIBED.get(rows)
+    if found is None:
+        found = _DESCRIBED[rows] = _describe(rows)
+    return found[0]
+
+
+def _describe(rows: DrawRows) -> tuple[abi.CDrawRows, Tensor | None]:
+    """The library's structure, and a tensor that has to live as long."""
+    made = abi.CDrawRows(rows.temperature.data_ptr(), rows.seeds.data_ptr(), rows.positions.data_ptr())
+    deepest = None if rows.cuts is None else -rows.cuts.floor
+    if rows.cuts is not None:
+        made.deepest, made.top_k, made.top_p = (abi.address(t) for t in (deepest, rows.cuts.top_k, rows.cuts.top_p))
+    if rows.penalties is not None:
+        made.presence, made.frequency, made.repetition, made.text, made.prompt_length = (
+            tensor.data_ptr() for tensor in rows.penalties
+        )
+        made.text_stride = rows.penalties.text.stride(0)
+    if rows.minimum is not None:
+        made.min_length, made.stops = rows.minimum.length.data_ptr(), _entries(rows.minimum.stops)
+    if rows.bias is not None:
+        made.bias = _entries(rows.bias)
+    return made, deepest
+
+
+def _entries(entries: Entries) -> abi.CEntries:
+    return abi.CEntries(*(tensor.data_ptr() for tensor in entries))

@@ -1,0 +1,10 @@
+"""Batches as an engine makes them: with the operations of the compiled kernels where they run."""
+
+import torch
+
+from paceline.core.batch import Batch
+from paceline.kernels.cpu import cpu_ops
+
+
+def new_batch(capacity: int, positions: int, vocab_size: int, device: torch.device | str = "cpu") -> Batch:
+    return Batch(capacity, positions, vocab_size, device, cpu_ops(torch.device(device)))
