@@ -33,7 +33,7 @@ from paceline.drafters import Drafter, NgramDrafter
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.kernels import drawing, native
+from paceline.kernels import cpu, native
 from paceline.lengths import LengthPolicy
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, ProfiledLength
@@ -678,7 +678,7 @@ def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_ranking_changes_no_answer_and_speculation_no_rank(
     drafter: str, model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     engine = speculative_engine(model, drafter, "random", "ranked", attention="auto", prefill_chunk=7)
     outputs = run(engine, PROMPTS, RANKED)
     assert ranked_answers(outputs) == by_rank()
@@ -757,7 +757,7 @@ def test_trees_equal_plain_decoding(shape: str, script: str, backend: str) -> No
 def test_trees_of_a_model_with_attention_of_its_own_equal_plain_decoding(
     shape: str, script: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     engine = tree_engine("flat", script, shape, "mixed", attention="auto", prefill_chunk=7)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
 
@@ -789,7 +789,7 @@ def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 def test_every_parameter_knows_its_own_path(model: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     engine = tree_engine(model, "sometimes", "random", "everything", max_batch_size=len(PROMPTS))
     assert answers(run(engine, PROMPTS, EVERYTHING)) == plain("toy", "everything")
 
@@ -826,7 +826,7 @@ def test_right_guesses_of_trees_are_kept(shape: str) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 def test_logprobs_along_a_path_are_the_models_own(model: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "chosen", lambda: native.select(kernels))
+    monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     params = [replace(one, logprobs=3) for one in GREEDY]
     engine = tree_engine(model, "sometimes", "random", "greedy", 6)
     for prompt, output in zip(PROMPTS, run(engine, PROMPTS, params), strict=True):

@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 from llm.cli import cli
 from llm.plugins import load_plugins, pm
 
-from paceline import LLM, SamplingParams, llm_plugin
+from paceline import LLM, SamplingParams
+from paceline.cli import llm_plugin
 from server_support import save_model
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_row_tables import taken
-from test_scheduler import step
 
+from core.test_row_tables import taken
+from engine.test_scheduler import step
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.core.room import Filled

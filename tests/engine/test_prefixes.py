@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import Spy, step
 
+from engine.test_scheduler import Spy, step
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request

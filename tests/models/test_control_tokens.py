@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import TEXTS, byte_level_backend, real_model, sentencepiece_backend, smollm2, wrap
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from models.test_tokenizer import TEXTS, byte_level_backend, real_model, sentencepiece_backend, smollm2, wrap
 from paceline.errors import RequestError
 from paceline.models.control_tokens import ControlTokens
 from paceline.models.tokenizer import Tokenizer as OurTokenizer

@@ -1,4 +1,4 @@
-"""What may be asked for: every parameter with its default and range, option names, input files. The one home of defaults."""
+"""What may be asked for: parameters with their defaults and ranges, option names, input files; the home of defaults."""
 
 from __future__ import annotations
 

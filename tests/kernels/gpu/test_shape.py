@@ -10,9 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gpu.rows import DEVICE
-
 from batches import new_batch
+from kernels.gpu.rows import DEVICE
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart

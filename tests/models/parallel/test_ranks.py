@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, toy, write
 
 from head_support import tiny_head
 from model_support import FOREIGN, NATIVE, random_tokens, tiny
+from models.parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, toy, write
 from paceline import LLM
 from paceline.config import EngineConfig, EngineOptions
 from paceline.core.outputs import RequestOutput

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from training.conftest import SIZES, save_target
 from typer.testing import CliRunner, Result
 
 import paceline
@@ -21,6 +20,7 @@ from paceline.cli.train_draft import FILES
 from paceline.config import HEAD_KINDS, EngineOptions, SamplingParams
 from paceline.drafters.heads.checkpoint import read_head_config
 from paceline.llm import LLM
+from tools.training.conftest import SIZES, save_target
 
 
 def call(*arguments: str) -> Result:

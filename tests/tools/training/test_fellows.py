@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from training.conftest import SIZES
-from training.test_learning import PLAN, make_trainer
 
 import paceline
 from paceline.models.shares import Share
@@ -22,6 +20,8 @@ from paceline.tools.training.batches import collate
 from paceline.tools.training.fellows import Fellows
 from paceline.tools.training.learn import Trainer
 from paceline.tools.training.objective import counted, loss
+from tools.training.conftest import SIZES
+from tools.training.test_learning import PLAN, make_trainer
 
 WEIGHTS = [1.0, 0.8, 0.64]
 

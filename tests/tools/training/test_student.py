@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.conftest import SIZES
-from training.test_command import call
-from training.test_learning import PLAN, TAPS, first_batch, make_trainer
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from cli.conftest import make_tokenizer
@@ -21,6 +18,9 @@ from paceline.tools.training.acceptance import _right
 from paceline.tools.training.objective import counted
 from paceline.tools.training.student import spread, student_config, usual_layers
 from paceline.tools.training.target import Target
+from tools.training.conftest import SIZES
+from tools.training.test_command import call
+from tools.training.test_learning import PLAN, TAPS, first_batch, make_trainer
 
 MODEL = DraftTraining(**{**vars(PLAN), "kind": "model", "layers": 3})
 
