@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
         "sampling",
         "rules",
         "acceptance",
+        "processors",
         "attention",
         "kernels",
         "gpu",

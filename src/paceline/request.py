@@ -130,9 +130,10 @@ class Intake:
             )
         if request.params.stop and request.make_stream is None:
             raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
-        if request.params.structured_outputs is not None and request.make_constraint is None:
+        restriction = request.params.restriction
+        if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
-            raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
+            raise ParameterError(restriction, getattr(request.params, restriction), allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         self._check_references(request)
@@ -140,6 +141,7 @@ class Intake:
             "prompt_token_ids": request.prompt_token_ids,
             "stop_token_ids": request.params.stop_token_ids,
             "logit_bias": request.params.logit_bias,
+            "allowed_token_ids": request.params.allowed_token_ids or (),
         }
         for name, tokens in ids.items():
             check_tokens(name, tokens, vocab)
