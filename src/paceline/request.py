@@ -11,7 +11,7 @@ from paceline.batch import Family, Member
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.guard import Guarded
-from paceline.outputs import CompletionOutput, Metrics, RequestOutput
+from paceline.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
 from paceline.params import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.prefixes import Scope
 from paceline.rows import Constraint
@@ -32,6 +32,8 @@ class Request:
 
     references: token ids of texts that n-gram lookup may copy from, for this request alone.
 
+    prompt_logprobs: where the caller keeps the log-probabilities of the prompt, if ``params`` ask for them.
+
     client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
         ones, whoever asks.
     """
@@ -46,6 +48,7 @@ class Request:
     client: str = ""
     priority: int = 0
     references: Sequence[Sequence[int]] = ()
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Intake:
         """The result that fills up, and its answers, which may wait for rows."""
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
+        output.prompt_logprobs = request.prompt_logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
         begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
         rows = [self._sequence(begins, index) for index in range(params.answers)]
@@ -134,6 +138,10 @@ class Intake:
         if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError(restriction, getattr(request.params, restriction), allowed)
+        wanted = request.params.prompt_logprobs
+        if wanted is not None and request.prompt_logprobs is None:
+            allowed = "given to LLM.generate, chat or stream, which read the prompt for it; a server has echo with logprobs"
+            raise ParameterError("prompt_logprobs", wanted, allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         self._check_references(request)
