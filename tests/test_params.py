@@ -294,7 +294,9 @@ def test_what_others_call_options_are_no_fields_here_and_what_they_are_here_is(k
     known = {field.name for field in dataclasses.fields(kind)}
     assert not known & kind.OTHER_NAMES.keys()
     words = {word for said in kind.OTHER_NAMES.values() for word in re.findall(r"\w+_\w+", said)}
-    assert words - {"draft_model"} <= {each.name for of in (SamplingParams, EngineConfig) for each in dataclasses.fields(of)}
+    assert words - {"draft_model"} <= {
+        each.name for of in (SamplingParams, EngineConfig) for each in dataclasses.fields(of)
+    }
 
 
 def test_only_one_thing_says_which_tokens_may_come() -> None:

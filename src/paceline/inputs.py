@@ -102,7 +102,9 @@ def check_message(message: object) -> Message:
     said = {**message, "content": _joined(message.get("content"))} if isinstance(message, Mapping) else {}
     if not all(isinstance(said.get(key), str) for key in ("role", "content")):
         parts = 'content may be a list of parts {"type": "text", "text": ...}, and no other kind of part can be read'
-        raise RequestError(f"a message is an object with role and content, both strings ({parts}), not {shown(message)}")
+        raise RequestError(
+            f"a message is an object with role and content, both strings ({parts}), not {shown(message)}"
+        )
     for key, value in said.items():
         check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
     return said

@@ -39,8 +39,8 @@ from paceline.inputs import (
     as_sources,
 )
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded
-from paceline.models.loading import eos_token_ids, load_model
+from paceline.models.boundary import Source, is_loaded, name_of
+from paceline.models.loading import check_source, eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
@@ -83,6 +83,7 @@ class LLM:
     tokenizer: a loaded one, or the directory, file or name of one, in place of the model's own. A loaded
         PreTrainedModel has none: without one, prompts and answers are token ids.
     reference_documents: texts (or token ids) that the n-gram drafter may copy from, besides each row's own tokens.
+    use_tqdm: whether a terminal shows what is being done: loading, packing, measuring costs.
     options: see EngineConfig.
 
     Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
@@ -97,6 +98,7 @@ class LLM:
         *,
         tokenizer: TokenizerSource | None = None,
         reference_documents: Sequence[Prompt] = (),
+        use_tqdm: bool = True,
         **options: Unpack[EngineOptions],
     ) -> None:
         _check_source("model", model)
@@ -106,6 +108,7 @@ class LLM:
         config = engine_config(options, draft_model, documents)
         if find_head(model) is not None:
             raise ParameterError("model", model, "a model; this is a trained head: its target's draft_model")
+        check_source(model, config.max_model_len)
         for draft_too in (False, True):
             _dtype(config, of_draft=draft_too)  # what this device cannot do is refused before anything is loaded
         _serve_if_launched(config.tensor_parallel)
@@ -114,13 +117,15 @@ class LLM:
         if draft_model is not None and head is None:
             self._check_vocabulary(draft_model)
         references = [self._encode(document) for document in documents]
-        with torch_threads(config.threads or default_threads()):  # for a while: other engines have numbers of their own
-            draft = None if draft_model is None or head is not None else _load_draft(draft_model, config)
-            target = _load_target(model, config)
-            draft = draft if head is None else _load_head(head, model, target, config)
-        self._models = Models(target, draft, self._eos(model), references)
-        self._models.users.add(self)
-        self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
+        with _stages(use_tqdm) as begin:
+            with torch_threads(config.threads or default_threads()):  # for a while: other engines have their own
+                draft = None if draft_model is None or head is not None else _load_draft(draft_model, config, begin)
+                target = _load_target(model, config, begin)
+                draft = draft if head is None else _load_head(head, model, target, config)
+            self._models = Models(target, draft, self._eos(model), references)
+            self._models.users.add(self)
+            begin("measuring what rounds cost")
+            self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
@@ -471,14 +476,27 @@ def _dtype(config: EngineConfig, *, of_draft: bool = False) -> torch.dtype:
     return resolve_dtype(config.dtype, device)
 
 
+Begin: TypeAlias = Callable[[str], None]  # called with what is done from now on
+
+
+@contextmanager
+def _stages(shown: bool) -> Iterator[Begin]:
+    """A line on a terminal, which says what is done, and for how long when the next stage begins."""
+    with tqdm(bar_format="{desc} ({elapsed})", leave=False, disable=None if shown else True) as bar:
+        yield lambda stage: bar.set_description_str(stage, refresh=True)
+
+
 def _load(
-    source: ModelSource, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None
+    source: ModelSource, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None, begin: Begin
 ) -> AnyModel:
     device = resolve_device(config.device)
+    name = name_of(source) if is_loaded(source) else os.fspath(source)
+    begin(f"loading {name}")
     kept = find_packed(source, dtype, device, config.attention, quantization)
     if kept is not None and (packed := kept.load()) is not None:
         return packed
     loaded = load_model(source, dtype=dtype, device=device)
+    begin(f"packing {name}")
     model = prepare(loaded, config.attention, quantization, config.deterministic)
     del loaded  # its memory is not needed to keep the packed weights
     if kept is not None and isinstance(model, NativeModel):
@@ -486,10 +504,10 @@ def _load(
     return model
 
 
-def _load_target(source: ModelSource, config: EngineConfig) -> AnyModel:
+def _load_target(source: ModelSource, config: EngineConfig, begin: Begin) -> AnyModel:
     """All of it, or rank 0's part."""
     if config.tensor_parallel == 1:
-        return _load(source, config, _dtype(config), config.quantization)
+        return _load(source, config, _dtype(config), config.quantization, begin)
     from paceline.parallel.launch import lead
 
     device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
@@ -505,9 +523,9 @@ def _serve_if_launched(ranks: int) -> None:
         serve_if_launched(ranks)
 
 
-def _load_draft(source: ModelSource, config: EngineConfig) -> AnyModel:
+def _load_draft(source: ModelSource, config: EngineConfig, begin: Begin) -> AnyModel:
     quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
-    return _load(source, config, _dtype(config, of_draft=True), quantization)
+    return _load(source, config, _dtype(config, of_draft=True), quantization, begin)
 
 
 def _load_head(path: Path, source: ModelSource, target: AnyModel, config: EngineConfig) -> HeadModel:

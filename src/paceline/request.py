@@ -140,7 +140,9 @@ class Intake:
             raise ParameterError(restriction, getattr(request.params, restriction), allowed)
         wanted = request.params.prompt_logprobs
         if wanted is not None and request.prompt_logprobs is None:
-            allowed = "given to LLM.generate, chat or stream, which read the prompt for it; a server has echo with logprobs"
+            allowed = (
+                "given to LLM.generate, chat or stream, which read the prompt for it; a server has echo with logprobs"
+            )
             raise ParameterError("prompt_logprobs", wanted, allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?")  # @: a branch, tag or commit
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 STALE_AFTER = 24 * 3600.0  # seconds after which a partial download belongs to nobody
@@ -77,7 +77,8 @@ def cache_directory() -> Path:
 
 
 def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
-    """The model's directory or .gguf file: a local path, an embedded model's or head's name or a hub name ``ORG/NAME``.
+    """The model's directory or .gguf file: a local path, an embedded model's or head's name or a hub name ``ORG/NAME``,
+    which ``@REVISION`` may follow: a branch, a tag or a commit.
 
     Raises ModelNotFoundError, which says what to do, or ModelFormatError for a file that is no .gguf. An embedded model
     that is not in the cache is fetched if ``fetch``; a hub model always is.
@@ -118,7 +119,7 @@ def _suggestion(name: str) -> str:
     siblings = _siblings_like(Path(name).expanduser())
     start = f"did you mean {' or '.join(repr(hit) for hit in [*near, *siblings])}? " if near or siblings else ""
     known = ", ".join(sorted([*EMBEDDED, *HEADS]))
-    return f"{start}A model is a directory, a .gguf file, a hub name ORG/NAME or an embedded name ({known})"
+    return f"{start}A model is a directory, a .gguf file, a hub name ORG/NAME (or ORG/NAME@REVISION) or an embedded name ({known})"
 
 
 def _siblings_like(path: Path) -> list[str]:
@@ -272,9 +273,13 @@ def _try_snapshot(name: str, *, local: bool) -> Path | Exception:
     from huggingface_hub import snapshot_download
 
     patterns = [*HUB_FILES, *HUB_TOKENIZER_FILES]
+    repository, _, revision = name.partition("@")
     try:
         with _NETWORK:
-            return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local))
+            found = snapshot_download(
+                repository, revision=revision or None, allow_patterns=patterns, local_files_only=local
+            )
+            return Path(found)
     except Exception as error:  # noqa: BLE001  (no entry, no network, no right, bad name: the caller tells it)
         return error
 
