@@ -604,7 +604,7 @@ def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pyt
 
 def test_the_tokenizer_is_given_out(llm: LLM, speller: LLM) -> None:
     assert speller.get_tokenizer().decode(speller.get_tokenizer()("abc")["input_ids"]) == "abc"
-    with pytest.raises(ParameterError, match="^tokenizer=None"):
+    with pytest.raises(ParameterError, match=r"^tokenizer=None"):
         llm.get_tokenizer()
 
 
@@ -640,7 +640,7 @@ def test_what_a_chat_template_knows_by_name_reaches_it(speller: LLM) -> None:
         text()
     said[0]["content"] = "hi"
     for wrong in ({"messages": []}, {"add_generation_prompt": False}, [1], {1: 2}):
-        with pytest.raises(ParameterError, match="^chat_template_kwargs="):
+        with pytest.raises(ParameterError, match=r"^chat_template_kwargs="):
             text(chat_template_kwargs=wrong)
     with pytest.raises(RequestError, match="JSON"):
         text(chat_template_kwargs={"mood": object()})

@@ -78,7 +78,7 @@ def test_a_processor_may_write_into_what_it_is_given() -> None:
 )
 def test_tokens_of_which_none_could_come_are_refused(given: dict[str, Any]) -> None:
     params = SamplingParams(**given)
-    with pytest.raises(ParameterError, match="^allowed_token_ids="):
+    with pytest.raises(ParameterError, match=r"^allowed_token_ids="):
         processed_row(params, toy_encode, params.stop_token_ids, VOCAB)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from paceline.engine import Request
@@ -38,8 +39,9 @@ class Call:
         cannot be served. With on_error="skip" such a prompt has its finished result instead.
         """
         OneOf(("raise", "skip")).take("on_error", self.on_error)
-        given = zip(prompts, self._params(len(prompts)), as_references_of_each(self.references, len(prompts)))
-        return [self._made(index, len(prompts), lambda each=each: make(*each)) for index, each in enumerate(given)]
+        size = len(prompts)
+        given = zip(prompts, self._params(size), as_references_of_each(self.references, size), strict=True)
+        return [self._made(index, size, partial(make, *each)) for index, each in enumerate(given)]
 
     def _made(self, index: int, prompts: int, make: Callable[[], Request]) -> Made:
         try:

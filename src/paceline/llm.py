@@ -40,6 +40,7 @@ from paceline.inputs import (
 )
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
+from paceline.models.hub import resolve_tokenizer
 from paceline.models.loading import check_source, eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
@@ -66,6 +67,8 @@ from paceline.structured import Grammars
 from paceline.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 
 _OF_WEIGHTS = "dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic", "tensor_parallel"
+
+_as_prompt = partial(as_prompt, "prompts")
 
 ModelSource: TypeAlias = Source
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
@@ -344,8 +347,8 @@ class LLM:
 
     def __reduce__(self) -> NoReturn:
         raise PacelineError(
-            "an LLM cannot be copied or pickled: it holds weights, caches and threads of this process. Make it where it "
-            "is used, in every process its own; llm.with_options(...) is another engine on the same weights"
+            "an LLM cannot be copied or pickled: it holds weights, caches and threads of this process. Make it where "
+            "it is used, in every process its own; llm.with_options(...) is another engine on the same weights"
         )
 
     def _run(
@@ -372,9 +375,7 @@ class LLM:
         with self._share().begin(requests, final=final) as call:
             yield call
 
-    def _made(
-        self, entries: Sequence[Any], call: Call, read: Callable[[Any], Prompt] = partial(as_prompt, "prompts")
-    ) -> list[Made]:
+    def _made(self, entries: Sequence[Any], call: Call, read: Callable[[Any], Prompt] = _as_prompt) -> list[Made]:
         """read: makes a prompt of an entry."""
 
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
@@ -537,6 +538,7 @@ def _load_tokenizer(source: ModelSource, given: TokenizerSource | None) -> Token
     if given is not None:
         if not isinstance(given, PreTrainedTokenizerBase):
             FileName("a loaded PreTrainedTokenizerBase, or a directory, a file or a name").take("tokenizer", given)
+            return Tokenizer.load(resolve_tokenizer(given))
         return Tokenizer.load(given)
     return Tokenizer.load(source) if isinstance(source, (str, os.PathLike)) else None
 

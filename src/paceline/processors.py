@@ -117,7 +117,7 @@ def _check_some_left(
         raise ParameterError("allowed_token_ids", params.allowed_token_ids, told)
 
 
-def _keep_allowed(allowed: Tensor, answer: list[int], logits: Tensor) -> Tensor:
+def _keep_allowed(allowed: Tensor, _: list[int], logits: Tensor) -> Tensor:
     index = allowed.to(logits.device)
     return torch.full_like(logits, -torch.inf).index_copy_(0, index, logits[index])
 

@@ -345,7 +345,7 @@ def _instead(kind: type, name: object) -> str:
     elsewhere: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
     if isinstance(name, str) and name in elsewhere:
         return f"what does this here is {elsewhere[name]}"
-    near = difflib.get_close_matches(name, names_of(kind), n=1) if is_text(name) else []
+    near = difflib.get_close_matches(name, names_of(kind), n=1) if isinstance(name, str) and is_text(name) else []
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(names_of(kind))}"
 
 

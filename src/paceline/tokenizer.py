@@ -76,7 +76,8 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> list[int]:
         """A conversation through the model's chat template, ready for the answer unless ``fields`` say otherwise.
 
-        fields: what the template may name besides the messages. A control token that a message spells out is text; the template's own are control.
+        fields: what the template may name besides the messages. A control token that a message spells out is text; the
+        template's own are control, as those that ``fields`` spell are.
         Raises RequestError, and ParameterError for half a character (a lone surrogate).
         """
         if not self.huggingface.chat_template:

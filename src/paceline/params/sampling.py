@@ -46,7 +46,7 @@ from paceline.ranges import (
 )
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
-"""The tokens of an answer so far, and the logits of the next one, a tensor [V] float32 -> the logits it is drawn from."""
+"""The tokens of an answer so far, and the logits of the next one, [V] float32 -> the logits that it is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class SamplingParams:
         """What vLLM's users write for nothing: top_k=-1, stop=None."""
         if is_whole(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        if self.stop is None:
+        stop: object = self.stop
+        if stop is None:
             object.__setattr__(self, "stop", ())
 
     def _check_restrictions(self) -> None:
