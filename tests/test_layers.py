@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
         "sampling",
         "rules",
         "acceptance",
+        "processors",
         "attention",
         "kernels",
         "gpu",
@@ -52,7 +53,7 @@ LAYERS: list[set[str]] = [
         "sharing",
         "utilisation",
     },
-    {"llm", "server", "cli", "bench", "training", "evaluation", "transformers", "llm_plugin", "ray"},
+    {"llm", "calls", "server", "cli", "bench", "training", "evaluation", "transformers", "llm_plugin", "ray"},
 ]
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 FREE = {"__init__", "__main__"}  # the front door: it may name everything, lazily
