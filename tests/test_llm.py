@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +23,20 @@ from paceline import LLM, SamplingParams
 from paceline.config import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TEMPERATURE, MIN_TOP_P
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
-from paceline.errors import EmptyPromptError, PacelineError, ParameterError
+from paceline.errors import (
+    EmptyPromptError,
+    ModelFormatError,
+    ModelNotFoundError,
+    PacelineError,
+    ParameterError,
+    RequestError,
+)
 from paceline.kernels import native
 from paceline.models.native import NativeModel
+from paceline.models.tokenizer import Tokenizer
+from server_support import byte_tokenizer
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
+from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_requests")
 
@@ -164,13 +180,13 @@ NO_PROMPTS: list[Any] = [
     *(b"ab", [b"ab"], bytearray(b"ab"), [[b"a"]]),
     *({"a": 1}, {1, 2}, None, 5, object(), iter([[1]])),
     *([None], [5, None], [[True]], [[1.5]], [["a"]], [[[1]]], np.array([1.5]), torch.tensor([True]), torch.tensor(1)),
-    *("a\ud800", ["a", "\udfff"]),
+    *("a\ud800", ["\udfff", "a"]),
 ]
 
 
 @pytest.mark.parametrize("prompts", NO_PROMPTS, ids=lambda value: repr(value).split(" at 0x")[0])
 def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(ParameterError, match=r"^prompts=.* is not allowed: .*token ids|half a character"):
+    with pytest.raises(ParameterError, match=r"^prompts(\[0\])?=.* is not allowed: .*(token ids|half a character)"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
@@ -477,7 +493,7 @@ def test_references_of_each_prompt_change_the_speed_and_nothing_else(expected: l
 )
 def test_references_are_a_list_of_texts_for_each_prompt(references: Any) -> None:
     llm = make(draft=False, drafter="ngram")
-    with pytest.raises(ParameterError, match=r"^(references|tokenizer)="):
+    with pytest.raises(ParameterError, match=r"^(prompts\[\d\]: )?(references|tokenizer)="):
         llm.generate(PROMPTS, GREEDY, references=references, use_tqdm=False)
     assert not llm.engine.busy
 
@@ -495,3 +511,220 @@ def test_references_with_more_letters_than_can_be_read_are_refused_before_they_a
     llm = make(draft=False, drafter="ngram")
     with pytest.raises(ParameterError, match=str(MAX_REFERENCE_CHARACTERS)):
         llm.generate(PROMPTS[0], GREEDY, references=[["a" * MAX_REFERENCE_CHARACTERS, "b"]], use_tqdm=False)
+
+
+# What users of vLLM and transformers try
+
+
+def spelled(tokenizer: Any) -> LLM:
+    """With a tokenizer of bytes."""
+    fields = {"vocab_size": len(byte_tokenizer()), "max_position_embeddings": 256}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "attention": "padded", "threads": 1}
+    options |= {"num_speculative_tokens": 3, "drafter": "ngram", "max_batch_size": 4}
+    return LLM(tiny("llama", NATIVE["llama"][1] | fields), tokenizer=tokenizer, **options)
+
+
+@pytest.fixture
+def speller() -> LLM:
+    return spelled(byte_tokenizer())
+
+
+LONG = [1] * 200
+UNSERVED: list[tuple[list[Any], dict[str, Any], int, str]] = [
+    ([[1], [2], LONG], {}, 2, "the prompt has 200 tokens"),
+    ([[1], []], {}, 1, "the prompt has no tokens"),
+    ([[1], None], {}, 1, "prompts=None is not allowed"),
+    ([[1], [VOCAB]], {}, 1, f"prompt_token_ids={VOCAB}"),
+    ([[1], [2]], {"references": [[[3]], [[4], []]]}, 1, "references=.*blank"),
+    (["a", [2]], {}, 0, "tokenizer=None"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "given", "place", "reason"), UNSERVED, ids=[each[-1] for each in UNSERVED])
+def test_a_prompt_that_cannot_be_served_is_named_or_skipped(
+    llm: LLM, prompts: list[Any], given: dict[str, Any], place: int, reason: str
+) -> None:
+    named = rf"^prompts\[{place}\](: |){reason.removeprefix('prompts')}"
+    with pytest.raises(PacelineError, match=named):
+        llm.generate(prompts, GREEDY, use_tqdm=False, **given)
+    assert not llm.engine.busy
+    ended: list[RequestOutput] = []
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="skip", on_finished=ended.append, **given)
+    assert [output.error is not None for output in outputs] == [index == place for index in range(len(prompts))]
+    bad = outputs[place]
+    assert re.match(reason, str(bad.error))
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+    served = [prompt for index, prompt in enumerate(prompts) if index != place]
+    assert tokens([each for each in outputs if each is not bad]) == tokens(llm.generate(served, GREEDY, use_tqdm=False))
+    assert {id(output) for output in ended} == {id(output) for output in outputs}
+    last = {output.request_id: output for output in llm.stream(prompts, GREEDY, on_error="skip", **given)}
+    assert sorted(tokens(list(last.values()))) == sorted(tokens(outputs))
+
+
+def test_what_to_do_about_errors_is_one_of_two_words(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match=r"^on_error='ignore'.*'raise', 'skip'"):
+        llm.generate([[1]], GREEDY, use_tqdm=False, on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_a_conversation_that_cannot_be_read_is_named_or_skipped(speller: LLM) -> None:
+    said: list[Any] = [[{"role": "user", "content": "a"}], [{"role": "user"}]]
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: a message is"):
+        speller.chat(said, GREEDY, use_tqdm=False)
+    good, bad = speller.chat(said, GREEDY, use_tqdm=False, on_error="skip")
+    assert len(good.outputs[0].token_ids) == 10
+    assert isinstance(bad.error, RequestError)
+
+
+def test_it_is_closed_at_the_end_of_a_with_statement() -> None:
+    with make() as llm:
+        assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    with pytest.raises(PacelineError, match="was closed"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_copying_it_is_refused_in_a_sentence(llm: LLM, duplicate: Callable[[LLM], object]) -> None:
+    with pytest.raises(PacelineError, match=r"cannot be copied or pickled.*in every process its own"):
+        duplicate(llm)
+
+
+def test_beams_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(PacelineError, match=r"no beam search here.*rank_by"):
+        llm.beam_search([[1]], beam_width=4)
+
+
+def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.llm.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    for given, said in (("max_num_seqs", "max_batch_size"), ("draft_dtpe", "draft_dtype")):
+        with pytest.raises(ParameterError, match=f"^{given}=4 .*{said}"):
+            make(**{given: 4})
+    with pytest.raises(ParameterError, match=r"^max_num_seqs=4 .*max_batch_size"):
+        toy_llm().with_options(max_num_seqs=4)  # type: ignore[call-arg]
+
+
+def test_the_tokenizer_is_given_out(llm: LLM, speller: LLM) -> None:
+    assert speller.get_tokenizer().decode(speller.get_tokenizer()("abc")["input_ids"]) == "abc"
+    with pytest.raises(ParameterError, match=r"^tokenizer=None"):
+        llm.get_tokenizer()
+
+
+def test_a_tokenizer_may_be_given_by_its_directory(speller: LLM, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    for named in (tmp_path, str(tmp_path)):
+        (output,) = spelled(named).generate("abc", GREEDY, use_tqdm=False)
+        assert output.outputs[0].text == speller.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].text
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        spelled("nowhere")
+
+
+def test_what_a_chat_template_knows_by_name_reaches_it(speller: LLM) -> None:
+    said: list[Any] = [{"role": "user", "content": "hi"}]
+    tokenizer = speller.get_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}{% if add_generation_prompt %}>{% endif %}"
+    )
+    speller.tokenizer = Tokenizer.load(tokenizer)
+
+    def text(**given: Any) -> str:
+        (output,) = speller.chat(said, GREEDY, use_tqdm=False, **given)
+        assert output.prompt_token_ids == speller.tokens_of_chat(said, **given)
+        return str(tokenizer.decode(output.prompt_token_ids))
+
+    assert text() == "hi>"
+    assert text(add_generation_prompt=False) == "hi"
+    assert text(chat_template_kwargs={"mood": "!"}) == "hi!>"
+    said[0]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert text() == "ab>"
+    said[0]["content"] = [{"type": "image_url", "image_url": "x"}]
+    with pytest.raises(RequestError, match="no other kind of part"):
+        text()
+    said[0]["content"] = "hi"
+    for wrong in ({"messages": []}, {"add_generation_prompt": False}, [1], {1: 2}):
+        with pytest.raises(ParameterError, match=r"^chat_template_kwargs="):
+            text(chat_template_kwargs=wrong)
+    with pytest.raises(RequestError, match="JSON"):
+        text(chat_template_kwargs={"mood": object()})
+
+
+def test_restrictions_hold_in_texts_and_speculation_changes_nothing(speller: LLM) -> None:
+    e, a, t, h = (speller._encode(letter)[0] for letter in "eath")
+    likely = SamplingParams(temperature=1, seed=1, max_tokens=40, logit_bias={e: 6, a: 6, t: 6, h: 6})
+    params = [
+        replace(likely, bad_words=["e", "th"]),
+        replace(likely, allowed_token_ids=[e, t, h], bad_words="tt"),
+        replace(likely, logits_processors=[lambda answer, logits: logits.roll(len(answer))]),
+    ]
+    prompts = ["the cat, the cat, the", "tetete", "xyxyxy"]
+    outputs = speller.generate(prompts, params, use_tqdm=False)
+    assert tokens(outputs) == tokens(speller.plain().generate(prompts, params, use_tqdm=False))
+    free = speller.generate(prompts, likely, use_tqdm=False)
+    assert all(word in free[0].outputs[0].text for word in ("e", "th"))
+    assert not any(word in outputs[0].outputs[0].text for word in ("e", "th"))
+    assert {*outputs[1].outputs[0].text} == {*"eth"}
+    assert "tt" not in outputs[1].outputs[0].text
+    assert tokens(free[2:]) != tokens(outputs[2:])
+
+
+def test_prompts_are_scored_where_that_is_asked_for(llm: LLM) -> None:
+    params = [replace(GREEDY, prompt_logprobs=2), GREEDY, replace(GREEDY, prompt_logprobs=0)]
+    outputs = llm.generate([PROMPTS[2], PROMPTS[0], [4]], params, use_tqdm=False)
+    told = outputs[0].prompt_logprobs
+    assert told is not None
+    (score,) = llm.score([PROMPTS[2][:1]], [PROMPTS[2][1:]], use_tqdm=False)
+    assert told[0] is None
+    assert [each.logprob for each in told[1:] if each] == score.logprobs
+    assert [each.token_id for each in told[1:] if each] == PROMPTS[2][1:]
+    assert {len(each.top) for each in told[1:] if each} == {2}
+    assert outputs[1].prompt_logprobs is None
+    assert outputs[2].prompt_logprobs == [None]
+    *_, last = llm.stream(PROMPTS[2], params[0])
+    assert last.prompt_logprobs == told
+    with pytest.raises(ParameterError, match=r"^prompt_logprobs=2 .*echo"):
+        llm.engine.check(llm.request([1, 2], params[0]))
+
+
+def test_special_tokens_may_be_shown(speller: LLM) -> None:
+    tokenizer = speller.get_tokenizer()
+    special = tokenizer.all_special_ids[0]
+    ids = [*speller._encode("ab"), special]
+    for shown, text in ((True, "ab"), (False, tokenizer.decode(ids, skip_special_tokens=False))):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=3,
+            ignore_eos=True,
+            skip_special_tokens=shown,
+            logits_processors=[lambda answer, logits: logits.index_fill(0, torch.tensor(ids[len(answer)]), 1e9)],
+        )
+        (output,) = speller.generate("x", params, use_tqdm=False)
+        assert output.outputs[0].token_ids == ids
+        assert output.outputs[0].text == text
+
+
+def test_a_terminal_sees_what_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(draft=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    make(draft=False)
+    said = capsys.readouterr().err
+    assert all(stage in said for stage in ("loading LlamaForCausalLM", "packing", "measuring what rounds cost"))
+    make(draft=False, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_directory_that_is_no_models_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"no config\.json: it is no model directory"):
+        LLM(tmp_path)
+    (tmp_path / "little.gguf").touch()
+    with pytest.raises(ModelFormatError, match=r"no config\.json.*may be .*little\.gguf"):
+        LLM(tmp_path)
+
+
+def test_rows_beyond_what_longrope_keeps_still_are_refused_with_the_reason() -> None:
+    factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    fields = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors}}
+    model = tiny("phi3", NATIVE["llama"][1] | fields | {"original_max_position_embeddings": 32})
+    with pytest.raises(ParameterError, match=r"^max_model_len=64 .*at most 32 .*longrope.*neighbours"):
+        LLM(model, max_model_len=64, device="cpu", dtype="float32", drafter=None)
+    assert LLM(model, device="cpu", dtype="float32", drafter=None).engine.max_model_len == 32

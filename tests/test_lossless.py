@@ -158,7 +158,37 @@ SIBLINGS = [
     SamplingParams(temperature=(0, 0.6, 1.0)[row % 3], max_tokens=(14, 3)[row % 2], seed=row, n=4, top_p=1 - row / 20)
     for row in range(len(PROMPTS))
 ]
-PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS}
+
+
+def no_repeats(answer: list[int], logits: Tensor) -> Tensor:
+    """A processor: no token of the last three again."""
+    return logits.index_fill(0, torch.tensor(answer[-3:], dtype=torch.int64), -torch.inf)
+
+
+def climbing(answer: list[int], logits: Tensor) -> Tensor:
+    """Another, which looks at the logits, too: the leader loses, the more the longer the answer is."""
+    logits[logits.argmax()] -= 0.3 * len(answer)
+    return logits
+
+
+PROCESSED = [  # rows whose tokens are restricted, and one that is free
+    SamplingParams(temperature=(0, 0.8, 1.2)[row % 3], max_tokens=22, seed=row, **restricted)
+    for row, restricted in enumerate(
+        (
+            {"bad_words": ["a", "c", "fg"]},
+            {"bad_words": [" bc", "db", "e"], "n": 3, "logprobs": 1},
+            {"allowed_token_ids": [0, 2, 3, 5, 8, 13, 21, 22]},
+            {"allowed_token_ids": [1, 2, 3, 4], "bad_words": ["ab", "cc"], "presence_penalty": 0.5},
+            {"logits_processors": [no_repeats]},
+            {"logits_processors": [climbing, no_repeats], "logit_bias": {3: 2.0}, "n": 2},
+            {"allowed_token_ids": range(20), "logits_processors": [climbing], "top_k": 5, "min_tokens": 4},
+            {"bad_words": "b", "min_tokens": 8, "top_p": 0.9, "stop_token_ids": (4, 5)},
+            {},
+            {"bad_words": ["aa", "bb", "cc"], "logits_processors": [climbing], "num_speculative_tokens": 2},
+        )
+    )
+]
+PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS, "processed": PROCESSED}
 
 
 def unranked(params: SamplingParams) -> SamplingParams:
@@ -281,7 +311,52 @@ def test_certain_guesses_under_the_rejection_rule_are_coupled(drafter: str, leng
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
 
 
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_restricted_rows_in_one_batch_equal_a_sampler_in_plain_python(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", kernels)
+    engine = speculative_engine("toy", "sometimes", "random", "processed", max_batch_size=len(PROMPTS))
+    slow = [
+        [slow_answer(ToyModel(), prompt, params, index, EOS) for index in range(params.n)]
+        for prompt, params in zip(PROMPTS, PROCESSED, strict=True)
+    ]
+    assert answers(run(engine, PROMPTS, PROCESSED)) == slow
+
+
+@pytest.mark.parametrize("model", ["toy", "llama"])
+def test_restricted_rows_decode_as_a_sampler_in_plain_python_does(model: str) -> None:
+    for prompt, params, alone in zip(PROMPTS, PROCESSED, plain(model, "processed"), strict=True):
+        assert alone == [slow_answer(TARGETS[model](), prompt, params, index, EOS) for index in range(params.n)]
+
+
+RULES_AND_LENGTHS = [(rule, k) for rule in ("coupled", "rejection") for k in (1, 4, "random", "caps", "selection")]
+
+
+@pytest.mark.parametrize(("rule", "length"), some_slow(RULES_AND_LENGTHS, [("coupled", "random")]))
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_restricted_rows_equal_plain_decoding(drafter: str, length: int | str, rule: str) -> None:
+    """Under the rejection rule the greedy ones do."""
+    engine = speculative_engine("toy", drafter, length, "processed", acceptance=rule, prefill_chunk=7)
+    found = answers(run(engine, PROMPTS, PROCESSED))
+    for params, answer, alone in zip(PROCESSED, found, plain("toy", "processed"), strict=True):
+        assert answer == alone or (rule == "rejection" and not params.greedy)
+
+
+@pytest.mark.parametrize("drafter", BRANCHING)
+def test_restricted_rows_equal_plain_decoding_along_trees(drafter: str) -> None:
+    engine = speculative_engine("toy", drafter, "random", "processed", speculation_width=3, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, PROCESSED)) == plain("toy", "processed")
+
+
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["ngram", "hybrid", "head"])
+def test_restricted_rows_equal_plain_decoding_on_the_kernels(drafter: str) -> None:
+    engine = speculative_engine("native", drafter, "caps", "processed", prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, PROCESSED)) == plain("native", "processed")
 
 
 @needs_kernels

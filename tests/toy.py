@@ -19,6 +19,8 @@ from paceline.core.cache import KVCache
 from paceline.core.draft import Draft
 from paceline.core.nodes import Nodes, seen_by
 from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.core.processors import processed_row
+from paceline.core.rows import Constraint
 from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine, Models, Request
@@ -199,8 +201,24 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
 
 def make_request(prompt: Sequence[int], params: SamplingParams) -> Request:
     """Every structure is the toy's."""
-    held = params.structured_outputs is not None
-    return Request(list(prompt), params, make_constraint=ToyConstraint if held else None)
+    make_constraint: Callable[[], Constraint] | None = None
+    if params.structured_outputs is not None:
+        make_constraint = ToyConstraint
+    elif params.restriction:
+        make_constraint = processed_row(params, toy_encode, params.stop_token_ids, VOCAB)
+    return Request(list(prompt), params, make_constraint=make_constraint)
+
+
+def toy_encode(text: str) -> list[int]:
+    """Letters are tokens from 1 on, "a" is 1; a space is 21."""
+    return [21 if letter == " " else ord(letter) - ord("a") + 1 for letter in text]
+
+
+def is_bad(words: Sequence[str], answer: Sequence[int], token: int) -> bool:
+    """Whether a token would complete a bad word of ``toy_encode``'s, with or without a space before it."""
+    text = [*answer, token]
+    spelled = [toy_encode(word) for each in words for word in (each.lstrip(" "), " " + each.lstrip(" "))]
+    return any(text[-len(word) :] == word for word in spelled)
 
 
 @dataclass
@@ -252,12 +270,25 @@ def logits_after(model: Model, tokens: Sequence[int]) -> list[float]:
     return [float(x) for x in decoder.logits(hidden[:, -1])[0]]
 
 
+def slow_processed(logits: Sequence[float], params: SamplingParams, answer: Sequence[int]) -> list[float]:
+    """Allowed tokens, bad words, logits processors."""
+    left = [
+        -math.inf
+        if token not in (params.allowed_token_ids or (token,)) or is_bad(params.bad_words, answer, token)
+        else given
+        for token, given in enumerate(logits)
+    ]
+    for process in params.logits_processors:
+        left = process(list(answer), torch.tensor(left)).tolist()
+    return left
+
+
 def slow_adjust(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], stops: frozenset[int]
 ) -> list[float]:
-    """Bias, penalties, minimum length: one position, one token at a time."""
+    """Bias, penalties, minimum length, what may come: one position, one token at a time."""
     adjusted = []
-    for token, given in enumerate(logits):
+    for token, given in enumerate(slow_processed(logits, params, answer)):
         x = given + params.logit_bias.get(token, 0.0)
         count = list(answer).count(token)
         if count or token in prompt:

@@ -141,7 +141,7 @@ BAD_LINES = {
     "wrong type": ('{"prompt": 5}', "a string or a list of token ids"),
     "unknown key": (
         '{"prompt": "x", "temprature": 1}',
-        "temprature=1 is not allowed: left out; known are n, best_of",
+        "temprature=1 is not allowed: left out; did you mean temperature?",
     ),
     "bad value": ('{"prompt": "x", "top_p": 2}', "top_p=2"),
     "wrong value type": ('{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),

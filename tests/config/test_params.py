@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import re
 from typing import Any, get_type_hints
 
 import pytest
@@ -31,13 +32,18 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("min_tokens", v) for v in (-1, 129, 0.5)],
     *[("temperature", v) for v in (-0.1, 100.5, 3.5e38, math.nan, math.inf, "hot", None, True)],
     *[("top_p", v) for v in (0, -0.5, 1.01, math.nan)],
-    *[("top_k", v) for v in (-1, 1.5, True)],
+    *[("top_k", v) for v in (-2, -1.0, 1.5, True)],
     *[("min_p", v) for v in (-0.01, 1.01, math.nan)],
     *[("seed", v) for v in (-1, 2**63, 1.5, "x")],
     *[("presence_penalty", v) for v in (-2.1, 2.1, math.nan)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, math.inf)],
     *[("repetition_penalty", v) for v in (0, -1, math.nan, math.inf)],
-    *[("stop", v) for v in ("", ["a", ""], [1], 5, None)],
+    *[("stop", v) for v in ("", ["a", ""], [1], 5)],
+    *[("bad_words", v) for v in ("", [""], [1], 5, None, ["\ud800"], ["a"] * (params.MAX_BAD_WORDS + 1))],
+    *[("allowed_token_ids", v) for v in ([], (), [-1], [1.0], "ab", 5, [True])],
+    *[("logits_processors", v) for v in (None, max, [1], "ab", [max, None])],
+    *[("prompt_logprobs", v) for v in (-1, 21, True, 1.5)],
+    *[("skip_special_tokens", v) for v in (None, 1, "no")],
     *[("stop_token_ids", v) for v in ([-1], [1.5], [True], 3, None, "ab")],
     *[("logit_bias", v) for v in ({-1: 1.0}, {"1": 1.0}, {1: 101}, {1: math.nan}, {1: "much"}, {1: None}, None, [1])],
     *[("logprobs", v) for v in (-1, 21, 1.0, True)],
@@ -253,6 +259,52 @@ def test_the_ends_of_every_range_are_allowed(field: str, value: Any) -> None:
 @pytest.mark.parametrize(("drafter", "asks"), [(None, False), ("ngram", False), ("model", True), ("hybrid", True)])
 def test_drafters_with_a_draft_model_are_known(drafter: DrafterName | None, asks: bool) -> None:
     assert EngineConfig(drafter=drafter).asks_draft_model == asks
+
+
+def test_what_others_write_for_nothing_is_nothing() -> None:
+    assert SamplingParams(top_k=-1, stop=None) == SamplingParams()  # type: ignore[arg-type]
+    assert dataclasses.replace(SamplingParams(top_k=3), top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (SamplingParams, {"temprature": 1}, "temprature=1 .*did you mean temperature?"),
+        (SamplingParams, {"max_new_tokens": 1}, "max_new_tokens=1 .*here is max_tokens"),
+        (SamplingParams, {"num_beams": 4}, "num_beams=4 .*no beam search.*rank_by"),
+        (SamplingParams, {"zzzz": 1}, "zzzz=1 .*known are n, best_of"),
+        (EngineConfig, {"max_num_seqs": 4}, "max_num_seqs=4 .*here is max_batch_size"),
+        (EngineConfig, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*here is tensor_parallel$"),
+        (EngineConfig, {"speculative_config": {}}, "speculative_config={} .*draft_model"),
+        (EngineConfig, {"revision": "main"}, "revision='main' .*ORG/NAME@REVISION"),
+        (EngineConfig, {"max_batchsize": 4}, "max_batchsize=4 .*did you mean max_batch_size?"),
+    ],
+)
+def test_an_unknown_option_says_what_does_the_same_or_the_nearest_one(
+    kind: type, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ParameterError, match=f"^{said}"):
+        kind(**given)
+    with pytest.raises(ParameterError, match=f"^{said}"):
+        dataclasses.replace(kind(), **given)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
+def test_what_others_call_options_are_no_fields_here_and_what_they_are_here_is(kind: Any) -> None:
+    known = {field.name for field in dataclasses.fields(kind)}
+    assert not known & kind.OTHER_NAMES.keys()
+    words = {word for said in kind.OTHER_NAMES.values() for word in re.findall(r"\w+_\w+", said)}
+    assert words - {"draft_model"} <= {
+        each.name for of in (SamplingParams, EngineConfig) for each in dataclasses.fields(of)
+    }
+
+
+def test_only_one_thing_says_which_tokens_may_come() -> None:
+    for field, value in (("bad_words", "x"), ("allowed_token_ids", [1]), ("logits_processors", [max])):
+        with pytest.raises(ParameterError, match=f"^{field}=.*structured_outputs"):
+            SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **{field: value})
+        assert SamplingParams(**{field: value}).restriction == field  # type: ignore[arg-type]
+    assert SamplingParams().restriction == ""
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -286,6 +289,42 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(ParameterError) as raised:
         generate(model, **given)
     assert raised.value.field == name
+
+
+CALLED: dict[str, Any] = {  # what is refused deeper down, by the caller's name
+    "eos_token_id": [-1, [2, VOCABULARY], "x", 1.5],
+    "min_new_tokens": [-2],
+    "max_time": [-1.0],
+    "num_assistant_tokens": [100],
+    "prompt_lookup_num_tokens": [100],
+    "assistant_model": ["foo", 5],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in CALLED.items() for value in values])
+def test_errors_say_what_the_caller_said(name: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=f"^{name}="):
+        generate(model_of(), **padded([7, 3]), **{"max_new_tokens": 5, name: value})
+
+
+def test_an_assistant_with_another_vocabulary_is_refused_unless_the_tokenizers_are_the_same() -> None:
+    tokenizer = byte_tokenizer()
+    sizes = len(tokenizer), len(tokenizer) + 7  # padded
+    model, assistant = (tiny("llama", NATIVE["llama"][1] | {"vocab_size": size}) for size in sizes)
+    prompts = padded([5, 9])
+    fields = {"max_new_tokens": 6, "do_sample": False, **GUESSES}
+    with pytest.raises(ParameterError, match=f"^assistant_model=.*{sizes[1]} tokens.*assistant_tokenizer"):
+        generate(model, **prompts, assistant_model=assistant, **fields)
+    both_given = {"tokenizer": tokenizer, "assistant_tokenizer": byte_tokenizer()}
+    assert torch.equal(
+        generate(model, **prompts, assistant_model=assistant, **both_given, **fields),
+        generate(model, **prompts, **fields),
+    )
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    described["model"]["vocab"] |= {"a": described["model"]["vocab"]["b"], "b": described["model"]["vocab"]["a"]}
+    swapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token="<eos>")
+    with pytest.raises(ParameterError, match=r"^assistant_tokenizer=.*token \d+ is"):
+        generate(model, **prompts, assistant_model=assistant, **both_given | {"assistant_tokenizer": swapped}, **fields)
 
 
 def test_no_field_is_both_honoured_and_refused_and_those_honoured_exist() -> None:

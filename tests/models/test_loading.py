@@ -1,6 +1,7 @@
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -489,3 +490,32 @@ def test_an_unknown_gguf_version_is_refused(gguf_bytes: bytes, tmp_path: Path) -
     (tmp_path / "tiny.gguf").write_bytes(content)
     with pytest.raises(ModelFormatError, match="version 9"):
         _load(tmp_path / "tiny.gguf")
+
+
+_PER_LAYER: dict[str, Any] = {  # Gemma 3n and 4: a second embedding with a part for every layer
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "head_dim": 8,
+}
+_GEMMAS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3},
+    "gemma4_text": {"num_kv_shared_layers": 0, "global_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", _GEMMAS)
+def test_an_embedding_for_every_layer_is_no_number_of_layers(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind, NATIVE["llama"][1] | _PER_LAYER | _GEMMAS[kind])
+    model.save_pretrained(tmp_path)
+    assert load_model(tmp_path, dtype=torch.float32).vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "num_experts", "vocab_size"])
+def test_a_configuration_whose_counts_cannot_be_true_is_refused_by_the_field(field: str, tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: 10**9}))
+    with pytest.raises(ModelFormatError, match=f"{field}=1e\\+09 cannot be true"):
+        load_model(tmp_path, dtype=torch.float32)

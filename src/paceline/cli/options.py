@@ -183,7 +183,7 @@ class EngineFlags:
         with working(f"loading {model}"):
             from paceline.llm import LLM
 
-            llm = LLM(model, self.draft_model, reference_documents=documents, **self.options())
+            llm = LLM(model, self.draft_model, reference_documents=documents, use_tqdm=False, **self.options())
         if not quiet:
             note(llm.engine.describe())
         return llm

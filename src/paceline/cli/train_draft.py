@@ -175,7 +175,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
     with working(f"loading {model}"):
         target = Target.load(model, plan.training.kind, plan.training.layers)
         check_room(plan, target, resolve_device(options["device"]))
-        llm = LLM(model, **options)
+        llm = LLM(model, use_tqdm=False, **options)
     engine, computer = llm.engine.describe(), machine(llm.engine.threads)
     if not quiet:
         note(engine)

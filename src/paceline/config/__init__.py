@@ -9,6 +9,7 @@ from paceline.config.limits import (
     DEFAULT_MODEL,
     DEFAULT_SPECULATION_LENGTH,
     MAX_ANSWERS,
+    MAX_BAD_WORDS,
     MAX_COUNT,
     MAX_LOGPROBS,
     MAX_REFERENCE_CHARACTERS,
@@ -34,7 +35,7 @@ from paceline.config.limits import (
     RankName,
     RoundsName,
 )
-from paceline.config.sampling import SamplingParams, StructuredOutputs
+from paceline.config.sampling import LogitsProcessor, SamplingParams, StructuredOutputs
 from paceline.config.server import ServerConfig
 from paceline.config.training import DRAFT_KINDS, HEAD_KINDS, DraftData, DraftTraining
 
@@ -47,6 +48,7 @@ __all__ = [
     "HEAD_KINDS",
     "LOOKS_UP",
     "MAX_ANSWERS",
+    "MAX_BAD_WORDS",
     "MAX_COUNT",
     "MAX_LOGPROBS",
     "MAX_REFERENCES",
@@ -72,6 +74,7 @@ __all__ = [
     "EngineOptions",
     "Length",
     "LogFormat",
+    "LogitsProcessor",
     "QuantizationName",
     "RankName",
     "RoundsName",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
 
+from paceline.config import names
 from paceline.config.limits import (
     DEFAULT_ACCEPTANCE,
     MAX_BYTES,
@@ -28,11 +29,12 @@ from paceline.config.limits import (
     Seconds,
     Width,
 )
-from paceline.config.ranges import FileName, Whole, check, check_fields
+from paceline.config.ranges import FileName, Whole, check, check_fields, names_checked
 from paceline.config.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
 from paceline.errors import ParameterError
 
 
+@names_checked
 @dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs.
@@ -111,6 +113,7 @@ class EngineConfig:
     memory_limit: Annotated[int, Whole(1, MAX_BYTES)] | None = None
 
     DEFAULT_MAX_MODEL_LEN = 4096
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = names.ENGINE
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -18,7 +18,7 @@ from paceline.config.ranges import check_text
 from paceline.errors import ParameterError, RequestError, shown
 
 Prompt: TypeAlias = str | Sequence[int]
-Message: TypeAlias = Mapping[str, str]
+Message: TypeAlias = Mapping[str, Any]  # role and content, which is a text or a list of text parts
 
 _PROMPT = "a string, or token ids: a sequence, an array or a tensor of whole numbers"
 _CONVERSATION = "a list of messages, objects with role and content; or a list of such lists"
@@ -34,12 +34,17 @@ def as_prompt(name: str, prompt: object) -> str | list[int]:
     return [int(token) for token in given]
 
 
-def as_prompts(name: str, prompts: object) -> list[str | list[int]]:
-    """One prompt is a list of one; an array of two dimensions is a list of its lines. Raises ParameterError."""
+def as_prompts(name: str, prompts: object) -> list[object]:
+    """One prompt is a list of one; an array of two dimensions is a list of its lines. Raises ParameterError.
+
+    The entries are as they were given: what is no prompt is for ``as_prompt`` to say.
+    """
     given = _plain(prompts)
     if isinstance(given, str) or (_is_list(given) and len(given) > 0 and _is_whole(given[0])):
-        return [as_prompt(name, given)]
-    return as_documents(name, given)
+        return [given]
+    if not _is_list(given):
+        raise ParameterError(name, prompts, f"a list, each entry {_PROMPT}")
+    return list(given)
 
 
 def as_documents(name: str, documents: object) -> list[str | list[int]]:
@@ -91,14 +96,26 @@ def as_conversations(messages: object) -> list[list[Message]]:
 
 
 def check_message(message: object) -> Message:
-    """Raise RequestError unless it is an object whose role and content are strings, and ParameterError for half
-    characters in them.
+    """The message, its content one text. Raise RequestError unless it is an object whose role and content are strings,
+    and ParameterError for half characters in them. Content may be a list of text parts, as OpenAI's clients send it.
     """
-    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-        raise RequestError(f"a message is an object with role and content, both strings, not {shown(message)}")
-    for key, value in message.items():
+    said = {**message, "content": _joined(message.get("content"))} if isinstance(message, Mapping) else {}
+    if not all(isinstance(said.get(key), str) for key in ("role", "content")):
+        parts = 'content may be a list of parts {"type": "text", "text": ...}, and no other kind of part can be read'
+        raise RequestError(
+            f"a message is an object with role and content, both strings ({parts}), not {shown(message)}"
+        )
+    for key, value in said.items():
         check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
-    return message
+    return said
+
+
+def _joined(content: object) -> object:
+    """The text of text parts; anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
 
 
 def _plain(given: object) -> Any:

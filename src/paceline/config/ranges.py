@@ -7,17 +7,33 @@ than that; a field whose annotation says too little is a TypeError as soon as it
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from paceline.errors import ParameterError, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+T = TypeVar("T")
 
 
 class Rule(Protocol):
@@ -209,6 +225,18 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
+class Functions:
+    """Functions in a list, kept as a tuple."""
+
+    allowed: str = "a list of functions"
+
+    def take(self, name: str, value: Any) -> tuple[Any, ...]:
+        ok = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(callable, value))
+        check(ok, name, value, self.allowed)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
 class TokenNumbers:
     """Token ids, at most ``keys.most``, each to a number; kept as a dictionary of its own."""
 
@@ -305,11 +333,33 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def check_names(kind: type, given: Mapping[Any, object], prefix: str = "") -> None:
-    """Raise ParameterError for what is no field of a dataclass."""
+    """Raise ParameterError for what is no field of a dataclass; it names what does the same, or the nearest field."""
     for name in given:
         if name not in names_of(kind):
             unknown = prefix + (name if isinstance(name, str) and name.isidentifier() else shown(name))
-            raise ParameterError(unknown, given[name], f"left out; known are {', '.join(names_of(kind))}")
+            raise ParameterError(unknown, given[name], f"left out; {_instead(kind, name)}")
+
+
+def _instead(kind: type, name: object) -> str:
+    """What to give in place of an unknown field."""
+    elsewhere: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
+    if isinstance(name, str) and name in elsewhere:
+        return f"what does this here is {elsewhere[name]}"
+    near = difflib.get_close_matches(name, names_of(kind), n=1) if isinstance(name, str) and is_text(name) else []
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(names_of(kind))}"
+
+
+def names_checked(kind: type[T]) -> type[T]:
+    """A dataclass that is made with unknown names raises ParameterError, as ``check_names`` does."""
+    make: Callable[..., None] = kind.__init__
+
+    @functools.wraps(make)
+    def checked(self: T, *values: Any, **given: Any) -> None:
+        check_names(kind, given)
+        make(self, *values, **given)
+
+    kind.__init__ = checked  # type: ignore[method-assign,assignment]
+    return kind
 
 
 def check_fields(instance: DataclassInstance, prefix: str = "") -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeAlias
 
+from paceline.config import names
 from paceline.config.limits import (
     MAX_ANSWERS,
+    MAX_BAD_WORDS,
     MAX_COUNT,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -16,6 +18,7 @@ from paceline.config.limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_VOCABULARY,
     MIN_TEMPERATURE,
     MIN_TIME_BUDGET,
     MIN_TOP_P,
@@ -27,6 +30,7 @@ from paceline.config.limits import (
     Share,
 )
 from paceline.config.ranges import (
+    Functions,
     Number,
     Part,
     Texts,
@@ -38,7 +42,11 @@ from paceline.config.ranges import (
     check_names,
     is_text,
     is_whole,
+    names_checked,
 )
+
+LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
+"""The tokens of an answer so far, and the logits of the next one, [V] float32 -> the logits that it is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +84,13 @@ class StructuredOutputs:
         check(len(given) == 1, "structured_outputs", given, "exactly one of json, json_object, regex")
 
 
+@names_checked
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
 
-    Order of work on the logits: bias, penalties, minimum length, temperature, min-p, top-k, top-p; then the draw.
+    Order of work on the logits: structured outputs or logits processors, bias, penalties, minimum length, temperature,
+    min-p, top-k, top-p; then the draw.
 
     n: answers to the prompt; they share its prefill. best_of: so many are made, of which the best n are given back.
     rank_by: the order of the answers: "mean_logprob", the mean log-probability of an answer's tokens, as BASS ranks
@@ -92,13 +102,24 @@ class SamplingParams:
     time_budget: seconds from the request's arrival, in which it also waits and its prompt is read. What is not finished
         by then ends as it is (finish_reason "deadline"); what a round brings later comes too late. None: no limit.
     max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.
-    temperature: 0 is greedy, 100 the most. top_k: 0 keeps all. top_p, min_p: nucleus and relative cut.
+    temperature: 0 is greedy, 100 the most. top_k: 0 or -1 keeps all. top_p, min_p: nucleus and relative cut.
     presence_penalty, frequency_penalty: subtracted for tokens of the answer so far, [-2, 2].
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer, [0.01, 100].
     seed: the same seed gives the same text, whatever else is in the batch; None draws one for the request.
-    stop: strings that end the answer (not part of it unless include_stop_str_in_output).
+    stop: strings that end the answer (not part of it unless include_stop_str_in_output). None is the same as none.
     stop_token_ids: tokens that end it. ignore_eos: go on after the model's own end-of-text token.
     logit_bias: added to the logits of these token ids.
+    bad_words: texts that the answer must not have, as token sequences: with and without a space before each. Where the
+        answer's last tokens begin one, the token that would complete it gets no probability. The same letters spelled
+        by other tokens may come.
+    allowed_token_ids: the only tokens that may come; an end-of-text token may if it is one of them. None: all may.
+    logits_processors: functions ``(answer's token ids, logits [V] float32) -> logits [V]``, called in their order at
+        every place, after allowed_token_ids and bad_words. They have to be functions of these two alone: they are asked
+        about draft tokens, too, of which some are rejected. Such requests run on the host's rounds. One that raises,
+        or that leaves no token at all, ends its own request with finish_reason "error".
+    skip_special_tokens: whether special tokens are left out of the answer's text. A stop token is never part of it.
+    prompt_logprobs: as logprobs, of the prompt's own tokens, in ``RequestOutput.prompt_logprobs``; the prompt is read
+        once more for them. Offline alone.
     logprobs: None for none; m for each token's own log-probability and the m most likely ones. They are the model's own
         (before bias, penalties and temperature).
     num_speculative_tokens: most guesses a round for this prompt, however many the engine plays; 0 is plain decoding.
@@ -131,13 +152,21 @@ class SamplingParams:
     logit_bias: Annotated[Mapping[int, float], TokenNumbers(TokenIds(MAX_LOGIT_BIAS, MAX_COUNT), Number(-100, 100))] = (
         field(default_factory=dict)
     )
+    bad_words: Annotated[str | Sequence[str], Texts(MAX_BAD_WORDS, MAX_STOP_CHARACTERS, one=True)] = ()
+    allowed_token_ids: Annotated[Sequence[int], TokenIds(MAX_VOCABULARY, MAX_COUNT)] | None = None
+    logits_processors: Annotated[Sequence[LogitsProcessor], Functions()] = ()
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     num_speculative_tokens: Guesses | None = None
     keep_prefix: bool = True
     cache_salt: Name | None = None
     structured_outputs: Annotated[StructuredOutputs, Part(StructuredOutputs)] | None = None
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = names.SAMPLING
+
     def __post_init__(self) -> None:
+        self._take_spellings()
         check_fields(self)
         fewer = f"a whole number from 0 to {self.max_tokens}, which is max_tokens"
         check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, fewer)
@@ -147,13 +176,35 @@ class SamplingParams:
             free = "left alone with structured_outputs, which says itself when an answer ends"
             check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
             check(not self.ignore_eos, "ignore_eos", self.ignore_eos, free)
+        self._check_restrictions()
+
+    def _take_spellings(self) -> None:
+        """What vLLM's users write for nothing: top_k=-1, stop=None."""
+        if is_whole(self.top_k) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        stop: object = self.stop
+        if stop is None:
+            object.__setattr__(self, "stop", ())
+
+    def _check_restrictions(self) -> None:
+        """Only one thing may say which tokens can come, so that some always can."""
+        check(self.allowed_token_ids != (), "allowed_token_ids", (), "None for all tokens, or at least one of them")
+        if self.structured_outputs is not None and self.restriction != "structured_outputs":
+            given = getattr(self, self.restriction)
+            check(False, self.restriction, given, "left out with structured_outputs, which says itself what may come")
+
+    @property
+    def restriction(self) -> str:
+        """The first field that says which tokens may come; "" where none does."""
+        fields = "bad_words", "allowed_token_ids", "logits_processors", "structured_outputs"
+        return next((name for name in fields if getattr(self, name) not in (None, ())), "")
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
         """``base``, or the defaults, with what was given instead; for everything that comes as JSON.
 
-        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is 0 for
-        top_k and None for seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
+        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is None for
+        seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
         Raises ParameterError, also for what is no parameter.
         """
         check_names(cls, given)
@@ -185,10 +236,6 @@ class SamplingParams:
         return 0 if self.logprobs is None and self.ranking is not None else self.logprobs
 
 
-def _minus_one(meaning: int | None) -> Callable[[object], object]:
-    return lambda value: meaning if is_whole(value) and value == -1 else value
-
-
 def _filled(stop: object) -> object:
     if isinstance(stop, list):
         return [text for text in stop if text != ""]
@@ -206,8 +253,7 @@ def _token_id(key: object) -> object:
 
 
 _SPELLED: Mapping[str, Callable[[object], object]] = {
-    "top_k": _minus_one(0),
-    "seed": _minus_one(None),
+    "seed": lambda seed: None if is_whole(seed) and seed == -1 else seed,
     "stop": _filled,
     "logit_bias": _by_token,
 }

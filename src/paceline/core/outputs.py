@@ -150,6 +150,7 @@ class RequestOutput:
     outputs: the answers given back: as long as it runs all of them, in the order of sampling; once it has ended the n
         best, the best first, if they are ranked (``SamplingParams.rank_by``).
     candidates: all answers that are made (``best_of``), always in the order of sampling.
+    prompt_logprobs: of each of the prompt's tokens, None for the first; None unless asked for.
     """
 
     request_id: str
@@ -158,6 +159,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     n: int | None = None
     rank_by: RankName | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     candidates: list[CompletionOutput] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""From logits to a token: bias, penalties, minimum length, constraint, temperature, min-p, top-k, top-p, the draw.
+"""From logits to a token: constraint, bias, penalties, minimum length, temperature, min-p, top-k, top-p, the draw.
 
 Shapes: B rows, L positions, V vocabulary, G guesses. Position j of a call is drawn after each row's text and its first
 ``first + j`` guesses, so penalties know the guesses before it.
@@ -88,7 +88,7 @@ def sequence_seed(seed: int, sample: int) -> int:
 
 
 def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Tensor:
-    """Bias, penalties, minimum length, constraint: logits [B, L, V] (not changed) -> [B, L, V].
+    """Constraint, bias, penalties, minimum length: logits [B, L, V] (not changed) -> [B, L, V].
 
     guesses: [B, >= first + L - 1].
     """
@@ -96,6 +96,8 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
     if not rows.adjusts:
         return logits
     logits = logits.clone()
+    if rows.any_constraint:  # first, as in the kernels: a logits processor reads what the model said
+        _constrain(logits, batch, guesses, first)
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
@@ -104,8 +106,6 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
         early = _positions(batch, logits.shape[1], first) < rows.min_length[: batch.rows, None]
         row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
         logits[row, :, token] = logits[row, :, token].masked_fill(early[row], -math.inf)
-    if rows.any_constraint:
-        _constrain(logits, batch, guesses, first)
     return logits
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.core.batch import Family, Member
-from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput
+from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
 from paceline.core.rows import Constraint
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
@@ -32,6 +32,8 @@ class Request:
 
     references: token ids of texts that n-gram lookup may copy from, for this request alone.
 
+    prompt_logprobs: where the caller keeps the log-probabilities of the prompt, if ``params`` ask for them.
+
     client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
         ones, whoever asks.
     """
@@ -46,6 +48,7 @@ class Request:
     client: str = ""
     priority: int = 0
     references: Sequence[Sequence[int]] = ()
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Intake:
         """The result that fills up, and its answers, which may wait for rows."""
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
+        output.prompt_logprobs = request.prompt_logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
         begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
         rows = [self._sequence(begins, index) for index in range(params.answers)]
@@ -130,9 +134,16 @@ class Intake:
             )
         if request.params.stop and request.make_stream is None:
             raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
-        if request.params.structured_outputs is not None and request.make_constraint is None:
+        restriction = request.params.restriction
+        if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
-            raise ParameterError("structured_outputs", request.params.structured_outputs, allowed)
+            raise ParameterError(restriction, getattr(request.params, restriction), allowed)
+        wanted = request.params.prompt_logprobs
+        if wanted is not None and request.prompt_logprobs is None:
+            allowed = (
+                "given to LLM.generate, chat or stream, which read the prompt for it; a server has echo with logprobs"
+            )
+            raise ParameterError("prompt_logprobs", wanted, allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         self._check_references(request)
@@ -140,6 +151,7 @@ class Intake:
             "prompt_token_ids": request.prompt_token_ids,
             "stop_token_ids": request.params.stop_token_ids,
             "logit_bias": request.params.logit_bias,
+            "allowed_token_ids": request.params.allowed_token_ids or (),
         }
         for name, tokens in ids.items():
             check_tokens(name, tokens, vocab)

@@ -36,12 +36,19 @@ class ChatTemplate:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text, ready for the answer. Raises RequestError."""
-        said = [_completed(message) for message in messages]
-        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, "messages": said}
+    def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
+        """The conversation as text, ready for the answer unless ``fields``, the template's others, say otherwise.
+
+        Raises RequestError, also for fields that JSON cannot hold.
+        """
+        usual = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables}
+        given = usual | dict(fields or {}) | {"messages": [_completed(message) for message in messages]}
+        try:
+            line = json.dumps(given)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"its fields have to be what JSON can hold: {brief(error)}") from error
         with self._turn:
-            answer = self._ask(json.dumps(given))
+            answer = self._ask(line)
         if "error" in answer:
             raise RequestError(brief(answer["error"]))
         return answer["text"]

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,10 @@ from tqdm import tqdm
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?")  # @: a branch, tag or commit
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
+_OF_MODELS = (*HUB_FILES, *HUB_TOKENIZER_FILES)
 STALE_AFTER = 24 * 3600.0  # seconds after which a partial download belongs to nobody
 _NETWORK = threading.RLock()  # held by whoever fetches from the hub, and by whoever must not
 
@@ -77,7 +78,8 @@ def cache_directory() -> Path:
 
 
 def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
-    """The model's directory or .gguf file: a local path, an embedded model's or head's name or a hub name ``ORG/NAME``.
+    """The model's directory or .gguf file, from a local path, the name of an embedded model or head, or a hub name:
+    ``ORG/NAME`` or ``ORG/NAME@REVISION``, a branch, a tag or a commit.
 
     Raises ModelNotFoundError, which says what to do, or ModelFormatError for a file that is no .gguf. An embedded model
     that is not in the cache is fetched if ``fetch``; a hub model always is.
@@ -93,6 +95,21 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
     if HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
         return _hub_snapshot(name)
     raise ModelNotFoundError(f"no model {name!r}: {_suggestion(name)}")
+
+
+def resolve_tokenizer(source: str | os.PathLike[str]) -> Path:
+    """As ``resolve``; of a hub name the files of its tokenizer alone, which need not stand beside weights."""
+    name = os.fspath(source)
+    if Path(source).expanduser().exists() or name in HEADS or not HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
+        return resolve(source)
+    patterns = ("config.json", *HUB_TOKENIZER_FILES)
+    for local in (True, False):
+        found = _try_snapshot(name, local=local, patterns=patterns)
+        if isinstance(found, Path) and any(next(found.glob(each), None) for each in HUB_TOKENIZER_FILES):
+            return found
+    if isinstance(found, Exception):
+        raise ModelNotFoundError(_hub_failed(name, found)) from found
+    raise ModelFormatError(f"{name} has no tokenizer: none of {', '.join(HUB_TOKENIZER_FILES)} is there")
 
 
 def pull(name: str, progress: bool = True) -> Path:
@@ -118,7 +135,8 @@ def _suggestion(name: str) -> str:
     siblings = _siblings_like(Path(name).expanduser())
     start = f"did you mean {' or '.join(repr(hit) for hit in [*near, *siblings])}? " if near or siblings else ""
     known = ", ".join(sorted([*EMBEDDED, *HEADS]))
-    return f"{start}A model is a directory, a .gguf file, a hub name ORG/NAME or an embedded name ({known})"
+    hub_name = "a hub name ORG/NAME (or ORG/NAME@REVISION)"
+    return f"{start}A model is a directory, a .gguf file, {hub_name} or an embedded name ({known})"
 
 
 def _siblings_like(path: Path) -> list[str]:
@@ -268,13 +286,16 @@ def no_network() -> Iterator[None]:
             constants.HF_HUB_OFFLINE = before
 
 
-def _try_snapshot(name: str, *, local: bool) -> Path | Exception:
+def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _OF_MODELS) -> Path | Exception:
     from huggingface_hub import snapshot_download
 
-    patterns = [*HUB_FILES, *HUB_TOKENIZER_FILES]
+    repository, _, revision = name.partition("@")
     try:
         with _NETWORK:
-            return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local))
+            found = snapshot_download(
+                repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=local
+            )
+            return Path(found)
     except Exception as error:  # noqa: BLE001  (no entry, no network, no right, bad name: the caller tells it)
         return error
 

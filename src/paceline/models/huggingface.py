@@ -39,6 +39,8 @@ from paceline.models.config import longest_sequence
 ATTENTION = "paceline"  # no mask function of this name exists: transformers then builds no masks
 CHECK_LENGTH = 12
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the logits' norm
+RUN = frozenset({"full_attention", "sliding_attention"})  # kinds of layers
+STATEFUL = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 LEAK = 1e-5  # likewise, by which later tokens may change earlier logits in float32: rounding; BERTs have 4e-4 and more
 
 
@@ -125,6 +127,7 @@ class HuggingFaceModel:
         self.name = name_of(model)
         self.vocab_size = int(config.vocab_size)
         self.dtype, self.device = model.dtype, model.device
+        check_layers(self.name, config)
         self._refuse_unless(hasattr(config, "max_position_embeddings"), "its configuration gives no longest sequence")
         self.max_positions = longest_sequence(config)
         self._decoder, self._head = self._wire(model)
@@ -139,6 +142,7 @@ class HuggingFaceModel:
         """The model of a directory with safetensors files. Raises ModelFormatError, also if any weight is missing."""
         with reading(path, "cannot be loaded by transformers"):
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            check_layers(str(path), config.get_text_config())
             model, info = _auto_class(config, path).from_pretrained(
                 str(path),
                 dtype=dtype,
@@ -248,9 +252,6 @@ class HuggingFaceModel:
     def _check_windows(self, config: PretrainedConfig, probe: _Probe) -> None:
         """A window is too long to show in a short check: compare what the layers ask for with the configuration."""
         kinds = getattr(config, "layer_types", None) or []
-        self._refuse_unless(
-            set(kinds) <= {"full_attention", "sliding_attention"}, f"its layers are of the kinds {sorted(set(kinds))}"
-        )
         window = getattr(config, "sliding_window", None)
         wanted = [window if kind == "sliding_attention" else None for kind in kinds] or [window] * self.layers
         asked = [probe.windows[layer] for layer in range(self.layers)]
@@ -301,6 +302,20 @@ class HuggingFaceModel:
         self._refuse_unless(
             error <= TOLERANCE.get(self.dtype, 0.1), f"its logits differ from transformers' own by {error:.2g}"
         )
+
+
+def check_layers(name: str, config: PretrainedConfig) -> None:
+    """Raise ModelFormatError for a model with layers of another kind than attention, before anything is loaded."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    others = [kind for kind in kinds if kind not in RUN]
+    if STATEFUL & set(others):
+        raise ModelFormatError(
+            f"{name} cannot be run yet: {len(others)} of its {len(kinds)} layers are of the kind "
+            f"{' or '.join(sorted(set(others)))} (model_type {config.model_type!r}). Such recurrent or hybrid models "
+            "carry a state from token to token, which cannot be taken back when draft tokens are rejected"
+        )
+    if others:
+        raise ModelFormatError(f"{name} cannot be run: its layers are of the kinds {', '.join(sorted(set(kinds)))}")
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

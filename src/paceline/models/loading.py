@@ -152,6 +152,26 @@ def max_positions(source: Found) -> int:
 
 
 @reads_model
+def check_source(source: Found, max_model_len: int | None) -> None:
+    """Raise ModelFormatError for a directory that is no model's, before its other files are looked at, and
+    ParameterError for rows that are longer than the model's rotary frequencies stay the same (longrope).
+    """
+    if not is_loaded(source) and source.is_file():
+        return
+    config = (source.config if is_loaded(source) else _directory_config(source)).get_text_config()
+    said = getattr(config, "max_position_embeddings", None)
+    if max_model_len is None or said is None or longest_sequence(config) == said:
+        return
+    if longest_sequence(config) < max_model_len <= said:
+        name = name_of(source) if is_loaded(source) else str(source)
+        allowed = (
+            f"at most {longest_sequence(config)} with {name}: beyond, its rotary frequencies (longrope) depend on how "
+            f"long the longest text of a batch is, so a row's answer would depend on its neighbours (it says {said})"
+        )
+        raise ParameterError("max_model_len", max_model_len, allowed)
+
+
+@reads_model
 def eos_token_ids(source: Found) -> tuple[int, ...]:
     """The tokens that end a text: from generation_config, else config, or from a GGUF file's metadata."""
     if is_loaded(source):
@@ -209,7 +229,9 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
 
 def _directory_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
-        raise ModelFormatError(f"{path} has no config.json: it is no model directory of Hugging Face's kind")
+        gguf = next(path.glob("*.gguf"), None)
+        nearest = "" if gguf is None else f"; the model may be {gguf}"
+        raise ModelFormatError(f"{path} has no config.json: it is no model directory of Hugging Face's kind{nearest}")
     read_configuration(path / "config.json")
     with reading(path / "config.json"):
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

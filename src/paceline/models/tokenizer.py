@@ -73,10 +73,11 @@ class Tokenizer:
         """The text of tokens, special tokens by their names."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation through the model's chat template, ready for the answer.
+    def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> list[int]:
+        """A conversation through the model's chat template, ready for the answer unless ``fields`` say otherwise.
 
-        A control token that a message spells out is text; the template's own are control.
+        fields: what the template may name besides the messages. A control token that a message spells out is text; the
+        template's own are control, as those that ``fields`` spell are.
         Raises RequestError, and ParameterError for half a character (a lone surrogate).
         """
         if not self.huggingface.chat_template:
@@ -85,13 +86,13 @@ class Tokenizer:
         if not checked:
             raise RequestError("a conversation has at least one message")
         if not self._control_tokens.are_spelled_in(checked):
-            return self.encode(self.render(checked), add_special_tokens=False)
-        return self._control_tokens.encode(checked, self.render)
+            return self.encode(self.render(checked, fields), add_special_tokens=False)
+        return self._control_tokens.encode(checked, lambda hidden: self.render(hidden, fields))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text, ready for the answer. Raises RequestError."""
+    def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
+        """The conversation as text, as ``chat`` reads it. Raises RequestError."""
         try:
-            return self._chat_template.render(messages)
+            return self._chat_template.render(messages, fields)
         except RequestError as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error
 
@@ -194,12 +195,13 @@ class TokenDecoder(Protocol):
 class ByteDecoder:
     """For byte-level vocabularies: exact, whatever the bytes are."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        spelling = None if self._tokenizer.is_special(token_id) else self._tokenizer.spelling(token_id)
+        hidden = self._skip_special and self._tokenizer.is_special(token_id)
+        spelling = None if hidden else self._tokenizer.spelling(token_id)
         return "" if spelling is None else self._utf8.decode(_bytes_of(spelling))
 
     def finish(self) -> str:
@@ -212,13 +214,14 @@ class WindowDecoder:
     A run of byte tokens (<0xE2>) is held back until it ends: only as a whole does it mean something.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._decode = tokenizer.decode if skip_special else tokenizer.spell
         self._context: list[int] = []
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
         self._held.append(token_id)
         if _BYTE_TOKEN.fullmatch(self._tokenizer.spelling(token_id) or ""):
@@ -228,8 +231,8 @@ class WindowDecoder:
     def finish(self) -> str:
         if not self._held:
             return ""
-        before = self._tokenizer.decode(self._context)
-        text = self._tokenizer.decode([*self._context, *self._held])
+        before = self._decode(self._context)
+        text = self._decode([*self._context, *self._held])
         self._context, self._held = self._held[-1:], []
         return text[len(before) :]
 
@@ -259,16 +262,23 @@ class Detokenizer:
 
     stop: strings that end the text; the one whose end comes first counts (of two, the longer). The text is cut before
         it, or after it if ``include_stop``.
-    min_tokens: stop strings are looked for only in the text of later tokens.
+    min_tokens: stop strings are looked for only in the text of later tokens. skip_special: whether special tokens are
+        left out.
 
     text: what has been released. stopped: the stop string that was found; nothing is released after it.
     Costs the same for every token, however long the text is.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special: bool = True,
     ) -> None:
-        self._decoder: TokenDecoder = ByteDecoder(tokenizer) if tokenizer.is_byte_level() else WindowDecoder(tokenizer)
+        kind = ByteDecoder if tokenizer.is_byte_level() else WindowDecoder
+        self._decoder: TokenDecoder = kind(tokenizer, skip_special)
         self._stop, self._include_stop, self._deaf = stop, include_stop, min_tokens
         self._pending = ""  # decoded, but perhaps the beginning of a stop string
         self.text = ""

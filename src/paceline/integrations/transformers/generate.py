@@ -19,8 +19,9 @@ from paceline.core.hardware import whatever_torch_was_told
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
+from paceline.integrations.transformers.assistant import check_assistant
 from paceline.integrations.transformers.hooks import Criteria, Criterion, Processed, Processor, Record
-from paceline.integrations.transformers.wishes import Wishes, merged
+from paceline.integrations.transformers.wishes import Wishes, by_their_names, merged
 from paceline.llm import LLM
 from paceline.models.loading import max_positions
 
@@ -65,21 +66,25 @@ def generate(
         if refused.get(name):
             raise ParameterError(name, refused[name], "left out here: model.generate of transformers has it")
         kwargs.pop(name, None)
-    config, rest = merged(model, generation_config, kwargs)
-    prompts = _prompts(inputs, rest, config)
-    wishes = Wishes(config, prompts.ids.shape[1])
-    criteria = [*(stopping_criteria or ()), *_stop_strings(config, rest.pop("tokenizer", None))]
-    if rest:
-        allowed = "left out: this argument is unknown here; model.generate of transformers may have it"
-        raise ParameterError(next(iter(rest)), next(iter(rest.values())), allowed)
-    if assistant_model is not None and config.prompt_lookup_num_tokens is not None:
-        raise ParameterError("prompt_lookup_num_tokens", config.prompt_lookup_num_tokens, "left out with an assistant")
-    if streamer is not None and len(prompts.ids) * wishes.answers > 1:
-        raise ParameterError("streamer", streamer, "for one prompt with one answer")
-    call = _Call(prompts, wishes, list(logits_processor or ()), criteria, prefix_allowed_tokens_fn, streamer)
-    kept = _kept(model)
-    with kept.lock:
-        return call.run(kept.engine(model, assistant_model, call))
+    with by_their_names():
+        config, rest = merged(model, generation_config, kwargs)
+        prompts = _prompts(inputs, rest, config)
+        wishes = Wishes(config, prompts.ids.shape[1])
+        tokenizers = rest.pop("tokenizer", None), rest.pop("assistant_tokenizer", None)
+        criteria = [*(stopping_criteria or ()), *_stop_strings(config, tokenizers[0])]
+        if rest:
+            allowed = "left out: this argument is unknown here; model.generate of transformers may have it"
+            raise ParameterError(next(iter(rest)), next(iter(rest.values())), allowed)
+        check_assistant(model, assistant_model, *tokenizers)
+        if assistant_model is not None and config.prompt_lookup_num_tokens is not None:
+            looked_up = config.prompt_lookup_num_tokens
+            raise ParameterError("prompt_lookup_num_tokens", looked_up, "left out with an assistant")
+        if streamer is not None and len(prompts.ids) * wishes.answers > 1:
+            raise ParameterError("streamer", streamer, "for one prompt with one answer")
+        call = _Call(prompts, wishes, list(logits_processor or ()), criteria, prefix_allowed_tokens_fn, streamer)
+        kept = _kept(model)
+        with kept.lock:
+            return call.run(kept.engine(model, assistant_model, call))
 
 
 # What is given
@@ -283,7 +288,7 @@ def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call
     options |= EngineOptions(device=str(model.device), dtype=known[model.dtype])
     if assistant is not None:
         options["draft_dtype"] = known.get(assistant.dtype, "same")
-    return LLM(model, assistant, **options)
+    return LLM(model, assistant, use_tqdm=False, **options)
 
 
 def _options(llm: LLM, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:

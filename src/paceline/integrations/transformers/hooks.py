@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.core.processors import ProcessedRow
+
 Processor = Callable[[Tensor, Tensor], Tensor]  # text [1, L] int64, scores [1, V] float32 -> scores [1, V]
 Criterion = Callable[[Tensor, None], Tensor | bool]  # text [1, L], no scores -> whether the row ends, [1] bool
 
@@ -25,8 +27,8 @@ class Record:
     scores: list[Tensor] = field(default_factory=list)
 
 
-class Processed:
-    """A row's processors, as the constraint that the engine asks at each of its places.
+class Processed(ProcessedRow):
+    """A row's processors of transformers' kind, as the constraint that the engine asks at each of its places.
 
     text [1, L]: its prompt with its padding. ends: tokens behind which nothing comes. record: where logits are kept
     that led to a token; None: nowhere.
@@ -35,13 +37,12 @@ class Processed:
     def __init__(
         self, text: Tensor, processors: Sequence[Processor], ends: Collection[int], record: Record | None = None
     ) -> None:
-        self._text, self._processors, self._ends, self._record = text, processors, ends, record
-        self._seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the guesses before a place
-
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> _Places:
-        return _Places(self, list(guesses), first, places)
+        super().__init__((), ends)
+        self._text, self._each, self._record = text, processors, record
+        self._seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the draft tokens before a place
 
     def advance(self, tokens: Sequence[int]) -> None:
+        super().advance(tokens)
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], 1)
         if self._record is not None:
             for place in range(len(tokens)):
@@ -50,40 +51,14 @@ class Processed:
                 self._record.scores.append(scores)
         self._seen.clear()
 
-    def process(self, guesses: Sequence[int], logits: Tensor) -> None:
-        """Logits [V] behind these guesses, in place."""
-        text = torch.cat([self._text, self._text.new_tensor([guesses])], 1) if guesses else self._text
+    def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
+        text = torch.cat([self._text, self._text.new_tensor([drafted])], 1) if drafted else self._text
         scores = logits.float()[None].clone()
-        for process in self._processors:
+        for process in self._each:
             scores = process(text, scores)
         if self._record is not None:  # the target is asked last: what a draft model was told is written over
-            self._seen[tuple(guesses)] = logits.clone(), scores[0]
-        logits.copy_(scores[0])
-
-    def goes_on(self, guess: int, logits: Tensor) -> bool:
-        """Whether anything can come behind a guess, by the processed logits [V] of its own place."""
-        return guess not in self._ends and bool(logits[guess] > -torch.inf)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """The question what may stand behind the first ``first`` guesses, and one more, and so on."""
-
-    row: Processed
-    guesses: list[int]
-    first: int
-    places: int
-
-    def send(self) -> None:
-        """Nobody else works it out."""
-
-    def mask(self, logits: Tensor) -> None:
-        """Logits [places, V], in place; what follows a guess that cannot stand there is left alone."""
-        for place in range(self.places):
-            at = self.first + place
-            if place and not self.row.goes_on(self.guesses[at - 1], logits[place - 1]):
-                return
-            self.row.process(self.guesses[:at], logits[place])
+            self._seen[tuple(drafted)] = logits.clone(), scores[0]
+        return scores[0]
 
 
 class Criteria:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import logits_process as made
 
-from paceline.config import DrafterName, SamplingParams
+from paceline.config import MAX_SPECULATION_LENGTH, DrafterName, SamplingParams
+from paceline.config.ranges import Whole
 from paceline.errors import ParameterError
 from paceline.integrations.transformers.hooks import Processor
 
@@ -83,6 +85,29 @@ HONOURED = frozenset(
 )
 
 
+_THEIR_NAMES = {  # of what paceline calls otherwise
+    "stop_token_ids": "eos_token_id",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "time_budget": "max_time",
+    "num_speculative_tokens": "num_assistant_tokens",
+    "draft_model": "assistant_model",
+    "prompt_token_ids": "input_ids",
+}
+
+
+@contextmanager
+def by_their_names() -> Iterator[None]:
+    """What is refused in here is named as the caller of transformers' ``generate`` names it."""
+    try:
+        yield
+    except ParameterError as error:
+        if error.field not in _THEIR_NAMES:
+            raise
+        raise ParameterError(_THEIR_NAMES[error.field], error.value, error.allowed) from error
+
+
 def merged(
     model: PreTrainedModel, given: GenerationConfig | None, fields: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -126,12 +151,12 @@ class Wishes:
     @property
     def ends(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
-        return _tokens(self.config.eos_token_id)
+        return _tokens("eos_token_id", self.config.eos_token_id)
 
     @property
     def pad(self) -> int:
         """What answers are filled up with."""
-        padding = _tokens(self.config.pad_token_id) or self.ends or (0,)
+        padding = _tokens("pad_token_id", self.config.pad_token_id) or self.ends or (0,)
         return padding[0]
 
     @property
@@ -165,6 +190,8 @@ class Wishes:
         """Who guesses without an assistant, and how many tokens a round; None: as many as pay."""
         config = self.config
         looked = config.prompt_lookup_num_tokens
+        if looked is not None:
+            Whole(0, MAX_SPECULATION_LENGTH).take("prompt_lookup_num_tokens", looked)
         return ("ngram", int(looked)) if looked is not None else ("auto", config.num_assistant_tokens)
 
     def processed(self, own: Sequence[Processor], allowed: Callable[[int, Tensor], list[int]] | None) -> bool:
@@ -215,10 +242,17 @@ class Wishes:
         return chosen
 
 
-def _tokens(value: Any) -> tuple[int, ...]:
+def _tokens(name: str, value: Any) -> tuple[int, ...]:
+    """Raises ParameterError for what are no whole numbers."""
     if value is None:
         return ()
-    return tuple(int(token) for token in (torch.as_tensor(value).flatten().tolist()))
+    try:
+        found = torch.as_tensor(value).flatten()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ParameterError(name, value, "a token id, or several") from error
+    if found.is_floating_point() or found.dtype == torch.bool:
+        raise ParameterError(name, value, "a token id, or several")
+    return tuple(int(token) for token in found.tolist())
 
 
 Make = Callable[[Wishes, int], Processor]

@@ -1,0 +1,61 @@
+"""What vLLM and transformers call options, and what does the same here: for errors that name an unknown option."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_NO_BEAMS = "there is no beam search here; n or best_of with rank_by='logprob' gives the most likely of many samples"
+_SPEED = "nothing to set here: speed is chosen by attention, rounds and num_speculative_tokens"
+
+SAMPLING: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens, which counts the answer alone",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "do_sample": "temperature: 0 is greedy",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "logits_processors, or bad_words with texts",
+    "suppress_tokens": "logit_bias={token: -100}",
+    "no_repeat_ngram_size": "logits_processors, or paceline.integrations.transformers.generate",
+    "guided_decoding": "structured_outputs",
+    "response_format": "structured_outputs",
+    "detokenize": "an LLM of token ids alone: a loaded model without a tokenizer",
+    "spaces_between_special_tokens": "nothing to set here: texts are spelled as their tokens are",
+    "truncate_prompt_tokens": "the prompt itself: cut its token ids",
+    "output_kind": "LLM.stream, which yields answers as they grow",
+    "echo": "RequestOutput.prompt beside prompt_logprobs",
+    **dict.fromkeys(
+        ("use_beam_search", "num_beams", "beam_width", "num_beam_groups", "length_penalty", "early_stopping"), _NO_BEAMS
+    ),
+}
+
+ENGINE: Mapping[str, str] = {
+    "max_num_seqs": "max_batch_size",
+    "max_num_batched_tokens": "prefill_chunk",
+    "tensor_parallel_size": "tensor_parallel",
+    "speculative_config": "draft_model, drafter and num_speculative_tokens",
+    "speculative_model": "draft_model",
+    "assistant_model": "draft_model",
+    "gpu_memory_utilization": "memory_limit, in bytes",
+    "kv_cache_memory_bytes": "memory_limit",
+    "enable_prefix_caching": "prefix_cache",
+    "enable_chunked_prefill": "prefill_chunk and longest_pause",
+    "enforce_eager": "rounds='host'",
+    "attention_backend": "attention",
+    "torch_dtype": "dtype",
+    "device_map": "device",
+    "load_in_8bit": "quantization='int8'",
+    "load_in_4bit": "quantization='int4'",
+    "seed": "SamplingParams(seed=...), of each request",
+    "revision": "the model's name: 'ORG/NAME@REVISION'",
+    "tokenizer_revision": "the tokenizer's name: 'ORG/NAME@REVISION'",
+    "trust_remote_code": "nothing here: code that comes with a model is never run",
+    "pipeline_parallel_size": "tensor_parallel: layers are not divided among devices here",
+    "kv_cache_dtype": "nothing here: keys and values are kept in dtype",
+    "swap_space": "nothing here: rows wait where memory ends",
+    "disable_log_stats": "nothing to set here: an LLM logs no figures",
+    "num_beams": _NO_BEAMS,
+    **dict.fromkeys(("compilation_config", "cuda_graph_sizes", "block_size"), _SPEED),
+}

@@ -1,0 +1,94 @@
+"""Logits processors of a row: what they may not do, and what is refused before it could fail."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.core.processors import processed_row
+from paceline.engine.engine import Request
+from paceline.errors import ParameterError, RequestError
+from toy import VOCAB, ToyModel, make_engine, make_request, run, toy_encode
+
+PROMPT = [1, 2, 3]
+
+
+def nothing_after(size: int) -> Any:
+    def process(answer: list[int], logits: Tensor) -> Tensor:
+        return torch.full_like(logits, -math.inf) if len(answer) >= size else logits
+
+    return process
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
+def test_a_row_without_any_token_left_ends_and_no_other_notices(drafter: str | None) -> None:
+    free = SamplingParams(temperature=0, max_tokens=20)
+    stuck = SamplingParams(temperature=0, max_tokens=20, logits_processors=[nothing_after(7)])
+    engine = make_engine(ToyModel(), ToyModel() if drafter == "model" else None, drafter=drafter)
+    failed, other = run(engine, [PROMPT, PROMPT], [stuck, free])
+    alone = run(make_engine(ToyModel()), [PROMPT], [free])[0]
+    assert failed.outputs[0].finish_reason == "error"
+    assert isinstance(failed.error, RequestError)
+    assert "left no token" in str(failed.error)
+    assert failed.outputs[0].token_ids == alone.outputs[0].token_ids[: len(failed.outputs[0].token_ids)]
+    assert len(failed.outputs[0].token_ids) <= 7
+    assert other.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        lambda answer, logits: None,
+        lambda answer, logits: logits[None],
+        lambda answer, logits: logits[:3],
+        lambda answer, logits: 1 / 0,
+    ],
+)
+def test_a_processor_that_fails_ends_its_own_request(process: Any) -> None:
+    wrong = SamplingParams(temperature=0, max_tokens=5, logits_processors=[process])
+    failed, other = run(make_engine(ToyModel()), [PROMPT, PROMPT], [wrong, SamplingParams(max_tokens=5)])
+    assert failed.outputs[0].finish_reason == "error"
+    assert other.outputs[0].finish_reason == "length"
+
+
+def test_a_processor_may_write_into_what_it_is_given() -> None:
+    def spoil(answer: list[int], logits: Tensor) -> Tensor:
+        answer.append(5)
+        logits[:] = -math.inf
+        logits[4] = 0.0
+        return logits
+
+    params = SamplingParams(temperature=0, max_tokens=6, logits_processors=[spoil])
+    engine = make_engine(ToyModel(), drafter="ngram", num_speculative_tokens=3)
+    assert run(engine, [PROMPT], [params])[0].outputs[0].token_ids == [4] * 6
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"allowed_token_ids": [1, 2], "bad_words": ["a", "b"]},
+        {"allowed_token_ids": [1], "bad_words": "za"},
+        {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
+    ],
+)
+def test_tokens_of_which_none_could_come_are_refused(given: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    with pytest.raises(ParameterError, match=r"^allowed_token_ids="):
+        processed_row(params, toy_encode, params.stop_token_ids, VOCAB)
+
+
+def test_an_allowed_token_that_the_model_has_not_is_refused() -> None:
+    engine = make_engine(ToyModel())
+    with pytest.raises(ParameterError, match=f"^allowed_token_ids={VOCAB}"):
+        engine.add(make_request(PROMPT, SamplingParams(allowed_token_ids=[1, VOCAB])))
+
+
+@pytest.mark.parametrize("given", [{"bad_words": "a"}, {"allowed_token_ids": [1]}, {"logits_processors": [max]}])
+def test_an_engine_that_cannot_keep_a_restriction_refuses_it_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=f"^{next(iter(given))}=.*LLM.generate"):
+        make_engine(ToyModel()).add(Request(PROMPT, SamplingParams(**given)))
