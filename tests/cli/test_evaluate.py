@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -212,3 +213,33 @@ def test_a_killed_run_is_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) 
     assert 1 <= len(journal(broken)) < 4
     assert paceline(*line, "--output", str(broken), "--resume").exit_code == 0
     assert journal(broken) == journal(whole)
+
+
+HARNESS = ("run", "--model", "paceline", "--tasks", "arc_easy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        (HARNESS, ["--device", "auto"]),
+        (HARNESS[1:], ["--device", "auto"]),
+        ((*HARNESS, "--device", "cuda:1"), []),
+        ((*HARNESS, "--device=cpu"), []),
+        (("ls", "tasks"), []),
+        (("run",), []),
+    ],
+    ids=" ".join,
+)
+def test_lm_eval_chooses_the_device_here_unless_one_is_named(
+    paceline: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], device: list[str]
+) -> None:
+    """Its own default, cuda:0, is refused by a machine without CUDA."""
+    seen: list[list[str]] = []
+    main = ModuleType("lm_eval.__main__")
+    main.cli_evaluate = lambda: seen.append(sys.argv[1:])  # type: ignore[attr-defined]
+    for module_ in (main, ModuleType("lm_eval"), ModuleType("paceline.evaluation.harness")):
+        monkeypatch.setitem(sys.modules, module_.__name__, module_)
+    monkeypatch.setattr(sys, "argv", ["paceline"])
+    result = paceline("eval", "lm-eval", *arguments)
+    assert result.exit_code == 0, result.output
+    assert seen == [[*arguments, *device]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -233,5 +234,20 @@ def lm_eval(context: typer.Context) -> None:
         main = import_module("lm_eval.__main__")
     except ModuleNotFoundError as error:
         raise MissingPackageError(error.name, "eval") from error
-    sys.argv = ["paceline eval lm-eval", *context.args]
+    device = ["--device", "auto"] if _lacks_device(context.args) else []
+    sys.argv = ["paceline eval lm-eval", *context.args, *device]
     main.cli_evaluate()
+
+
+def _lacks_device(arguments: Sequence[str]) -> bool:
+    """Whether lm_eval would evaluate on its own default, cuda:0, because neither a flag nor a file names a device."""
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--device")
+    flags.add_argument("--config", "-C")
+    given, _ = flags.parse_known_args(arguments)
+    if given.device or list(arguments) in ([], ["run"]) or arguments[0] in ("ls", "validate"):
+        return False
+    if given.config is None:
+        return True
+    config = import_module("lm_eval.config.evaluate_config").EvaluatorConfig
+    return "device" not in config.load_yaml_config(given.config)
