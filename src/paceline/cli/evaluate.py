@@ -64,7 +64,7 @@ def humaneval(
     ] = Path("humaneval"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the journal in --output ends.")] = False,
     weak_sandbox: Annotated[
-        bool, typer.Option("--weak-sandbox", help="Run programs even where they see network and files.")
+        bool, typer.Option("--weak-sandbox", help="Run programs even where they see this machine's files.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
