@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -182,11 +183,18 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
     with Bars(plan, quiet) as bars:
         found = train(plan, llm, target, bars.watcher, together)
     about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
-    told = about | found
+    told = about | {"measure": measuring(plan, model, options)} | found
     if not draw(told, plan.output / FILES[2], f"A drafter for {model}. {engine}"):
         note('no plot: it needs matplotlib (pip install "paceline[bench]")')
     write_text(plan.output / FILES[1], as_markdown(told))
     end(told, plan.output / FILES[0])
+
+
+def measuring(plan: Plan, model: str, options: EngineOptions) -> str:
+    """The command that measures what the drafter is worth, with the precision that it was trained for."""
+    drafter = "--draft-model" if plan.training.kind == "model" else "--head"
+    precision = ["--dtype", options["dtype"], "--quantization", options["quantization"], "--device", options["device"]]
+    return shlex.join(["paceline", "bench", "drafters", model, drafter, str(plan.output), *precision])
 
 
 class Bars:
