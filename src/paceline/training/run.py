@@ -86,12 +86,9 @@ def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]
 def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fellows) -> dict[str, Any]:
     """All of it. Writes the head; gives what the report says. Closes ``llm``. Others of the fellows ``follow``."""
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
-    if plan.training.kind == DraftTraining.kind:
-        del settings["kind"]  # as in directories of runs that began when there was one kind
-    if plan.training.layers is None:
-        del settings["layers"]  # likewise
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
-    check_settings(plan.output / "training.json", wanted, resume=plan.resume)
+    before = {"kind": DraftTraining.kind}  # the only one there was
+    check_settings(plan.output / "training.json", wanted, resume=plan.resume, before=before)
     held, shards = collect(plan, llm, watcher)
     device, threads = llm.engine.models.target.device, llm.engine.threads
     tokenizer = llm.tokenizer
