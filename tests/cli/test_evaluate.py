@@ -151,6 +151,22 @@ def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any
     assert {answer["result"] for answer in answers} == {"cut by the budget"}
 
 
+@pytest.mark.parametrize(("right", "warned"), [(2, False), (3, True)])
+def test_it_is_said_when_no_answer_passed(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: int, warned: bool
+) -> None:
+    """Else the plot's curves lie on its axis, and it looks as if nothing had been drawn."""
+    drawn: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *given, **_: drawn.append(given[3]))
+    only = Problem("Test/0", f"def f(x):\n    return {right}  # ", "f", CHECK, "")
+    monkeypatch.setattr(module, "human_eval", lambda: [only])
+    result = paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    said = "no answer passed its problem's tests; of 4: 4 AssertionError"
+    assert (said in result.stderr) == warned, result.stderr
+    assert (drawn == ["no answer passed"] * 2) == warned
+
+
 def test_the_tables_fit_80_columns(paceline: Any, tiny: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

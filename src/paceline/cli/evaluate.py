@@ -159,12 +159,14 @@ def _finish(
     """Tables, files, the document."""
     from paceline.bench.offline import document
     from paceline.evaluation.plot import draw
-    from paceline.evaluation.run import different_texts, half_way, results, samples
+    from paceline.evaluation.run import different_texts, failures, half_way, results, samples
 
     problems = list(found.values())
     measured = results(sides, problems, looks)
     for sheet in _tables(measured, len(problems)):
         stderr().print(sheet)
+    if (failed := failures(problems)) is not None:
+        note(failed)
     lines = [json.dumps(sample) for sample in samples(found, sides[-1])]
     write_text(output / FILES[1], "".join(f"{line}\n" for line in lines))
     draw(measured, output / FILES[3], f"HumanEval, {len(problems)} problems. {llm.engine.describe()}")
