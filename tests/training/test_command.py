@@ -18,10 +18,11 @@ from typer.testing import CliRunner, Result
 
 import paceline
 from paceline.cli.main import app
-from paceline.cli.train_draft import FILES
+from paceline.cli.train_draft import FILES, measuring
 from paceline.heads.checkpoint import read_head_config
 from paceline.llm import LLM
-from paceline.params import HEAD_KINDS, EngineOptions, SamplingParams
+from paceline.params import HEAD_KINDS, DraftData, DraftTraining, EngineOptions, SamplingParams
+from paceline.training.run import Plan
 from training.conftest import SIZES, save_target
 
 
@@ -58,6 +59,14 @@ def test_the_report_promises_no_speed_and_names_the_command_that_measures_it(who
     assert measured.exit_code == 0, measured.output
     document = json.loads(measured.stdout.splitlines()[-1])
     assert {each["drafter"] for each in document["speeds"]} >= {"head"}
+
+
+def test_the_measuring_command_names_the_precision_where_there_is_one() -> None:
+    plan = Plan(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
+    wanted = "paceline bench drafters MODEL --draft-model 'my head' --dtype auto --device cpu"
+    assert measuring(plan, "MODEL", {"dtype": "auto", "quantization": None, "device": "cpu"}) == wanted
+    int8 = measuring(plan, "MODEL", {"dtype": "auto", "quantization": "int8", "device": "cpu"})
+    assert int8 == f"{wanted} --quantization int8"
 
 
 def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path, target: str, tmp_path: Path) -> None:

@@ -194,8 +194,11 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
 def measuring(plan: Plan, model: str, options: EngineOptions) -> str:
     """The command that measures what the drafter is worth, with the precision that it was trained for."""
     drafter = "--draft-model" if plan.training.kind == "model" else "--head"
-    precision = ["--dtype", options["dtype"], "--quantization", options["quantization"], "--device", options["device"]]
-    return shlex.join(["paceline", "bench", "drafters", model, drafter, str(plan.output), *precision])
+    line = ["paceline", "bench", "drafters", model, drafter, str(plan.output)]
+    line += ["--dtype", options["dtype"], "--device", options["device"]]
+    if options["quantization"] is not None:
+        line += ["--quantization", options["quantization"]]
+    return shlex.join(line)
 
 
 class Bars:
