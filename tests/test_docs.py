@@ -15,6 +15,7 @@ import real_models
 from paceline.cli.main import app
 
 ROOT = Path(__file__).parent.parent
+GENERATE = ["generate", "smollm2-135m"]  # a model that comes with the package
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -103,6 +104,15 @@ def test_the_commands_of_the_documentation_exist_with_their_flags(command: list[
     assert result.exit_code == 0, result.output
     flags = [word for word in command if word.startswith("--")]
     assert [flag for flag in flags if flag not in result.output] == []
+
+
+@pytest.mark.parametrize("command", [words for words in commands() if words[:2] == GENERATE], ids=" ".join)
+def test_the_answers_that_the_documentation_asks_for_are_not_empty(command: list[str]) -> None:
+    """Four tokens of each tell, and a fixed length needs no calibration."""
+    real_models.find("smollm2-135m")
+    result = CliRunner().invoke(app, [*command, "--quiet", "--max-tokens", "4", "-k", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -150,6 +151,22 @@ def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any
     assert {answer["result"] for answer in answers} == {"cut by the budget"}
 
 
+@pytest.mark.parametrize(("right", "warned"), [(2, False), (3, True)])
+def test_it_is_said_when_no_answer_passed(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: int, warned: bool
+) -> None:
+    """Else the plot's curves lie on its axis, and it looks as if nothing had been drawn."""
+    drawn: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *given, **_: drawn.append(given[3]))
+    only = Problem("Test/0", f"def f(x):\n    return {right}  # ", "f", CHECK, "")
+    monkeypatch.setattr(module, "human_eval", lambda: [only])
+    result = paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    said = "no answer passed its problem's tests; of 4: 4 AssertionError"
+    assert (said in result.stderr) == warned, result.stderr
+    assert (drawn == ["no answer passed"] * 2) == warned
+
+
 def test_the_tables_fit_80_columns(paceline: Any, tiny: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
@@ -212,3 +229,33 @@ def test_a_killed_run_is_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) 
     assert 1 <= len(journal(broken)) < 4
     assert paceline(*line, "--output", str(broken), "--resume").exit_code == 0
     assert journal(broken) == journal(whole)
+
+
+HARNESS = ("run", "--model", "paceline", "--tasks", "arc_easy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        (HARNESS, ["--device", "auto"]),
+        (HARNESS[1:], ["--device", "auto"]),
+        ((*HARNESS, "--device", "cuda:1"), []),
+        ((*HARNESS, "--device=cpu"), []),
+        (("ls", "tasks"), []),
+        (("run",), []),
+    ],
+    ids=" ".join,
+)
+def test_lm_eval_chooses_the_device_here_unless_one_is_named(
+    paceline: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], device: list[str]
+) -> None:
+    """Its own default, cuda:0, is refused by a machine without CUDA."""
+    seen: list[list[str]] = []
+    main = ModuleType("lm_eval.__main__")
+    main.cli_evaluate = lambda: seen.append(sys.argv[1:])  # type: ignore[attr-defined]
+    for module_ in (main, ModuleType("lm_eval"), ModuleType("paceline.tools.evaluation.harness")):
+        monkeypatch.setitem(sys.modules, module_.__name__, module_)
+    monkeypatch.setattr(sys, "argv", ["paceline"])
+    result = paceline("eval", "lm-eval", *arguments)
+    assert result.exit_code == 0, result.output
+    assert seen == [[*arguments, *device]]

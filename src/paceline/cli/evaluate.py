@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -63,7 +64,7 @@ def humaneval(
     ] = Path("humaneval"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the journal in --output ends.")] = False,
     weak_sandbox: Annotated[
-        bool, typer.Option("--weak-sandbox", help="Run programs even where they see network and files.")
+        bool, typer.Option("--weak-sandbox", help="Run programs even where they see this machine's files.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -158,12 +159,14 @@ def _finish(
     """Tables, files, the document."""
     from paceline.tools.bench.offline import document
     from paceline.tools.evaluation.plot import draw
-    from paceline.tools.evaluation.run import different_texts, half_way, results, samples
+    from paceline.tools.evaluation.run import different_texts, failures, half_way, results, samples
 
     problems = list(found.values())
     measured = results(sides, problems, looks)
     for sheet in _tables(measured, len(problems)):
         stderr().print(sheet)
+    if (failed := failures(problems)) is not None:
+        note(failed)
     lines = [json.dumps(sample) for sample in samples(found, sides[-1])]
     write_text(output / FILES[1], "".join(f"{line}\n" for line in lines))
     draw(measured, output / FILES[3], f"HumanEval, {len(problems)} problems. {llm.engine.describe()}")
@@ -233,5 +236,20 @@ def lm_eval(context: typer.Context) -> None:
         main = import_module("lm_eval.__main__")
     except ModuleNotFoundError as error:
         raise MissingPackageError(error.name, "eval") from error
-    sys.argv = ["paceline eval lm-eval", *context.args]
+    device = ["--device", "auto"] if _lacks_device(context.args) else []
+    sys.argv = ["paceline eval lm-eval", *context.args, *device]
     main.cli_evaluate()
+
+
+def _lacks_device(arguments: Sequence[str]) -> bool:
+    """Whether lm_eval would evaluate on its own default, cuda:0, because neither a flag nor a file names a device."""
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--device")
+    flags.add_argument("--config", "-C")
+    given, _ = flags.parse_known_args(arguments)
+    if given.device or list(arguments) in ([], ["run"]) or arguments[0] in ("ls", "validate"):
+        return False
+    if given.config is None:
+        return True
+    config = import_module("lm_eval.config.evaluate_config").EvaluatorConfig
+    return "device" not in config.load_yaml_config(given.config)

@@ -308,17 +308,18 @@ def with_flags(command: Callable[..., Any], without: Collection[str] = ()) -> Ca
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
-        grouped = {
-            name: group(
-                **{field.name: values.pop(field.name) for field in dataclasses.fields(group) if field.name in values}
-            )  # type: ignore[operator]
-            for name, group in groups.items()
-        }
+        grouped = {name: group(**_taken(values, group, without)) for name, group in groups.items()}  # type: ignore[operator]
         return command(**values, **grouped)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _taken(values: dict[str, Any], group: Any, without: Collection[str]) -> dict[str, Any]:
+    """The values of a group's fields; they leave ``values``. What is in ``without`` is the command's own."""
+    names = [field.name for field in dataclasses.fields(group)]
+    return {name: values.pop(name) for name in names if name in values and name not in without}
 
 
 def _as_parameters(group: Any) -> list[inspect.Parameter]:

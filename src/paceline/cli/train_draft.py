@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -182,26 +184,41 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
     with Bars(plan, quiet) as bars:
         found = train(plan, llm, target, bars.watcher, together)
     about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
-    told = about | found
+    told = about | {"measure": measuring(plan, model, options)} | found
     if not draw(told, plan.output / FILES[2], f"A drafter for {model}. {engine}"):
         note('no plot: it needs matplotlib (pip install "paceline[bench]")')
     write_text(plan.output / FILES[1], as_markdown(told))
     end(told, plan.output / FILES[0])
 
 
+def measuring(plan: Plan, model: str, options: EngineOptions) -> str:
+    """The command that measures what the drafter is worth, with the precision that it was trained for."""
+    drafter = "--draft-model" if plan.training.kind == "model" else "--head"
+    line = ["paceline", "bench", "drafters", model, drafter, str(plan.output)]
+    line += ["--dtype", options["dtype"], "--device", options["device"]]
+    if options["quantization"] is not None:
+        line += ["--quantization", options["quantization"]]
+    return shlex.join(line)
+
+
 class Bars:
-    """Two progress bars with the time left, of data and of training; on a terminal only."""
+    """Progress of data and of training: two bars on a terminal, else a line for every tenth of each."""
 
     def __init__(self, plan: Plan, quiet: bool) -> None:
-        self._plan, self._silent = plan, True if quiet else None  # None: where stderr is no terminal
+        self._plan, self._quiet = plan, quiet
+        self._lines = Tenths() if not (quiet or sys.stderr.isatty()) else None
+        self._made = 0  # tokens
         self._data: Any = None
         self._training: Any = None
 
     def __enter__(self) -> Bars:
+        self._data = self._bar("data", self._plan.data.tokens, unit=" tokens")
+        return self
+
+    def _bar(self, part: str, total: float, **options: Any) -> Any:
         from tqdm import tqdm
 
-        self._data = tqdm(desc="data", total=self._plan.data.tokens, unit=" tokens", disable=self._silent)
-        return self
+        return tqdm(desc=part, total=total, disable=self._quiet or self._lines is not None, **options)
 
     def __exit__(self, *_: object) -> None:
         for bar in (self._data, self._training):
@@ -212,16 +229,36 @@ class Bars:
     def watcher(self) -> Watcher:
         from paceline.tools.training.run import Watcher
 
-        return Watcher(self._data.update, self._learnt, note)
+        return Watcher(self._collected, self._learnt, note)
+
+    def _collected(self, tokens: int) -> None:
+        self._made += tokens
+        self._data.update(tokens)
+        if self._lines is not None:
+            self._lines.tell("data", self._made / self._plan.data.tokens)
 
     def _learnt(self, trainer: Trainer) -> None:
-        from tqdm import tqdm
-
         if self._training is None:
             self._data.close()
-            done = 100 * trainer.share
-            self._training = tqdm(desc="training", total=100, unit="%", disable=self._silent, initial=done)
-        self._training.update(100 * trainer.share - self._training.n)
+            self._training = self._bar("training", 100, unit="%", initial=100 * trainer.share)
         looks = trainer.progress.looks
         kept = f", kept {looks[-1]['conditional'][0]:.3f}" if looks else ""
-        self._training.set_postfix_str(f"loss {trainer.progress.losses[-1]:.3f}{kept}")
+        now = f"loss {trainer.progress.losses[-1]:.3f}{kept}"
+        self._training.update(100 * trainer.share - self._training.n)
+        self._training.set_postfix_str(now)
+        if self._lines is not None:
+            self._lines.tell("training", trainer.share, f", {now}")
+
+
+class Tenths:
+    """A line on stderr for each tenth of a part that is done: a log shows no bar."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, int] = {}
+
+    def tell(self, part: str, share: float, about: str = "") -> None:
+        """share: of the part, from 0; beyond 1 it counts as 1."""
+        tenths = min(10, int(10 * share))
+        if tenths > self._done.get(part, 0):
+            self._done[part] = tenths
+            note(f"{part}: {10 * tenths} %{about}")

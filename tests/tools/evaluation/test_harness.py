@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import real_models
 from paceline.config import ServerConfig
 from server_support import save_model, start
 
@@ -110,6 +113,54 @@ def test_the_command_runs_the_harness_with_our_model(tmp_path: Path, tasks: Path
     done = subprocess.run([*command, *task, *where], capture_output=True, text=True, env=offline, check=False)
     assert done.returncode == 0, done.stderr
     assert "|choices|" in done.stdout
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "evaluation.md"
+SHOWN = re.findall(r"^paceline (eval lm-eval .*)$", PAGE.read_text(), re.MULTILINE)
+WITHOUT_NETWORK = """
+import sys
+import datasets
+questions = [
+    {"id": str(n), "question": f"What is {n} and {n}?", "answerKey": "A",
+     "choices": {"text": [str(2 * n), "a tree", "none"], "label": ["A", "B", "C"]}}
+    for n in range(3)
+]
+datasets.load_dataset = lambda **_: datasets.DatasetDict(
+    {split: datasets.Dataset.from_list(questions) for split in ("train", "validation", "test")}
+)
+from paceline.cli.main import app
+app()
+"""
+
+
+def test_the_page_shows_a_command() -> None:
+    assert SHOWN
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_the_commands_of_the_page_run_as_they_stand(shown: str, tmp_path: Path) -> None:
+    """Only the questions are others: theirs would be fetched."""
+    pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
+    real_models.find("smollm2-135m")
+    command = [sys.executable, "-c", WITHOUT_NETWORK, *shlex.split(shown)]
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "|arc_easy|" in done.stdout
+
+
+@pytest.mark.parametrize(("written", "refused"), [("", False), ("device: cuda:77\n", True)])
+def test_a_device_of_a_configuration_file_counts(written: str, refused: bool, tmp_path: Path, tasks: Path) -> None:
+    pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
+    model, file = save_model(tmp_path / "model"), tmp_path / "run.yaml"
+    file.write_text(
+        f"model: paceline\nmodel_args: {{pretrained: {model}}}\ntasks: [choices]\ninclude_path: {tasks}\n{written}"
+    )
+    command = [sys.executable, "-m", "paceline.cli.main", "eval", "lm-eval", "run", "--config", str(file)]
+    offline = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=offline, check=False)
+    assert ("device='cuda:77'" in done.stderr) == refused, done.stderr
+    assert (done.returncode == 0) != refused, done.stderr
 
 
 def agree(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Every program here is bounded by itself, too: a few hundred processes, a few hun
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import socket
@@ -96,7 +97,7 @@ FORKS = body(
     "        os._exit(0)",
 )
 LIMITED = {
-    "a fork bomb that leaves its group": (FORKS, "BlockingIOError"),
+    "a fork bomb that leaves its group": (FORKS, "OSError: [Errno 38]"),
     "threads": (body("import _thread", "_thread.start_new_thread(time.sleep, (20,))"), "RuntimeError"),
     "memory": (body("kept = [bytearray(1 << 20) for number in range(600)]"), "MemoryError"),
     "10 GB at once": (body("kept = bytearray(10 << 30)"), "MemoryError"),
@@ -106,7 +107,11 @@ LIMITED = {
         body("import resource", "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))"),
         "ValueError: not allowed to raise maximum limit",
     ),
-    "root": (body("os.setuid(0)"), "PermissionError"),
+    "root": (body("os.setuid(0)"), "OSError: [Errno 38]"),
+    "what root has": (
+        body("if 0 not in (*os.getresuid(), *os.getresgid()): raise Exception('nobody')"),
+        "Exception: nobody",
+    ),
 }
 
 
@@ -179,11 +184,12 @@ def test_nobody_elses_files_can_be_seen_or_deleted(tmp_path: Path) -> None:
 
 def test_no_other_process_can_be_killed() -> None:
     lines = (
-        "if os.getpid() != 1: raise Exception('not enclosed, so nothing is tried')",
-        "for number in (os.getppid(), *range(2, 5000), -1):",
+        "if (os.getpid(), os.getppid()) != (1, 0): raise Exception('not enclosed, so nothing is tried')",
+        "for number in (*range(2, 5000), -1):",
         "    try: os.kill(number, 9)",
-        "    except ProcessLookupError: continue",
-        "    if number: raise Exception('there was somebody')",
+        "    except OSError as error:",
+        "        if error.errno == 38: continue",
+        "    raise Exception('there was somebody')",
     )
     assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
 
@@ -204,10 +210,192 @@ def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = server.getsockname()
         outcome = enclosed().run(body("import socket", f"socket.create_connection({where!r}, 5)"), CHECK, "f")
-        assert outcome.result.startswith("OSError: [Errno 101]")  # the network is unreachable
+        assert outcome.result.startswith("OSError: [Errno 38]")  # nothing to reach it with
         server.settimeout(0)
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+def test_the_prefix_shows_what_python_reads_and_nothing_else() -> None:
+    """A prefix may be a directory of the user's, with a home's worth of files beside Python's."""
+    lines = (
+        f"for prefix in {[sys.prefix, sys.base_prefix]!r}:",
+        "    for path in (os.path.join(prefix, 'bin'), os.path.join(prefix, 'pyvenv.cfg')):",
+        "        if os.path.exists(path): raise Exception(path)",
+        "import numpy, zoneinfo",
+        "assert zoneinfo.ZoneInfo('Europe/Paris') and numpy.ones(3).sum() == 3",
+    )
+    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+
+
+ON_X86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are x86-64's")
+CALLS = {
+    "keyctl": 250, "add_key": 248, "request_key": 249, "io_uring_setup": 425, "userfaultfd": 323, "bpf": 321,
+    "perf_event_open": 298, "mount": 165, "umount2": 166, "mount_setattr": 442, "fsopen": 430, "move_mount": 429,
+    "pivot_root": 155, "chroot": 161, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "unshare": 272,
+    "setns": 308, "open_by_handle_at": 304, "name_to_handle_at": 303, "kexec_load": 246, "init_module": 175,
+    "finit_module": 313, "shmget": 29, "shmat": 30, "msgget": 68, "semget": 64, "mq_open": 240, "memfd_create": 319,
+    "memfd_secret": 447, "socket": 41, "socketpair": 53, "fanotify_init": 300, "inotify_init1": 294, "pidfd_open": 434,
+    "kill": 62, "tkill": 200, "tgkill": 234, "clone": 56, "clone3": 435, "fork": 57, "vfork": 58, "execve": 59,
+    "execveat": 322, "personality": 135, "modify_ldt": 154, "prctl": 157, "seccomp": 317, "mlockall": 151,
+    "timer_create": 222, "set_mempolicy": 238, "move_pages": 279, "sched_setaffinity": 203, "setpriority": 141,
+    "acct": 163, "syslog": 103, "mknod": 133, "vmsplice": 278, "splice": 275, "io_setup": 206, "iopl": 172,
+}  # fmt: skip
+
+
+@ON_X86_64
+@EVERYWHERE
+def test_system_calls_that_no_program_needs_are_not_there(make: Callable[..., Sandbox]) -> None:
+    """Each would reach other processes, other namespaces, uncounted memory, or parts of the kernel that few watch."""
+    lines = (
+        "library = ctypes.CDLL(None, use_errno=True)",
+        "there = []",
+        f"for name, number in {CALLS!r}.items():",
+        "    ctypes.set_errno(0)",
+        "    library.syscall(number, 0, 0, 0, 0, 0, 0)",
+        "    if ctypes.get_errno() != 38: there.append(name)",
+        "if there: raise Exception(there)",
+    )
+    assert make().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+
+
+@ON_X86_64
+@EVERYWHERE
+def test_the_system_calls_of_another_architecture_are_no_way_around(make: Callable[..., Sandbox]) -> None:
+    """x32: 64-bit programs may call it by numbers of its own."""
+    lines = ("ctypes.CDLL(None).syscall(0x40000000 + 250, 0, 0, 0)", "time.sleep(0)")
+    assert make().run(body(*lines), CHECK, "f").result == "signal 31"
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("family", [1, 2, 10, 16, 17, 38, 40], ids=lambda family: f"family {family}")
+def test_there_are_no_sockets(make: Callable[..., Sandbox], family: int) -> None:
+    """Those of virtual machines (40) and of the kernel's keys and ciphers (16, 38) know no network namespace."""
+    lines = (
+        "library = ctypes.CDLL(None, use_errno=True)",
+        f"if library.socket({family}, {socket.SOCK_DGRAM}, 0) < 0: raise OSError(ctypes.get_errno(), 'socket')",
+    )
+    assert make().run(body(*lines), CHECK, "f").result.startswith("OSError: [Errno 38]")
+
+
+UNCOUNTED = {
+    "shared memory of System V": (
+        "library = ctypes.CDLL(None, use_errno=True)",
+        "library.shmat.restype = ctypes.c_void_p",
+        "for number in range(6):",
+        "    place = library.shmget(0, 64 << 20, 0o1600)",
+        "    if place < 0: raise OSError(ctypes.get_errno(), 'shmget')",
+        "    where = library.shmat(place, None, 0)",
+        "    ctypes.memset(where, 1, 64 << 20)",
+        "    library.shmdt(ctypes.c_void_p(where))",
+    ),
+    "files without a name": (
+        "for number in range(24):",
+        "    os.write(os.memfd_create('x'), bytes(16 << 20))",
+    ),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("lines", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_no_memory_is_to_be_had_beside_the_limit(make: Callable[..., Sandbox], lines: tuple[str, ...]) -> None:
+    """Each takes 384 MB where 256 are allowed."""
+    assert make(PATIENT).run(body(*lines), CHECK, "f").result.startswith("OSError: [Errno 38]")
+
+
+KEYS = """
+import ctypes, os, sys
+from paceline.tools.evaluation.sandbox import Sandbox
+library = ctypes.CDLL(None, use_errno=True)
+if library.syscall(250, 1, None) < 0 or library.syscall(248, b"user", b"letter", b"dear", 4, -3) < 0:
+    sys.exit(f"no keys: {os.strerror(ctypes.get_errno())}")
+if sys.argv[1] == "weak":
+    Sandbox._refused, Sandbox._check = lambda _: "a test wants it so", lambda _: None
+print(Sandbox(weak=True).run(sys.argv[2], sys.argv[3], "f").result)
+"""
+
+
+@ON_X86_64
+@EVERYWHERE
+def test_no_key_of_the_callers_session_can_be_read(make: Callable[..., Sandbox]) -> None:
+    make()
+    lines = (
+        "library, said = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(9)",
+        "key = library.syscall(250, 10, -3, b'user', b'letter', 0)",  # search in the session's keyring
+        "if key < 0: raise OSError(ctypes.get_errno(), 'keyctl')",
+        "library.syscall(250, 11, key, said, 9)",  # read
+        "raise Exception(said.value)",
+    )
+    command = [sys.executable, "-c", KEYS, make.__name__, body(*lines), CHECK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "no keys" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout.startswith("OSError: [Errno 38]"), done.stdout + done.stderr
+
+
+ALONE = """
+import ctypes, os, socket, sys
+from paceline.tools.evaluation import cell
+taken = ctypes.CDLL(None).shmget(77, 4096, 0o1600)
+cell.enclose()
+assert [name for _, name in socket.if_nameindex()] == ["lo"], socket.if_nameindex()
+assert ctypes.CDLL(None).shmget(77, 0, 0) == -1, "a namespace of its own for shared memory"
+ctypes.CDLL(None).shmctl(taken, 0, None)
+if os.fork() == 0:
+    assert (os.getpid(), os.getppid()) == (1, 0)
+    cell.give_up_rights()
+    cell.limit(3, 1 << 30)
+    try:
+        os.fork()
+    except BlockingIOError:
+        os._exit(0)
+    os._exit(1)
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_the_namespaces_hold_without_the_filter_of_system_calls() -> None:
+    """Two walls, each tried by itself."""
+    enclosed()
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_system_calls_cannot_be_filtered_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cell = tmp_path / "cell.py"
+    cell.write_text(module._CELL.read_text().replace('"libseccomp.so.2"', '"libnothing.so.2"'))
+    monkeypatch.setattr(module, "_CELL", cell)
+    with pytest.raises(SandboxError, match=r"install the system's package libseccomp"):
+        Sandbox(weak=True)
+
+
+ORDINARY = """
+import array, base64, bisect, calendar, collections, copy, csv, dataclasses, datetime, decimal, enum, fractions
+import functools, hashlib, heapq, io, itertools, json, math, operator, os, pathlib, random, re, shutil, statistics
+import string, struct, tempfile, textwrap, time, typing, unicodedata, uuid, zlib
+
+def f(x):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "a", "b.txt")
+        path.parent.mkdir()
+        path.write_text("dear")
+        path.rename(path.with_suffix(".md"))
+        assert [each.name for each in path.parent.iterdir()] == ["b.md"]
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x")
+        file.truncate()
+    read, write = os.pipe()
+    os.write(write, b"x")
+    assert os.read(read, 1) == b"x" and os.urandom(4) != os.urandom(4)
+    time.sleep(0.001)
+    assert datetime.datetime.now().year > 2000 and random.random() < 1 and uuid.uuid4() and os.getpid()
+    assert len([bytearray(1 << 22) for _ in range(9)]) == 9
+    return x + 1
+"""
+
+
+def test_what_programs_ordinarily_do_works() -> None:
+    assert enclosed().run(ORDINARY, CHECK, "f") == Outcome(True, "passed")
 
 
 def test_there_is_no_namespace_to_be_root_in() -> None:
@@ -262,7 +450,7 @@ def test_what_the_kernel_does_not_allow_is_refused_by_name_unless_accepted(monke
     with pytest.raises(SandboxError, match=r"unshare: Operation not permitted.*--weak-sandbox"):
         Sandbox()
     monkeypatch.setattr(Sandbox, "_check", lambda _: None)
-    assert any(text.startswith("network") for text in Sandbox(weak=True).isolation.missing)
+    assert any(text.startswith("files") for text in Sandbox(weak=True).isolation.missing)
 
 
 def test_a_sandbox_in_which_nothing_runs_is_noticed_at_the_start(

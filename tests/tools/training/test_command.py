@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,10 +18,11 @@ from typer.testing import CliRunner, Result
 
 import paceline
 from paceline.cli.main import app
-from paceline.cli.train_draft import FILES
-from paceline.config import HEAD_KINDS, EngineOptions, SamplingParams
+from paceline.cli.train_draft import FILES, measuring
+from paceline.config import HEAD_KINDS, DraftData, DraftTraining, EngineOptions, SamplingParams
 from paceline.drafters.heads.checkpoint import read_head_config
 from paceline.llm import LLM
+from paceline.tools.training.run import Plan
 from tools.training.conftest import SIZES, save_target
 
 
@@ -35,10 +38,35 @@ def test_a_run_leaves_head_and_report(whole: Path) -> None:
     assert told["data"]["tokens_of_answers"] < told["data"]["tokens_made"]
     assert told["passes"] >= 4 * told["data"]["tokens_made"]
     assert len(told["acceptance"][-1]["conditional"]) == 4
-    assert [each["rows"] for each in told["speed_up"]] == [1, 4, 8]
-    assert all(each["speed_up"] >= 1 for each in told["speed_up"])
     assert "| guess | 1 | 2 | 3 | 4 |" in (whole / "report.md").read_text()
     assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_s_own_sizes_reach_the_engine(whole: Path) -> None:
+    assert json.loads((whole / "data" / "settings.json").read_text())["max_model_len"] == 96
+
+
+def test_the_report_promises_no_speed_and_names_the_command_that_measures_it(whole: Path, tmp_path: Path) -> None:
+    """What drafts cost depends on what runs them: kernels, torch, the host's part of a round."""
+    told, page = json.loads((whole / "report.json").read_text()), (whole / "report.md").read_text()
+    assert "speed_up" not in told
+    assert told["measure"] in page
+    name, *words = shlex.split(told["measure"])
+    assert name == "paceline"
+    few = ("--tasks", "code", "--prompts", "1", "--batch-sizes", "1", "--temperatures", "0", "--max-tokens", "4")
+    options = (*few, "--repeats", "1", "--threads", "1", "-q", "--output", str(tmp_path / "drafters.json"))
+    measured = CliRunner().invoke(app, [*words, *options])
+    assert measured.exit_code == 0, measured.output
+    document = json.loads(measured.stdout.splitlines()[-1])
+    assert {each["drafter"] for each in document["speeds"]} >= {"head"}
+
+
+def test_the_measuring_command_names_the_precision_where_there_is_one() -> None:
+    plan = Plan(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
+    wanted = "paceline bench drafters MODEL --draft-model 'my head' --dtype auto --device cpu"
+    assert measuring(plan, "MODEL", {"dtype": "auto", "quantization": None, "device": "cpu"}) == wanted
+    int8 = measuring(plan, "MODEL", {"dtype": "auto", "quantization": "int8", "device": "cpu"})
+    assert int8 == f"{wanted} --quantization int8"
 
 
 def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path, target: str, tmp_path: Path) -> None:
@@ -78,9 +106,58 @@ def test_a_head_of_another_kind_is_trained_on_the_same_data_and_drafts(
     assert sum(each.outputs[0].metrics.accepted for each in found) > 0
 
 
-def test_a_run_of_the_first_kind_is_written_down_as_before_there_were_others(whole: Path) -> None:
-    """So one that was begun then goes on."""
-    assert "kind" not in json.loads((whole / "training.json").read_text())
+def test_a_run_that_was_begun_before_there_were_kinds_goes_on(whole: Path, target: str, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "training.json").read_text())
+    del settings["kind"], settings["layers"]
+    (tmp_path / "training.json").write_text(json.dumps(settings))
+    assert call(target, *SIZES, "--output", str(tmp_path), "--resume").exit_code == 0
+    other = call(target, *SIZES, "--output", str(tmp_path), "--resume", "--kind", "parallel")
+    assert other.exit_code == 2
+    assert other.stderr.splitlines()[-1] == (
+        f"error: --resume: kind='parallel' is not allowed: {tmp_path} was begun with 'feature': take that, or another "
+        "directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "begun"), [(("--mlp-width", "80"), "without it"), (("--learning-rate", "0.001"), "with 0.002")]
+)
+def test_the_settings_that_a_run_was_begun_with_are_named(
+    whole: Path, target: str, tmp_path: Path, option: tuple[str, str], begun: str
+) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    other = call(target, *SIZES, *option, "--output", str(tmp_path), "--resume")
+    assert other.exit_code == 2
+    assert f"{tmp_path} was begun {begun}: " in other.stderr.splitlines()[-1]
+
+
+def test_a_disk_that_is_too_small_is_named_with_what_is_needed(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = call(target, *SIZES, "--disk-budget", "0.000001", "--output", str(tmp_path))
+    assert "error: --disk-budget=1e-06 is not allowed: at least 0.0" in budget.stderr
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1 << 10))
+    full = call(target, *SIZES, "--output", str(tmp_path))
+    assert (
+        f"error: --output={str(tmp_path)!r} is not allowed: on a disk with 0.00 GiB free; it needs 0.0" in full.stderr
+    )
+    for result in (budget, full):
+        assert result.exit_code == 2
+        assert "fewer --tokens" in result.stderr
+
+
+def test_without_a_terminal_progress_is_lines(whole: Path, target: str, tmp_path: Path) -> None:
+    shutil.copytree(whole / "data", tmp_path / "data")
+    line = [target, *(each for each in SIZES if each != "-q"), "--output", str(tmp_path), "--resume"]
+    told = call(*line).stderr.splitlines()
+    assert "data: 100 %" in told
+    shares = [int(row.split()[1]) for row in told if row.startswith("training: ")]
+    assert shares[-1] == 100
+    assert len(shares) > 3
+    assert shares == sorted(set(shares)), "each tenth once"
+    assert all(re.search(r"training: \d+ %, loss \d+\.\d+", row) for row in told if row.startswith("training: "))
+    assert call(*line, "-q").stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from paceline.config import DRAFT_KINDS, HEAD_KINDS, DraftTraining
 from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.errors import PacelineError
-from paceline.lengths.cost import CostTable
-from paceline.tools.training.acceptance import STEPS, Acceptance, _right, _walk, speed_up
+from paceline.tools.training.acceptance import STEPS, _right, _walk
 from paceline.tools.training.batches import Batch, Lessons, collate
 from paceline.tools.training.learn import Trainer, scale_for, schedule
 from paceline.tools.training.objective import Teacher, ahead, counted, guesses, loss
@@ -25,7 +24,6 @@ from paceline.tools.training.shards import Lesson, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
 TAPS = (2, 4, 5)
-COSTS = CostTable((1, 4), (0, 1, 3), 96, ((10.0, 10.5, 11.5), (12.0, 14.0, 18.0)), (0.0, 0.0), (0.0, 0.0))
 PLAN = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
 
 
@@ -153,17 +151,6 @@ def test_rounds_through_an_answer() -> None:
     assert _walk(right, 0, 6) == (5, 2), "0 keeps two and goes on at 3, which keeps one and ends"
     assert _walk(right, 2, 6) == (3, 2)
     assert _walk([[0]] * 4, 0, 6) == (4, 4)
-
-
-def test_what_acceptance_is_worth() -> None:
-    good, bad = Acceptance((1.0,) * 4, (2.0,) * 4, 9), Acceptance((0.0, *(float("nan"),) * 3), (1.0,) * 4, 9)
-    assert good.expected(4) == 5
-    assert bad.expected(4) == 1
-    assert speed_up(good, COSTS, 1, 0.05)[1] == 4
-    assert speed_up(bad, COSTS, 1, 0.05) == (1.0, 0)
-    steps, one = (speed_up(good, COSTS, 1, 0.5, passes)[0] for passes in (4, 1))
-    assert one == pytest.approx(50 / 17)
-    assert steps < one
 
 
 def test_training_learns(whole: Path) -> None:

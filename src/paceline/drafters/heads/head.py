@@ -109,11 +109,6 @@ class Head(nn.Module):
         """
         return self.states(tokens[:, 1:], features[:, :-1], steps)
 
-    @property
-    def weights_read(self) -> int:
-        """By a pass: all but the embedding, of which it looks a line up."""
-        return sum(weight.numel() for name, weight in self.named_parameters() if name != "embed_tokens.weight")
-
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """The logits [B, T, Vd] of ``states``."""
         return map(self.logits, self.states(tokens, features, steps))

@@ -20,6 +20,8 @@ def draw(results: Sequence[Result], path: Path, title: str) -> None:
     for axes, name in ((first, "Pass@First"), (every, "Pass@All")):
         axes.set(xlabel="budget, seconds", ylabel=name, xlim=(0, None), ylim=(0, max(0.05, 1.1 * highest)))
         axes.legend(fontsize=8)
+        if not highest:
+            axes.text(0.5, 0.5, "no answer passed", transform=axes.transAxes, ha="center")  # the curves lie on the axis
     save(figure, path, title)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 8
 CURVE_POINTS = 60
+FAILURES, FAILURE_CHARACTERS = 5, 40  # most kinds that are named; a program chooses the names of its exceptions
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,16 @@ def _agree(one: Answer, other: Answer) -> bool:
     if not longer.ended:
         return one.text.startswith(other.text) or other.text.startswith(one.text)
     return longer.text.startswith(shorter.text)
+
+
+def failures(problems: Sequence[Sides]) -> str | None:
+    """What became of all programs, in words, the most frequent outcomes first; None if any program passed."""
+    answers = [answer for problem in problems for side in problem.values() for answer in side]
+    if any(answer.passed for answer in answers):
+        return None
+    counts = Counter(answer.result.partition(":")[0][:FAILURE_CHARACTERS] for answer in answers)
+    often = ", ".join(f"{count} {result}" for result, count in counts.most_common(FAILURES))
+    return f"no answer passed its problem's tests; of {len(answers)}: {often}"
 
 
 def samples(problems: Mapping[str, Sides], side: Side) -> Iterator[dict[str, Any]]:

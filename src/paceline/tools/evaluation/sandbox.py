@@ -28,7 +28,9 @@ _LAST_WAIT = 10.0
 _SAID_BYTES = 4096
 
 _LIMITED = (
-    "processor time, memory, file size and open files are limited; no process or thread can be begun",
+    "processor time, memory, file size and open files are limited",
+    "no system calls but those that computing and files need",
+    "no process, thread or socket can be begun, no signal sent, no key read, no memory had beside the limit",
     "no environment, no open files, no privileges to gain, output goes nowhere",
 )
 _ENCLOSED = (
@@ -37,11 +39,8 @@ _ENCLOSED = (
     "no other process in sight: a namespace of its own, which ends with the program",
     f"no files but Python's, read-only, and an empty directory of {WORK_BYTES >> 20} MB in memory",
 )
-_OPEN = (
-    "network: programs can reach what this machine reaches",
-    "files: programs can read whatever their user can, and fill the disk",
-)
-_OPEN_TO_OURSELVES = "processes: programs run as this user, so they can signal its processes and write its files"
+_OPEN = "files: programs can read whatever their user can, and fill the disk"
+_OPEN_TO_OURSELVES = "files: programs run as this user, so they can change its files and look at its processes in /proc"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ class SandboxError(PacelineError):
 class Sandbox:
     """Runs programs, one at a time. ``isolation`` says what it keeps them from.
 
-    weak: run programs even where the kernel allows no namespaces; there are limits and an empty environment then.
+    weak: run programs even where the kernel allows no namespaces; there are limits, a filter of system calls and an
+    empty environment then.
     Raises SandboxError where that is so and ``weak`` was not asked for, and where programs do not run at all.
     """
 
@@ -94,7 +94,7 @@ class Sandbox:
             raise SandboxError(
                 f"the programs of a model cannot be kept from harm here ({refused}): allow user namespaces "
                 "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container its "
-                "seccomp profile), or accept that they see network and files with --weak-sandbox"
+                "seccomp profile), or accept that they see this machine's files with --weak-sandbox"
             )
         self._enclosed = refused is None
         self.isolation = Isolation(_ENCLOSED) if self._enclosed else Isolation(_LIMITED, _missing(str(refused)))
@@ -137,6 +137,11 @@ class Sandbox:
                 "directory": str(directory),
             }
             report, said = _supervise(json.dumps(job).encode(), secret, self.limits.wall_seconds + _PATIENCE)
+        if "lacking" in report:
+            raise SandboxError(
+                f"the system calls of a model's programs cannot be limited here ({report['lacking']}): install the "
+                "system's package libseccomp (libseccomp2 for Debian and Ubuntu)"
+            )
         if "refused" in report:
             raise _RefusedError(report["refused"])
         return self._judge(report, said, secret)
@@ -162,7 +167,7 @@ class _RefusedError(SandboxError):
 
 def _missing(why: str) -> tuple[str, ...]:
     ours = () if os.geteuid() == 0 else (_OPEN_TO_OURSELVES,)  # root's programs run as nobody
-    return (*_OPEN, *ours, f"why: {why}")
+    return (_OPEN, *ours, f"why: {why}")
 
 
 @contextmanager

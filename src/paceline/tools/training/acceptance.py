@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.lengths.cost import CostTable
 from paceline.tools.training.batches import Batch, Lessons
 from paceline.tools.training.objective import Learner, ahead, guesses
 
@@ -28,14 +26,6 @@ class Acceptance:
     conditional: tuple[float, ...]
     length: tuple[float, ...]
     places: int
-
-    def expected(self, k: int) -> float:
-        """Tokens of a round with k guesses: 1 and what is kept of them."""
-        kept, total = 1.0, 1.0
-        for rate in self.conditional[:k]:
-            kept *= 0.0 if math.isnan(rate) else rate
-            total += kept
-        return total
 
 
 @torch.inference_mode()
@@ -79,19 +69,3 @@ def _walk(right: Sequence[Sequence[int]], place: int, length: int) -> tuple[int,
         kept = next((n for n, each in enumerate(right[place]) if each != 1), len(right[place]))
         place, rounds = place + kept + 1, rounds + 1
     return place - start, rounds
-
-
-def speed_up(
-    acceptance: Acceptance, costs: CostTable, rows: int, pass_share: float, passes: int = STEPS
-) -> tuple[float, int]:
-    """Over plain decoding, and the guesses a round that give most, by measured costs of verification.
-
-    pass_share: what a draft's pass takes of a plain round of the target: the weights that it reads, of the target's.
-    passes: most that a draft takes, of a pass a guess; 1: all guesses come of one.
-    """
-    plain = costs.verify_ms(rows, 0)
-    found = [
-        (acceptance.expected(k) * plain / (costs.verify_ms(rows, k) + min(k, passes) * pass_share * plain), k)
-        for k in range(1, STEPS + 1)
-    ]
-    return max([*found, (1.0, 0)])

@@ -149,10 +149,10 @@ def check_disk(output: Path, data: DraftData, width: int, taps: int, checkpoint:
     conversation = data.prompt_tokens + data.answer_tokens
     tokens = data.tokens + (data.shard + data.held_out) * conversation
     needed = tokens * bytes_of_token(width, taps) + 2 * checkpoint
-    there = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-    room = {"--disk-budget": data.disk_budget * _GIB, "--output": shutil.disk_usage(output).free + there}
-    for option, most in room.items():
-        if needed > most:
-            allowed = f"{needed / _GIB:.2f} GiB for {data.tokens} tokens and two checkpoints; take fewer --tokens"
-            raise ParameterError(option, f"{most / _GIB:.2f} GiB", allowed)
+    what = f"{needed / _GIB:.2f} GiB, which {data.tokens} tokens and two checkpoints take; or take fewer --tokens"
+    if needed > data.disk_budget * _GIB:
+        raise ParameterError("--disk-budget", data.disk_budget, f"at least {what}")
+    room = shutil.disk_usage(output).free + sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    if needed > room:
+        raise ParameterError("--output", str(output), f"on a disk with {room / _GIB:.2f} GiB free; it needs {what}")
     return needed

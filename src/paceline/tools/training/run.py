@@ -15,14 +15,11 @@ from paceline.config import DraftData, DraftTraining
 from paceline.core.hardware import available_memory, torch_threads
 from paceline.drafters.heads.checkpoint import save_head
 from paceline.errors import CapacityError, MissingPackageError
-from paceline.lengths.calibration import Grid
-from paceline.lengths.cost import CostTable
-from paceline.tools.training.acceptance import STEPS, Acceptance, speed_up
+from paceline.tools.training.acceptance import STEPS
 from paceline.tools.training.batches import Lessons
 from paceline.tools.training.collect import Collector, check_disk, settings_of
 from paceline.tools.training.fellows import Fellows
 from paceline.tools.training.learn import Trainer, checkpoint_bytes, scale_for, trained_weights, training_bytes
-from paceline.tools.training.objective import Learner
 from paceline.tools.training.prompts import Question
 from paceline.tools.training.shards import HELD_OUT, Shard, Shards, check_settings, path_of
 from paceline.tools.training.streams import taps_of
@@ -32,7 +29,6 @@ from paceline.tools.training.target import Target, coverage, most_frequent
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-ROWS = (1, 4, 8)  # for which the speed-up is worked out
 _GIB = 2**30
 _NO_MATTER = ("minutes", "evaluate_every", "checkpoint_every")  # what may be another when a run goes on
 
@@ -90,16 +86,11 @@ def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]
 def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fellows) -> dict[str, Any]:
     """All of it. Writes the head; gives what the report says. Closes ``llm``. Others of the fellows ``follow``."""
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
-    if plan.training.kind == DraftTraining.kind:
-        del settings["kind"]  # as in directories of runs that began when there was one kind
-    if plan.training.layers is None:
-        del settings["layers"]  # likewise
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
-    check_settings(plan.output / "training.json", wanted, resume=plan.resume)
+    before = {"kind": DraftTraining.kind}  # the only one there was
+    check_settings(plan.output / "training.json", wanted, resume=plan.resume, before=before)
     held, shards = collect(plan, llm, watcher)
-    rows = tuple(size for size in ROWS if size <= llm.config.max_batch_size)
-    costs = llm.engine.measure_costs(Grid(rows, (0, 1, 2, 4), seconds=1.0))
-    device, weights, threads = llm.engine.models.target.device, _weights(llm), llm.engine.threads
+    device, threads = llm.engine.models.target.device, llm.engine.threads
     tokenizer = llm.tokenizer
     llm.close()
     del llm
@@ -115,7 +106,7 @@ def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fello
         head.save(plan.output, target.rows)
     else:
         save_head(head, plan.output)
-    return _told(plan, trainer, held, shards) | {"speed_up": _speed_ups(trainer, costs, head, weights)}
+    return _told(plan, trainer, held, shards)
 
 
 def follow(plan: Plan, target: Target, fellows: Fellows, threads: int) -> None:
@@ -124,11 +115,6 @@ def follow(plan: Plan, target: Target, fellows: Fellows, threads: int) -> None:
     held, *shards = (Shard(path_of(plan.output / "data", number)) for number in range(HELD_OUT, count))
     with torch_threads(max(1, threads // fellows.size)):
         _trainer(plan, target, held, shards, torch.device("cpu"), fellows).run(plan.checkpoint)
-
-
-def _weights(llm: LLM) -> int:
-    """Bytes of the target's."""
-    return llm.engine.models.target.weight_bytes()
 
 
 def _trainer(
@@ -163,20 +149,6 @@ def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) ->
         "losses": progress.losses,
         "acceptance": progress.looks,
     }
-
-
-def _speed_ups(trainer: Trainer, costs: CostTable, head: Learner, weights: int) -> list[dict[str, float]]:
-    """Expected of greedy answers, by the costs measured: a draft's pass takes what its bytes take of the target's.
-
-    That is a head of the kernels' speed in the target's precision; what drafts cost here is for a benchmark to say.
-    """
-    last = {
-        name: tuple(value) for name, value in trainer.progress.looks[-1].items() if isinstance(value, (list, tuple))
-    }
-    acceptance = Acceptance(last["conditional"], last["length"], trainer.progress.looks[-1]["places"])
-    passes = STEPS if trainer.plan.kind in ("feature", "model") else 1
-    found = {rows: speed_up(acceptance, costs, rows, head.weights_read / weights, passes) for rows in costs.batch_sizes}
-    return [{"rows": rows, "speed_up": factor, "guesses": k} for rows, (factor, k) in found.items()]
 
 
 def draw(told: dict[str, Any], path: Path, title: str) -> bool:
@@ -225,11 +197,9 @@ def as_markdown(told: dict[str, Any]) -> str:
         f"| kept, if those before it were | {rates} |",
         f"| tokens a round with so many guesses | {lengths} |",
         "",
-        "Expected over plain decoding, greedy, if a draft's pass takes what its weights take of the target's:",
+        "These are tokens a round, not a speed: a round takes longer with draft tokens. This measures the speed:",
         "",
-        "| rows | speed-up | guesses |",
-        "| --- | --- | --- |",
-        *(f"| {each['rows']} | {each['speed_up']:.2f} | {each['guesses']} |" for each in told["speed_up"]),
+        f"`{told['measure']}`",
         "",
     ]
     return "\n".join(lines)

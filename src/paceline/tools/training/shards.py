@@ -131,8 +131,13 @@ class Lesson:
     norm: Tensor
 
 
-def check_settings(path: Path, wanted: Mapping[str, Any], *, resume: bool) -> None:
-    """Write the settings down, or see that those written down are the same. Raises ParameterError."""
+def check_settings(
+    path: Path, wanted: Mapping[str, Any], *, resume: bool, before: Mapping[str, Any] | None = None
+) -> None:
+    """Write the settings down, or see that those written down are the same. Raises ParameterError.
+
+    before: what holds in files that were written before there were such settings.
+    """
     here = json.loads(json.dumps(wanted))
     if not path.exists():
         write_text(path, json.dumps(here, indent=1) + "\n")
@@ -140,12 +145,13 @@ def check_settings(path: Path, wanted: Mapping[str, Any], *, resume: bool) -> No
     if not resume:
         raise ParameterError("--output", str(path.parent), "a directory without an earlier run, or with --resume")
     try:
-        kept = dict(json.loads(path.read_bytes()))
+        kept = {**(before or {}), **json.loads(path.read_bytes())}
     except (ValueError, TypeError) as error:
         raise PacelineError(f"{path} is broken: take another directory ({error})") from error
     for name in dict.fromkeys((*here, *kept)):
         if kept.get(name) != here.get(name):
-            allowed = f"{kept.get(name)!r}, with which {path.parent} was begun; or take another directory"
+            begun = "without it" if kept.get(name) is None else f"with {kept[name]!r}"
+            allowed = f"{path.parent} was begun {begun}: take that, or another directory"
             raise ParameterError(f"--resume: {name}", here.get(name), allowed)
 
 

@@ -95,11 +95,6 @@ class Student(nn.Module):
     def absorb(self, scale: Tensor) -> None:
         """It reads no streams."""
 
-    @property
-    def weights_read(self) -> int:
-        """By a pass: the output's rows are as many as the embedding's."""
-        return sum(weight.numel() for weight in self.body.parameters())
-
     def save(self, directory: Path, rows: Tensor) -> None:
         """A checkpoint as ``transformers`` writes it, each file whole. rows [V, H]: of the target's output."""
         state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.body.state_dict().items()}
