@@ -17,7 +17,7 @@ from paceline.models.native import NativeModel
 from paceline.params import SamplingParams
 from paceline.server.metrics import Meter
 from paceline.utilisation import Arithmetic, Peak, arithmetic_of, data_sheet, peak_of
-from toy import ToyModel, make_engine, make_request
+from toy import ToyModel, make_engine, make_request, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,6 +31,13 @@ def test_it_is_the_arithmetic_of_the_answers_over_the_peaks() -> None:
         "multiply_adds_a_token": 100,
         "peak": {"operations_per_second": 1000.0, "source": "said so"},
     }
+
+
+@pytest.mark.parametrize("target", ["native", "toy"])
+def test_measuring_a_peak_leaves_the_global_generator_alone(target: str) -> None:
+    before = torch.get_rng_state()
+    peak_of(tiny_native(0) if target == "native" else ToyModel(), threads=1, seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def counted(model: AnyModel) -> int:

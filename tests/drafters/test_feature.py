@@ -371,6 +371,15 @@ def test_a_heads_directory_is_a_draft_model_in_either_layout(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_engine_with_a_head_leaves_the_global_generator_alone(tmp_path: Path, parallel: bool) -> None:
+    head, target = published(tmp_path, parallel=parallel), tiny_llama_of_transformers()
+    before = torch.get_rng_state()
+    accepted(LLM(target, head, dtype="float32", device="cpu", attention="padded", num_speculative_tokens="auto"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_parallel_heads_directory_is_a_draft_model(tmp_path: Path, rule: str) -> None:
     llm = llm_with(published(tmp_path, parallel=True), drafter="feature", acceptance=rule)

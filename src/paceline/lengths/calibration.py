@@ -208,10 +208,11 @@ class Calibration:
 
     def _fill(self, rows: int, context: int) -> None:
         """Real numbers in the caches: untouched memory would be read too fast."""
+        generator = torch.Generator(self.batch.device).manual_seed(0)  # the global one is the caller's
         for decoder in (self.target, *self.drafter.decoders):
             for table in (decoder.cache.keys, decoder.cache.values):
                 for layer in table:
-                    layer[:rows, :, :context].uniform_(-1, 1)
+                    layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
 
     def _rows(self, rows: int, context: int) -> None:
         """``rows`` decoding rows of random text, of which all caches lack the last token."""
