@@ -79,7 +79,7 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
 def global_state() -> tuple[object, ...]:
     """What belongs to the whole process: generators of random numbers, threads, locale."""
     threads = torch.get_num_threads(), torch.get_num_interop_threads()
-    draws = torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002 (the global one)
+    draws = torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
     return *draws, *threads, torch.get_default_dtype(), locale.setlocale(locale.LC_ALL)
 
 
