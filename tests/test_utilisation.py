@@ -122,7 +122,7 @@ def test_a_server_tells_it_of_its_rounds() -> None:
         engine.step()
         meter.round(engine)
         if engine.last_verdict is not None:
-            now["seconds"] += engine.chunks.round_seconds
+            now["seconds"] += engine.chunks.rounds.last
             now["tokens"] += len(engine.last_verdict.host.accepted)
     assert now["tokens"] == 12
     assert value("paceline:decode_seconds_total") == pytest.approx(now["seconds"])

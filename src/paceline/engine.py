@@ -245,13 +245,12 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         self.last_verdict, began = None, time.perf_counter()
-        changed = self.scheduler.overdue(time.monotonic())
-        changed += self.scheduler.admit()
-        if self.scheduler.running:
+        changed = self.scheduler.admit()
+        if rows := len(self.scheduler.running):
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
             changed += self._play()
-            self.chunks.round_seconds = time.perf_counter() - started
+            self.chunks.rounds.learn(rows, time.perf_counter() - started)
         if not self.busy:
             if self._pipeline is not None:
                 self._pipeline.forget()
