@@ -114,8 +114,15 @@ class Engine:
     def _policy(self) -> LengthPolicy:
         """No drafter is the length 0."""
         config, drafter = self.config, self.parts.drafter
-        overlaps = self._player is not None
-        means = Means(self._costs, self._need_profile, drafter.decoders, self._on_kernels, drafter.copies, overlaps)
+        means = Means(
+            self._costs,
+            self._need_profile,
+            drafter.decoders,
+            ragged=self._on_kernels,
+            copies=drafter.copies,
+            overlaps=self._player is not None,
+            paying_rows=drafter.paying_rows,
+        )
         return make_policy(config.num_speculative_tokens if config.guesses else 0, means)
 
     def _load_profile(self) -> Profile | None:

@@ -37,6 +37,7 @@ from paceline.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
 from paceline.lengths import FixedLength
+from paceline.lengths.auto import AutoLength
 from paceline.memory import plan_memory
 from paceline.models.base import AnyModel
 from paceline.models.loading import load_embedding
@@ -368,6 +369,18 @@ def test_a_heads_directory_is_a_draft_model_in_either_layout(tmp_path: Path) -> 
     assert found[0] == accepted(one.plain())[0]
     assert found[1] > 0
     assert "drafter head " in one.engine.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
+def test_auto_knows_at_how_many_rows_a_head_was_measured_to_pay(tmp_path: Path, drafter: str) -> None:
+    head = published(tmp_path, paceline={"paying_rows": {"cpu": 2, "cuda": 7}})
+    llm = llm_with(head, drafter=drafter, num_speculative_tokens="auto")
+    assert isinstance(policy := llm.engine.parts.policy, AutoLength)
+    assert policy.paying_rows == 2
+    assert ", length auto (drafts for up to 2 rows)," in llm.engine.describe()
+    unknown = llm_with(published(tmp_path), drafter=drafter, num_speculative_tokens="auto").engine
+    assert ", length auto," in unknown.describe()
 
 
 @pytest.mark.usefixtures("no_requests")
