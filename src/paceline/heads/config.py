@@ -157,7 +157,7 @@ class HeadConfig:
         }
         target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
         kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
-        more = {"mask_token_id": self.mask_token} if self.parallel else {}
+        more: dict[str, Any] = {"mask_token_id": self.mask_token} if self.parallel else {}
         more |= {"transfers": self.transfers} if self.transfers else {}
         more |= {"paceline": {"paying_rows": dict(self.paying_rows)}} if self.paying_rows else {}
         return {
