@@ -2,7 +2,7 @@
 
     python benchmarks/count_code.py [MODEL]
 
-Lines and named numbers of the length policies. ``isinstance`` on concrete drafters and policies, which ought to be 0.
+``isinstance`` on concrete drafters and policies, which ought to be 0.
 And the files in which something runs during some steps of the engine (admission, a round, settling), warmed up: with a
 fixed length and a draft model, with ``auto`` and one, with ``auto`` and copies. Of these it tells those that decide
 something about guesses (what to draft, to verify, to keep) from those that carry it out or go with any engine:
@@ -47,28 +47,6 @@ CARRIES = {
     "kernels/": "calls of the C++ library",
     "gpu/": "calls of Triton",
 }
-
-
-def named_numbers(path: Path) -> Iterator[tuple[str, bool]]:
-    """What a module or a class binds to numbers, and whether it follows from other names alone."""
-    tree = ast.parse(path.read_text())
-    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
-    for statement in (each for body in bodies for each in body):
-        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-            nodes = list(ast.walk(statement.value))
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            numbers = any(isinstance(node, ast.Constant) and type(node.value) in (int, float) for node in nodes)
-            if ast.unparse(target).isupper() and numbers:
-                yield ast.unparse(statement), any(isinstance(node, ast.Name) and node.id.isupper() for node in nodes)
-
-
-def length_code(source: Path) -> tuple[dict[str, int], list[tuple[str, str]], int]:
-    """Lines of each file of the length policies, their own named numbers with the file's name, and how many follow."""
-    files = sorted((source / "lengths").glob("*.py"))
-    lines = {path.name: len(path.read_text().splitlines()) for path in files}
-    numbers = [(path.name, *number) for path in files for number in named_numbers(path)]
-    own = [(name, number) for name, number, derived in numbers if not derived]
-    return lines, own, len(numbers) - len(own)
 
 
 def concrete_classes(source: Path) -> set[str]:
@@ -149,10 +127,6 @@ def describe_steps(model: str) -> Iterator[str]:
 
 def main() -> None:
     """Print the counts."""
-    lines, own, derived = length_code(SOURCE)
-    sys.stdout.write("".join(f"{count:5} {name}\n" for name, count in lines.items()))
-    sys.stdout.write("".join(f"{name}: {number}\n" for name, number in own))
-    sys.stdout.write(f"{sum(lines.values())} lines, {len(own)} named numbers ({derived} derived)\n")
     asked = list(questions(SOURCE))
     sys.stdout.write(
         "".join(f"{line}\n" for line in asked) + f"{len(asked)} isinstance on concrete drafters, policies\n"

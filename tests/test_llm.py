@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import locale
 import pickle
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -88,6 +90,28 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
             assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
         assert made.score([[1, 2]], [[3]], use_tqdm=False)[0].token_ids == [3]
         assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+
+
+def global_state() -> tuple[object, ...]:
+    """What belongs to the whole process: generators of random numbers, threads, locale."""
+    threads = torch.get_num_threads(), torch.get_num_interop_threads()
+    draws = torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
+    return *draws, *threads, torch.get_default_dtype(), locale.setlocale(locale.LC_ALL)
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model", "hybrid"])
+@pytest.mark.parametrize("attention", ["padded", "native"])
+def test_an_engine_changes_nothing_of_the_process(attention: str, drafter: str | None) -> None:
+    """Otherwise ``torch.manual_seed`` before an engine is made gives other numbers than with one made already."""
+    if attention == "native" and not native.available():
+        pytest.skip(f"no kernels here: {native.why_none()}")
+    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "attention": attention, "drafter": drafter}
+    draft = model if drafter in ("model", "hybrid") else None
+    before = global_state()
+    llm = LLM(model, draft, max_batch_size=2, threads=2, **options)
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert global_state() == before
 
 
 TOLD: dict[str, Callable[[ExitStack], object]] = {

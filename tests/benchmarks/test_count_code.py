@@ -5,21 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.count_code import SOURCE, carries, files_of_steps, length_code, named_numbers, questions
+from benchmarks.count_code import SOURCE, carries, files_of_steps, questions
 
 from paceline.kernels import native
 from toy import FlatToy, make_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SOURCES = {"model": {"drafters/model.py"}, "ngram": {"drafters/ngram.py", "drafters/lookup.py"}}
-LINES, NUMBERS = 1728, 35  # of the length policies
-
-
-def test_numbers_are_told_from_what_follows_from_them(tmp_path: Path) -> None:
-    file = tmp_path / "x.py"
-    file.write_text("A = 3\nB = 2 * A\nC: float = 1.5\nd = 4\nNAME = 'x'\nclass K:\n    SIZE = 7\n")
-    own = ["A = 3", "C: float = 1.5", "SIZE = 7"]
-    assert sorted(named_numbers(file)) == sorted([("B = 2 * A", True), *((number, False) for number in own)])
 
 
 def test_questions_for_concrete_drafters_are_found(tmp_path: Path) -> None:
@@ -31,13 +23,6 @@ def test_questions_for_concrete_drafters_are_found(tmp_path: Path) -> None:
 def test_engine_and_rounds_ask_for_no_concrete_drafter_or_policy() -> None:
     asked = [line for line in questions(SOURCE) if not line.startswith(("bench/", "cli/"))]
     assert asked == []
-
-
-def test_the_length_code_does_not_grow() -> None:
-    """Who adds to it may take something else away."""
-    lines, own, _ = length_code(SOURCE)
-    assert sum(lines.values()) <= LINES, lines
-    assert len(own) <= NUMBERS, own
 
 
 @pytest.mark.parametrize(("drafter", "length", "most"), [("model", 4, 6), ("model", "auto", 8), ("ngram", "auto", 10)])

@@ -39,6 +39,7 @@ from paceline.engine.memory import plan_memory
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths import FixedLength
+from paceline.lengths.auto import AutoLength
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
 from paceline.models.loading import load_embedding
@@ -368,6 +369,27 @@ def test_a_heads_directory_is_a_draft_model_in_either_layout(tmp_path: Path) -> 
     assert found[0] == accepted(one.plain())[0]
     assert found[1] > 0
     assert "drafter head " in one.engine.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
+def test_auto_knows_at_how_many_rows_a_head_was_measured_to_pay(tmp_path: Path, drafter: str) -> None:
+    head = published(tmp_path, paceline={"paying_rows": {"cpu": 2, "cuda": 7}})
+    llm = llm_with(head, drafter=drafter, num_speculative_tokens="auto")
+    assert isinstance(policy := llm.engine.parts.policy, AutoLength)
+    assert policy.paying_rows == 2
+    assert ", length auto (drafts for up to 2 rows)," in llm.engine.describe()
+    unknown = llm_with(published(tmp_path), drafter=drafter, num_speculative_tokens="auto").engine
+    assert ", length auto," in unknown.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_engine_with_a_head_leaves_the_global_generator_alone(tmp_path: Path, parallel: bool) -> None:
+    head, target = published(tmp_path, parallel=parallel), tiny_llama_of_transformers()
+    before = torch.get_rng_state()
+    accepted(LLM(target, head, dtype="float32", device="cpu", attention="padded", num_speculative_tokens="auto"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.usefixtures("no_requests")

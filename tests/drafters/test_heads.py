@@ -35,6 +35,7 @@ from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.llm import LLM
+from paceline.models.hub import resolve
 
 LENGTH = 7
 THETA = {"rope_theta": 500.0}
@@ -160,7 +161,7 @@ def test_the_usual_rope_has_a_base_of_ten_thousand(tmp_path: Path) -> None:
 
 def test_a_written_head_is_read_again_and_has_the_layout_of_speculators(tmp_path: Path) -> None:
     tensors = random_head(switches=["fc_norm"])
-    config = speculators_config(layers(**THETA), fc_norm=True, norm_output=True)
+    config = speculators_config(layers(**THETA), fc_norm=True, norm_output=True, paceline={"paying_rows": {"cpu": 2}})
     head = loaded(write(tmp_path / "one", config, tensors))
     save_head(head, tmp_path / "two")
     again = loaded(tmp_path / "two", embedding=tensors["embed_tokens.weight"])
@@ -172,6 +173,11 @@ def test_a_written_head_is_read_again_and_has_the_layout_of_speculators(tmp_path
     assert written["speculators_config"] == config["speculators_config"]
     assert written["transformer_layer_config"] == config["transformer_layer_config"]
     assert written["architectures"] == ["Eagle3Speculator"]
+    assert written["paceline"] == {"paying_rows": {"cpu": 2}}
+
+
+def test_the_shipped_head_says_at_how_many_rows_it_was_measured_to_pay() -> None:
+    assert read_head_config(resolve("smollm2-135m-head")).paying_rows == {"cpu": 2}
 
 
 def test_a_written_parallel_head_is_read_again_and_has_the_layout_of_speculators(tmp_path: Path) -> None:
@@ -279,6 +285,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "belongs to other kinds"),
     "transfers and switches": (transferring(norm_output=True), "belongs to other kinds"),
     "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "belongs to other kinds"),
+    "no rows": (speculators_config(layers(), paceline={"paying_rows": {"cpu": 0}}), "from 1 on, not {'cpu': 0}"),
+    "rows of words": (speculators_config(layers(), paceline={"paying_rows": {"cpu": "2"}}), "whole number"),
+    "rows of nothing": (speculators_config(layers(), paceline=2), "is an object, not 2"),
     "no size": (speculators_config({}), "lacks hidden_size"),
     "no activation": (speculators_config(layers(hidden_act="swoosh")), "activation"),
 }

@@ -15,7 +15,7 @@ from paceline.cli.batch import running
 from paceline.cli.jobs import Job, run_jobs
 from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.batch import Batch
-from paceline.engine.chunks import Chunks, Part, Speed
+from paceline.engine.chunks import Chunks, Part, RoundSeconds, Speed
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.models.decoder import Decoder
@@ -58,16 +58,16 @@ def test_a_chunk_takes_as_long_as_a_row_that_decodes_may_pause(rate: float, size
 
 def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> None:
     chunks = chunks_at(0.001)
-    chunks.round_seconds = 0.03
+    chunks.rounds.last = 0.03
     assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 50}
-    chunks.round_seconds = 0.5
+    chunks.rounds.last = 0.5
     assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 25}
 
 
 def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
     """Where a pass of whatever size takes longer than its share of a pause: 60 ms, and 4 ms a token."""
     chunks, prompt, passes = Chunks(1024, 0.1), Text(1500), []
-    chunks.round_seconds = 0.065
+    chunks.rounds.last = 0.065
     while prompt.prefilled < prompt.prefill_stop:
         (part,) = chunks.choose([prompt], decoding=bool(passes))
         passes.append(part.size)
@@ -86,6 +86,14 @@ def test_what_a_pass_takes_is_known_from_small_chunks_and_what_a_token_takes_fro
     assert speed.per_pass == pytest.approx(0.06, rel=0.05)
 
 
+def test_small_chunks_that_are_fast_show_that_a_stall_was_one() -> None:
+    speed = Speed()
+    speed.learn([Part(0, 0, 40)], 2.0)
+    for _ in range(30):
+        speed.learn([Part(0, 0, 4)], 0.012)
+    assert speed.seconds_per_token(0) + speed.per_pass < 0.015
+
+
 def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener_as_large_as_allowed() -> None:
     assert sizes(chunks_at(0.001).choose([Text(5000)], decoding=False)) == {0: 500}
     assert sizes(chunks_at(0.001, pause=None).choose([Text(5000)], decoding=True)) == {0: 1024}
@@ -93,6 +101,35 @@ def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener
     unawaited.awaited = False
     assert sizes(unawaited.choose([Text(5000)], decoding=True)) == {0: 1024}
     assert sizes(Chunks(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
+
+
+def test_a_chunk_ends_before_what_must_not_wait_for_it_and_has_a_token_at_least() -> None:
+    chunks = chunks_at(0.001)
+    for left, size in ((0.0301, 30), (0.0005, 1), (-1.0, 1)):
+        assert sizes(chunks.choose([Text(5000)], decoding=True, left=left)) == {0: size}
+    chunks.speed.per_pass = 0.02
+    assert sizes(chunks.choose([Text(5000)], decoding=True, left=0.0301)) == {0: 10}
+    assert chunks.least_seconds(0) == pytest.approx(0.021)
+
+
+def test_how_long_a_round_takes_is_known_from_those_of_as_many_rows_lately() -> None:
+    rounds = RoundSeconds()
+    assert rounds.expected(3) == 0
+    for rows, seconds in ((1, 0.01), (1, 0.01), (1, 3.0), (8, 0.04), (9, 0.05), (8, 0.04)):
+        rounds.learn(rows, seconds)
+    assert [rounds.expected(rows) for rows in (1, 2, 6, 15, 64)] == [0.01, 0.01, 0.04, 0.04, 0.04]
+    for _ in range(8):
+        rounds.learn(1, 0.02)
+    assert rounds.expected(1) == 0.02
+
+
+def test_what_keeps_rounds_from_being_played_is_forgotten() -> None:
+    rounds = RoundSeconds()
+    for seconds in (5.0, 6.0, 0.01):
+        rounds.learn(1, seconds)
+    for expected in (5.0, 2.505, 0.01, 0, 0):
+        assert rounds.expected(1) == pytest.approx(expected)
+        rounds.doubt(1)
 
 
 def test_before_anything_is_known_a_chunk_is_small() -> None:

@@ -10,13 +10,32 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from paceline.config import SamplingParams
+from paceline.core import hardware
 from paceline.core.batch import Batch
 from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.engine import engine as engine_module
+from paceline.engine import request as request_module
+from paceline.engine import scheduler as scheduler_module
+from paceline.engine import sequences as sequences_module
 from paceline.engine.engine import Engine, Request
+from paceline.kernels import native
+from paceline.models.base import Streams
 from paceline.models.decoder import Decoder
-from toy import POSITIONS, VOCAB, FlatToy, RandomLength, ToyModel, answers, make_engine, run, slow_answer
+from toy import (
+    POSITIONS,
+    VOCAB,
+    FlatToy,
+    RandomLength,
+    ToyModel,
+    answers,
+    make_engine,
+    run,
+    slow_answer,
+    tiny_native,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -300,3 +319,108 @@ def test_answers_end_where_there_is_no_more_room() -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 8]
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
     assert POSITIONS > 12
+
+
+# --- deadlines, on a clock that only forward passes move ------------------------------------------------------------
+
+
+class Slow(ToyModel):
+    """A model that takes ``pass_ms`` for a forward pass and ``token_ms`` for each token; stands in for ``time``."""
+
+    def __init__(self, pass_ms: float = 8.0, token_ms: float = 1.0) -> None:
+        super().__init__(max_positions=2000)
+        self.pass_ms, self.token_ms, self.seconds = pass_ms, token_ms, 100.0
+
+    def streams(self, tokens: Tensor, *more: Any, **options: Any) -> Streams:
+        self.seconds += (self.pass_ms + self.token_ms * tokens.numel()) / 1000
+        return super().streams(tokens, *more, **options)
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    monotonic = perf_counter
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    model = Slow()
+    for module in (engine_module, scheduler_module, hardware, request_module, sequences_module):
+        monkeypatch.setattr(module, "time", model)
+    return model
+
+
+def limited(budget: float, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True, time_budget=budget, **more)
+
+
+def late_ms(engine: Engine, slow: Slow, outputs: Sequence[RequestOutput]) -> list[float]:
+    """Milliseconds from each request's deadline to its end, as the caller of ``step`` sees it."""
+    deadlines = {output.request_id: slow.seconds for output in outputs}
+    for sequence in engine.scheduler.waiting:
+        deadlines[sequence.request_id] = sequence.deadline or 0.0
+    ends: dict[str, float] = {}
+    while len(ends) < len(outputs):
+        step(engine)
+        ends |= {o.request_id: slow.seconds for o in outputs if o.finished and o.request_id not in ends}
+    return [1000 * (ends[name] - deadline) for name, deadline in deadlines.items()]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("prompt", [2, 150, 1500])
+@pytest.mark.parametrize("budget", [0.05, 0.1, 1.0])
+def test_a_time_budget_is_kept(slow: Slow, budget: float, prompt: int, rows: int) -> None:
+    """A round takes 9 to 12 ms, the longest prompt 1.5 s."""
+    engine = make_engine(slow, max_model_len=2000, longest_pause=0.1)
+    for number in range(6):
+        output = add(engine, [1 + number, *[2] * (prompt - 1)], limited(budget, n=rows))
+        (late,) = late_ms(engine, slow, [output])
+        assert {answer.finish_reason for answer in output.outputs} == {"deadline"}
+        assert late < (10 if number else 60), "before the first one nothing is known of this machine"
+        assert late > -14, "another round would have been in time"
+
+
+def test_who_decodes_is_not_made_late_by_prompts_that_are_read(slow: Slow) -> None:
+    engine = make_engine(slow, max_model_len=2000, longest_pause=0.2)
+    add(engine, [3] * 400, limited(2.0))
+    while engine.busy:
+        step(engine)
+    outputs = [add(engine, [1, 2], limited(budget)) for budget in (0.15, 0.33)]
+    outputs.append(add(engine, [5] * 1500, limited(1.0)))
+    assert max(late_ms(engine, slow, outputs)) < 10, "a pass, as long as it is not known what a small one takes"
+
+
+def test_an_answer_has_all_tokens_for_which_there_is_time(slow: Slow) -> None:
+    engine = make_engine(slow, max_model_len=2000)
+    outputs = [add(engine, [1, 2], limited(1.0)) for _ in range(2)]
+    late_ms(engine, slow, outputs)
+    rounds = [answer.metrics.rounds for output in outputs for answer in output.outputs]
+    assert min(rounds) >= (1000 - 2 * 20) // 10 - 1  # a round of two rows takes 10 ms
+
+
+@pytest.mark.parametrize("stalled", ["round", "chunk"])
+def test_a_stall_does_not_keep_later_requests_from_being_tried(slow: Slow, stalled: str) -> None:
+    """Were it believed for ever, no request with a small budget would show that it is over."""
+    engine = make_engine(slow, max_model_len=2000, longest_pause=0.1)
+    slow.pass_ms = 2000.0
+    for number in range(9):
+        output = add(engine, [1 + number % 20, *[2] * (40 if stalled == "chunk" else 0)], limited(5.0))
+        late_ms(engine, slow, [output])
+    slow.pass_ms = 8.0
+    gained = []
+    for number in range(30):
+        output = add(engine, [1 + number % 20, *[2] * (40 if stalled == "chunk" else 0)], limited(0.2))
+        late_ms(engine, slow, [output])
+        gained.append(len(output.outputs[0].token_ids))
+    assert min(gained[-5:]) >= 10, gained
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}")
+def test_who_waits_for_a_row_gets_it_when_a_budget_is_over() -> None:
+    """Also where the kernels' rounds go without torch's modes."""
+    engine = make_engine(tiny_native(0), max_batch_size=1)
+    first = add(engine, [1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, time_budget=0.002))
+    second = add(engine, [3, 4, 5])
+    while engine.busy:
+        step(engine)
+    assert first.outputs[0].finish_reason == "deadline"
+    assert second.outputs[0].token_ids

@@ -17,7 +17,7 @@ from paceline.models.huggingface import HuggingFaceModel
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel
 from paceline.server.metrics import Meter
-from toy import ToyModel, make_engine, make_request
+from toy import ToyModel, make_engine, make_request, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,6 +31,13 @@ def test_it_is_the_arithmetic_of_the_answers_over_the_peaks() -> None:
         "multiply_adds_a_token": 100,
         "peak": {"operations_per_second": 1000.0, "source": "said so"},
     }
+
+
+@pytest.mark.parametrize("target", ["native", "toy"])
+def test_measuring_a_peak_leaves_the_global_generator_alone(target: str) -> None:
+    before = torch.get_rng_state()
+    peak_of(tiny_native(0) if target == "native" else ToyModel(), threads=1, seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def counted(model: AnyModel) -> int:
@@ -115,7 +122,7 @@ def test_a_server_tells_it_of_its_rounds() -> None:
         engine.step()
         meter.round(engine)
         if engine.last_verdict is not None:
-            now["seconds"] += engine.chunks.round_seconds
+            now["seconds"] += engine.chunks.rounds.last
             now["tokens"] += len(engine.last_verdict.host.accepted)
     assert now["tokens"] == 12
     assert value("paceline:decode_seconds_total") == pytest.approx(now["seconds"])

@@ -550,6 +550,41 @@ def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
     assert plain / mean(seconds(seed) for seed in range(8)) > 0.968
 
 
+def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLength, GuessSimulation]:
+    """After some rounds with drafts that are always right, of a head that was measured to pay up to so many rows."""
+    costs = linear_costs(verify=10.0, token=0.1, draft_once=0.2, draft_step=0.2)
+    simulation = GuessSimulation(costs, lambda _row: [(0.9, True)] * 8, rows, tokens=200)
+    simulation.copies = (lambda _row: [(STRONG, True)] * 8) if copies else None
+    policy = AutoLength(CostModel(costs), [simulation.reader], copies, simulation.clock)
+    policy.paying_rows = paying_rows
+    simulation.play(policy)
+    return policy, simulation
+
+
+def test_drafts_are_not_asked_for_beyond_the_rows_at_which_they_were_measured_to_pay() -> None:
+    """Not to try them, either: what a table says of their time is what the measurement found to be wrong."""
+    policy, simulation = measured(4, paying_rows=2)
+    assert max(simulation.asked) == 0
+    assert [policy.hopeful(rows) for rows in (2, 3)] == [True, False]
+    assert simulation.now == pytest.approx(200 * simulation.costs.verify_ms(4, 0) / 1000)
+    _, simulation = measured(2, paying_rows=2)
+    assert mean(map(bool, simulation.asked)) > 0.9
+
+
+def test_copies_are_played_at_any_number_of_rows() -> None:
+    _, simulation = measured(4, paying_rows=2, copies=True)
+    assert max(simulation.asked) == 0
+    assert mean(map(sum, simulation.verified)) > 4
+
+
+def test_who_asks_for_nothing_rests_until_the_rows_change() -> None:
+    policy, simulation = measured(4, paying_rows=2)
+    looked: list[float] = []
+    policy.clock = lambda: looked.append(simulation.now) or simulation.now  # type: ignore[func-returns-value]
+    simulation.play(policy)
+    assert len(looked) < 200 / 4
+
+
 def resting() -> tuple[Simulation, AutoLength, list[float]]:
     """After many rounds of eight rows whose guesses were all wrong, and what was looked up of costs since."""
     costs = linear_costs(draft_step=4.0)

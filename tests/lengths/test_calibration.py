@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from paceline.config import SamplingParams
@@ -9,7 +11,9 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
 from paceline.engine.native_round import NativeRound
 from paceline.kernels import native
-from paceline.lengths.calibration import Calibration, Grid
+from paceline.lengths import calibration as calibration_module
+from paceline.lengths.calibration import Calibration, Grid, Point
+from paceline.lengths.cost import CostTable
 from toy import ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,6 +46,63 @@ def test_a_round_is_never_slower_than_a_larger_one() -> None:
     noisy = {(1, 0): 10, (1, 1): 30, (1, 3): 12, (4, 0): 9, (4, 1): 13, (4, 3): 20}
     table = calibration(Grid((1, 4), (0, 1, 3)))._verify_table(noisy)
     assert table == ((9, 12, 12), (9, 13, 20))
+
+
+def test_a_point_lifted_by_noise_lets_no_other_time_fall() -> None:
+    """The line through 25.6 and 16 ms leads below 0, where every smaller round followed it."""
+    grid = Grid((1, 16), (0, 1, 3, 7), most_tokens=64)
+    rows = {(1, 0): 8.0, (1, 1): 8.5, (1, 3): 9.0, (1, 7): 10.0, (16, 0): 12.0, (16, 1): 25.6, (16, 3): 16.0}
+    table = calibration(grid)._verify_table(rows)
+    assert table == ((8.0, 8.5, 9.0, 10.0), (12.0, 16.0, 16.0, 16.0))
+
+
+class Machine:
+    """A clock that only rounds move, and what they take; the first rounds of ``disturbed`` take ``factor`` times that.
+
+    It stands in for the module ``time``.
+    """
+
+    def __init__(self, disturbed: tuple[int, int], factor: float, times: int) -> None:
+        self.disturbed, self.factor, self.times = disturbed, factor, times
+        self.seconds, self.played = 0.0, Counter[tuple[int, int]]()
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def ms(self, rows: int, k: int) -> float:
+        return 8 + 0.25 * rows * (k + 1)
+
+    def play(self, rows: int, k: int) -> None:
+        self.played[rows, k] += 1
+        slow = (rows, k) == self.disturbed and self.played[rows, k] <= self.times
+        self.seconds += self.ms(rows, k) / 1000 * (self.factor if slow else 1)
+
+    def calibrate(self, monkeypatch: pytest.MonkeyPatch) -> CostTable:
+        """With two measurements of each point, and more where those cannot be true."""
+        measured = calibration(Grid((1, 2, 4, 8, 16), (0, 1, 3, 7), seconds=0.0, most_tokens=64))
+        monkeypatch.setattr(calibration_module, "time", self)
+        monkeypatch.setattr(measured, "_verify", lambda rows, k, _: Point(lambda: self.play(rows, k)))
+        return measured.run()
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "factor"), [((16, 1), 2.5), ((8, 0), 10.0), ((16, 3), 3.0), ((1, 7), 2.0), ((2, 7), 4.0)]
+)
+def test_what_cannot_be_true_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, disturbed: tuple[int, int], factor: float
+) -> None:
+    """A busy moment may fall on both measurements of a point."""
+    machine = Machine(disturbed, factor, times=3)  # its own two, and one that only warms up or tells context
+    table = machine.calibrate(monkeypatch)
+    for rows in table.batch_sizes:
+        for k in table.lengths:
+            assert table.verify_ms(rows, k) == pytest.approx(machine.ms(rows, k), rel=0.25)
+
+
+def test_what_stays_untrue_ends_in_a_table_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Machine((16, 1), 1.6, times=1000).calibrate(monkeypatch)
+    assert min(map(min, table.verify)) >= 8
+    assert table.verify_ms(16, 7) >= table.verify_ms(16, 3) >= table.verify_ms(16, 1)
 
 
 def test_a_table_comes_from_real_rounds() -> None:

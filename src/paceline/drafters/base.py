@@ -53,6 +53,7 @@ class Drafter(RowKeeper):
     auto_width: how many guesses stand side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
 
     width: how many do; 1: its guesses are chains. sources: what the kinds of its last guesses are, in words.
+    paying_rows: most rows at which what it runs was measured to pay; None: that was not measured.
     """
 
     name: ClassVar[str]
@@ -63,6 +64,7 @@ class Drafter(RowKeeper):
     auto_width: ClassVar[int] = 0
     width = 1
     sources: Sequence[str] = ("guesses",)
+    paying_rows: int | None = None
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
@@ -111,6 +113,10 @@ class Wrapper(RowKeepers, Drafter):
     @property
     def sources(self) -> Sequence[str]:  # type: ignore[override]
         return self.inner.sources
+
+    @property
+    def paying_rows(self) -> int | None:  # type: ignore[override]
+        return self.inner.paying_rows
 
     @property
     def decoders(self) -> Sequence[Decoder]:

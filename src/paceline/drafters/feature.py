@@ -38,6 +38,7 @@ class FeatureDrafter(ModelDrafter):
     def __init__(self, decoder: HeadDecoder, acceptance: str, width: int = 1) -> None:
         super().__init__(decoder, acceptance, width)
         self.head = decoder
+        self.paying_rows = cast(HeadModel, decoder.model).paying_rows
         self._natively = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
         self.on_device = self._natively is None and not self._model.one_pass  # rounds of the device draw one by one

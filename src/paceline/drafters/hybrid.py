@@ -32,6 +32,7 @@ class HybridDrafter(RowKeepers, Drafter):
         self._copying, self._model = copying, model
         self.uses_torch = model.uses_torch or copying.uses_torch
         self.width = max(copying.width, model.width)
+        self.paying_rows = model.paying_rows
         self._last: Drafter = copying  # who guessed
 
     @classmethod

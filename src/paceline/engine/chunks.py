@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Protocol
 
 _STEP = 512  # positions that are taken to cost the same: a token attends to all before it
@@ -15,6 +16,7 @@ _AIM = 0.8  # of a pause is what a chunk and a round should take: some take long
 _LEAST = 0.25  # of a pause is left to prompts, however long rounds, and passes of whatever size, take themselves
 _SMALL = 4  # times smaller than the chunks that rates are known from: such a one tells what a pass takes at least
 _ALONE = 5  # pauses long may a chunk be when no row decodes: a short prompt that arrives waits for it
+_ROUNDS = 8  # lately, from which the time of the next one is known
 _OLDEST = 4  # every so many chunks begin with the prompt that came first, so that short ones never starve it
 
 
@@ -70,6 +72,7 @@ class Speed:
 
     A pass reads all weights however few its tokens are. Were small chunks to teach what a token takes, that would grow
     as they shrink, and they shrink as it grows, down to a token a pass. So they teach ``per_pass``: the seconds of any.
+    One that takes less than its tokens were believed to shows that these take less.
     """
 
     def __init__(self) -> None:
@@ -91,13 +94,43 @@ class Speed:
             self._rates[parts[0].start // _STEP] = seconds / tokens
         before = [self.seconds_per_token(part.start) for part in parts]
         expected = sum(part.size * rate for part, rate in zip(parts, before, strict=True))
-        if tokens * _SMALL <= self._usual:
+        if tokens * _SMALL <= self._usual and seconds > expected:
             self.per_pass += _LEARN * (max(0.0, seconds - expected) - self.per_pass)
             return
         self._usual = max(self._usual, tokens)
         surprise = 1 + _LEARN * (max(seconds - self.per_pass, seconds / _SMALL) / expected - 1)
         for part, rate in zip(parts, before, strict=True):
             self._rates[part.start // _STEP] = rate * surprise
+
+
+class RoundSeconds:
+    """Seconds that a round takes, by its rows: 1, 2-3, 4-7, ...; the median of those lately, for one may be a stall.
+
+    last: of the last round.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        self._lately: dict[int, deque[float]] = {}
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """A round of so many rows took so long."""
+        self.last = seconds
+        self._lately.setdefault(rows.bit_length(), deque(maxlen=_ROUNDS)).append(seconds)
+
+    def expected(self, rows: int) -> float:
+        """For so many rows, or the nearest number that is known; 0 before any round."""
+        return median(self._nearest(rows) or [0.0])
+
+    def doubt(self, rows: int) -> None:
+        """Forget the slowest of the rounds that say how long the next one takes."""
+        if lately := self._nearest(rows):
+            lately.remove(max(lately))
+
+    def _nearest(self, rows: int) -> deque[float] | None:
+        size = rows.bit_length()
+        known = [other for other, lately in self._lately.items() if lately]
+        return self._lately[min(known, key=lambda other: abs(other - size))] if known else None
 
 
 class Chunks:
@@ -114,22 +147,29 @@ class Chunks:
         self._chosen = 0
         self._watched: deque[tuple[Sequence[Part], Watch]] = deque()
         self.speed = Speed()
-        self.round_seconds = 0.0  # of the last round
+        self.rounds = RoundSeconds()
 
-    def choose(self, prompts: Sequence[Prompt], decoding: bool) -> list[Part]:
-        """The next chunk, by place among ``prompts``, of which one at least is not prefilled."""
+    def choose(self, prompts: Sequence[Prompt], decoding: bool, left: float = math.inf) -> list[Part]:
+        """The next chunk, by place among ``prompts``, of which one at least is not prefilled.
+
+        left: seconds until it must have ended; it has a token at least.
+        """
         self._learn()
         parts: list[Part] = []
-        seconds, widest = self._seconds(decoding), 0
+        seconds, widest = min(self._seconds(decoding), left - self.speed.per_pass), 0
         for place in self._order(prompts):
             start, rate = prompts[place].prefilled, self.speed.seconds_per_token(prompts[place].prefilled)
-            size = int(min(seconds / rate, prompts[place].prefill_stop - start, self._most))
+            size = int(min(max(0.0, seconds) / rate, prompts[place].prefill_stop - start, self._most))
             widest = max(widest, size)
             if parts and (size < 1 or widest * (len(parts) + 1) > self._most):
                 break
             parts.append(Part(place, start, start + max(1, size)))
             seconds -= parts[-1].size * rate
         return parts
+
+    def least_seconds(self, position: int) -> float:
+        """What the smallest chunk takes, from a position on."""
+        return self.speed.per_pass + self.speed.seconds_per_token(position)
 
     def watch(self, parts: Sequence[Part], watch: Watch) -> None:
         """Learn from a chunk, as soon as it is known how long it took."""
@@ -143,7 +183,7 @@ class Chunks:
         """That the chunk's tokens may take."""
         if self._pause is None or not self.awaited:
             return math.inf
-        pause = _AIM * self._pause - self.round_seconds if decoding else _ALONE * self._pause
+        pause = _AIM * self._pause - self.rounds.last if decoding else _ALONE * self._pause
         return max(pause - self.speed.per_pass, _LEAST * self._pause)
 
     def _order(self, prompts: Sequence[Prompt]) -> list[int]:

@@ -57,7 +57,7 @@ class Running:
         guesses = "no speculation"
         draft = self.models.draft if drafter.decoders else None
         if who := drafter.describe(None if draft is None else _describe_model(draft)):
-            length = self.parts.policy.name + self._describe_width()
+            length = self.parts.policy.describe() + self._describe_width()
             guesses = f"drafter {who}, length {length}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
                 guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"

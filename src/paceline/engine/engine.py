@@ -120,8 +120,15 @@ class Engine:
     def _policy(self) -> LengthPolicy:
         """No drafter is the length 0."""
         config, drafter = self.config, self.parts.drafter
-        overlaps = self._player is not None
-        means = Means(self._costs, self._need_profile, drafter.decoders, self._on_kernels, drafter.copies, overlaps)
+        means = Means(
+            self._costs,
+            self._need_profile,
+            drafter.decoders,
+            ragged=self._on_kernels,
+            copies=drafter.copies,
+            overlaps=self._player is not None,
+            paying_rows=drafter.paying_rows,
+        )
         return make_policy(config.num_speculative_tokens if config.guesses else 0, means)
 
     def _load_profile(self) -> Profile | None:
@@ -251,13 +258,12 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         self.last_verdict, began = None, time.perf_counter()
-        changed = self.scheduler.overdue(time.monotonic())
-        changed += self.scheduler.admit()
-        if self.scheduler.running:
+        changed = self.scheduler.admit()
+        if rows := len(self.scheduler.running):
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
             changed += self._play()
-            self.chunks.round_seconds = time.perf_counter() - started
+            self.chunks.rounds.learn(rows, time.perf_counter() - started)
         if not self.busy:
             if self._pipeline is not None:
                 self._pipeline.forget()

@@ -74,17 +74,18 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Give free rows to those who wait, feed the next chunk of prompts, let finished prefills join the batch.
 
-        Returns those who could not be begun: they have ended with an error.
+        Returns those that have ended: those whose time is over, and those that could not be begun.
         """
-        failed: list[Sequence] = []
+        ended = self.overdue(time.monotonic())
         while (most := self.may_begin) > 0:
-            failed += self._begin(self.waiting.turn(most))
-        if self.prefilling:
-            self._join()
+            ended += self._begin(self.waiting.turn(most))
+        if not self.prefilling:
+            return ended
+        self._join()
         if self.prefilling:
             self._prefill()
             self._join()
-        return failed
+        return ended + self.overdue(time.monotonic())  # those whose time the chunk took, and those that it let join
 
     @property
     def may_begin(self) -> int:
@@ -274,14 +275,29 @@ class Scheduler:
         ]
 
     def _prefill(self) -> None:
-        """One chunk."""
+        """One chunk; none if the round must come first, to be in time."""
+        left = self._seconds_left()
+        if self.running and left < self.chunks.speed.per_pass:
+            return
         self.chunks.awaited = self._awaited
-        parts = self.chunks.choose(self.prefilling, decoding=bool(self.running))
+        parts = self.chunks.choose(self.prefilling, bool(self.running), left)
         watch = Stopwatch(self.batch.device)
         for index in range(len(self.decoders)):
             self._feed(index, parts)
         watch.stop()
         self.chunks.watch(parts, watch)
+
+    def _seconds_left(self) -> float:
+        """Seconds until the next round must begin, for the sequence with a row whose time is over first."""
+        deadlines = [s.deadline for s in (*self.running, *self.prefilling) if s.deadline is not None]
+        if not deadlines:
+            return math.inf
+        return min(deadlines) - time.monotonic() - self._round_seconds
+
+    @property
+    def _round_seconds(self) -> float:
+        """What the next round takes, as far as is known."""
+        return self.chunks.rounds.expected(max(1, len(self.running)))
 
     @property
     def _awaited(self) -> bool:
@@ -409,15 +425,35 @@ class Scheduler:
         self._size_free_rows()
 
     def overdue(self, now: float) -> list[Sequence]:
-        """End the sequences whose deadline has passed; what they have so far stays theirs."""
-        late = [
-            s for s in (*self.waiting, *self.prefilling, *self.running) if s.deadline is not None and s.deadline <= now
-        ]
+        """End the sequences that gain nothing more before their deadline; what they have so far stays theirs.
+
+        A round or chunk that cannot end in time is not begun. It would be, had it not been slow lately: so what is
+        known of rounds is doubted, or no round might show that it takes less.
+        """
+        late = [sequence for sequence, needed in self._limited() if sequence.ends_by(now + needed)]
         for sequence in late:
             finish(sequence, "deadline", now)
+        if not all(sequence.ends_by(now) for sequence in late):
+            self.chunks.rounds.doubt(max(1, len(self.running)))
         if late:
             self.sweep()
         return late
+
+    def _limited(self) -> Iterator[tuple[Sequence, float]]:
+        """Sequences with a deadline, and the seconds until each gains its next token: of those begun, as far as known.
+
+        Each prompt may be begun, whatever a chunk took before: that shows what one takes now.
+        """
+        if all(sequence.deadline is None for sequence in chain(self.waiting, self.prefilling, self.running)):
+            return
+        seconds = self._round_seconds
+        for sequence in self.running:
+            yield sequence, seconds
+        for sequence in self.prefilling:
+            begun = sequence.cached[0] > sequence.output.metrics.cached_tokens
+            yield sequence, seconds + self.chunks.least_seconds(sequence.prefilled) if begun else 0.0
+        for sequence in self.waiting:
+            yield sequence, 0.0
 
     def sweep(self) -> None:
         """Remove finished sequences from every queue."""

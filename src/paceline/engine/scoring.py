@@ -120,7 +120,7 @@ class Scorer:
 
         decoding: whether rows of the engine decode, which wait for it. seconds: that its last step took.
         """
-        self.chunks.round_seconds = seconds
+        self.chunks.rounds.last = seconds
         self._copy()
         self._begin()
         readable = [text for text in self.begun if not text.waits and not text.finished]

@@ -64,6 +64,10 @@ class Sequence:
         """Tokens that all have read who are to read the prompt."""
         return min(self.cached) if self.read_by_draft else self.cached[0]
 
+    def ends_by(self, now: float) -> bool:
+        """Whether its deadline has come."""
+        return self.deadline is not None and self.deadline <= now
+
     @property
     def waits(self) -> bool:
         return self.follows is not None

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.core.hardware import torch_threads
 from paceline.kernels import abi, native, pack
@@ -116,9 +117,9 @@ def data_sheet(device: str, dtype: torch.dtype) -> Peak:
 def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: float) -> float:
     """Multiply-adds a second of the CPU kernels for many rows over weights that lie in the cache."""
     rows, inputs, outputs = 96, 512, 1024 * threads
-    packed = pack.pack(pack.quantise(torch.randn(outputs, inputs, dtype=torch.float32), to))
+    packed = pack.pack(pack.quantise(_noise(outputs, inputs), to))
     layer = abi.CLinear.of(packed)
-    x, out = torch.randn(rows, inputs, dtype=torch.float32), torch.empty(rows, outputs, dtype=torch.float32)
+    x, out = _noise(rows, inputs), torch.empty(rows, outputs, dtype=torch.float32)
     pool = native.pool(kernels, threads).handle
     place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs
     took = fastest(lambda: kernels.library.pl_linear(kernels.handle, *place), seconds)
@@ -127,9 +128,14 @@ def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: floa
 
 def torch_rate(dtype: torch.dtype, threads: int, seconds: float) -> float:
     """Multiply-adds a second of torch's matrix product on the CPU."""
-    a, b = torch.randn(2, _WIDTH, _WIDTH).to(dtype)
+    a, b = _noise(2, _WIDTH, _WIDTH).to(dtype)
     with torch_threads(threads):
         return float(_WIDTH**3 / fastest(lambda: a @ b, seconds))
+
+
+def _noise(*shape: int) -> Tensor:
+    """Float32 numbers of a normal distribution; the global generator is the caller's."""
+    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
 
 
 def fastest(function: Callable[[], object], seconds: float) -> float:

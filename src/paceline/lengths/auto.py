@@ -140,12 +140,14 @@ class AutoLength(RowKeepers, LengthPolicy):
     costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
     fall behind in rounds without them. copies: whether there are guesses without them, too. clock: seconds. times: else
     rounds may be observed one late, and take what the costs say.
+    paying_rows: as of ``Means``; with more rows the decoders are not asked, whatever the costs say.
     """
 
     name = "auto"
     reads_profile = True
     most_guesses = LONGEST_AUTO
     times = True
+    paying_rows: int | None = None
 
     def __init__(
         self,
@@ -176,7 +178,20 @@ class AutoLength(RowKeepers, LengthPolicy):
     @classmethod
     def build(cls, means: Means, /) -> AutoLength:
         costs = CostModel(means.costs(), whole=not means.ragged)
-        return cls(costs, means.decoders, means.copies, times=not means.overlaps)
+        policy = cls(costs, means.decoders, means.copies, times=not means.overlaps)
+        policy.paying_rows = means.paying_rows
+        return policy
+
+    def describe(self) -> str:
+        return self.name if self.paying_rows is None else f"{self.name} (drafts for up to {self.paying_rows} rows)"
+
+    def _drafts_pay(self, rows: int) -> bool:
+        """Whether nothing was measured that says otherwise."""
+        return self.paying_rows is None or rows <= self.paying_rows
+
+    def _sources_for(self, rows: int) -> list[Source]:
+        """Those that may be asked."""
+        return self._sources if self._drafts_pay(rows) else [each for each in self._sources if each is not self.drafted]
 
     # --- before the round ------------------------------------------------------------
 
@@ -192,7 +207,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         while len(self._chosen) > (not self.times):  # the round before failed
             self.lost()
         self._chosen.append(self._round)
-        for source in self._sources:
+        for source in self._sources_for(batch.rows):
             if self._pays(source):
                 self._unasked = self._rested = 0
                 return self._ask(source)
@@ -287,6 +302,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def hopeful(self, rows: int) -> bool:
         """By what guesses brought so many rows, as when they are asked for; before any by what those lately would."""
+        if not self._drafts_pay(rows):
+            return False
         brings = self.drafted.brings.get(rows) or Mean(self._promise(rows, self.drafted.chance))
         return brings.value + DOUBT * brings.error > 0
 
@@ -415,7 +432,8 @@ class AutoLength(RowKeepers, LengthPolicy):
         """By what is believed; where that is nothing, now and then by what would be worth it if it took less."""
         now = self._round
         value, counts = self._best(lines, source)
-        if not (self.decoders or source.rates[now.rows].value or now.batch.draining):  # this round says what it reaches
+        asks_decoders = self.decoders and self._drafts_pay(now.rows)
+        if not (asks_decoders or source.rates[now.rows].value or now.batch.draining):  # this round says what it reaches
             more = now.times.more(sum(counts))
             now.rate = (sum(now.worth) + value + now.rate * more) / (now.times.plain + more)
             value, counts = self._best(lines, source)
@@ -453,7 +471,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         if now.source is self.copied:
             self._search_ms = drafting + 1000 * (self.clock() - ended)
         elif now.source is None and not now.reviews and self.times and self._sources:  # nothing more is known till then
-            wait = min(source.savings.rounds(ms) for source in self._sources)
+            wait = min((source.savings.rounds(ms) for source in self._sources_for(now.rows)), default=REFRESH)
             self._rest = self._rested = min(REFRESH, max(wait, 2 * self._rested))  # prices rise as a draft model lags
 
     def _spent(self, drafting: float) -> float:

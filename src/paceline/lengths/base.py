@@ -61,6 +61,10 @@ class LengthPolicy(RowKeeper):
         """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
         return True
 
+    def describe(self) -> str:
+        """For the line that says what runs."""
+        return self.name
+
     def length_for(self, rows: int) -> int:
         """Guesses of most rounds of so many rows: lengths about this one are made ready first where that takes time."""
         return 0
@@ -134,6 +138,7 @@ class Means:
     decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
     over the rows. copies: whether the drafter has guesses for nothing (beside its decoders', if it has any).
     overlaps: whether a device plays rounds that are chosen before the one before is observed; costs are of such rounds.
+    paying_rows: most rows at which what the decoders draft was measured to pay; None: that was not measured.
     """
 
     costs: Callable[[], CostTable]
@@ -142,3 +147,4 @@ class Means:
     ragged: bool = False
     copies: bool = False
     overlaps: bool = False
+    paying_rows: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,7 @@ CONTEXT = 96  # tokens of a row in most measurements
 LONG_CONTEXT = 768  # and in those that tell what context costs
 CONTEXT_ROWS = 4
 FEEDS = (1, 16, 64)
+FASTER = 1.25  # a fastest time spreads by up to 7 % on an idle machine: beyond this factor, a busy machine was timed
 COARSE_TOKENS = 64  # most that a round verifies while an engine starts
 
 
@@ -68,6 +69,22 @@ class Point:
         started = time.perf_counter()
         self.run()
         self.ms = min(self.ms, 1000 * (time.perf_counter() - started))
+
+
+def implausible(points: Mapping[tuple[int, int], Point]) -> list[Point]:
+    """Points, by (rows, tokens of each), that a busy machine has slowed down, because others contradict them.
+
+    A pass takes no longer than one with more rows and more tokens, and no longer than several smaller passes.
+    """
+    return [
+        point
+        for (rows, tokens), point in points.items()
+        if any(
+            point.ms > FASTER * other.ms * max(1.0, rows * tokens / (more_rows * more_tokens))
+            for (more_rows, more_tokens), other in points.items()
+            if (more_rows >= rows and more_tokens >= tokens) or (more_rows <= rows and more_tokens <= tokens)
+        )
+    ]
 
 
 class Player(Protocol):
@@ -153,6 +170,8 @@ class Calibration:
         near = {k: self._verify(rows, k, self.context) for k in (0, max(lengths))}
         far = {k: self._verify(rows, k, self.long_context) for k in (0, max(lengths))}
         self._measure([*(p for group in (verify, draft, feed, near, far) for p in group.values())], progress)
+        self._measure_again({(b, k + 1): point for (b, k), point in verify.items()})
+        self._measure_again(draft)
         self.batch.set_rows(0)
         steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
@@ -179,15 +198,20 @@ class Calibration:
         return point.ms
 
     def _verify_table(self, measured: dict[tuple[int, int], float]) -> tuple[tuple[float, ...], ...]:
-        """[size][length]; no round is slower than one with more rows or more guesses: noise only ever adds."""
+        """[size][length]; no round is slower than one with more rows or more draft tokens: noise only ever adds.
+
+        That holds of the measured times before a line leads beyond them, so that it leads upwards.
+        """
+        smooth = {
+            (size, k): min(ms for (rows, length), ms in measured.items() if rows >= size and length >= k)
+            for size, k in measured
+        }
         table = []
         for size in self.grid.batch_sizes:
             lengths = self.grid.measured(size)
-            line = [measured[size, k] for k in lengths]
+            line = [smooth[size, k] for k in lengths]
             table.append([interpolate(lengths, line, k) for k in self.grid.lengths])
-        smooth = np.minimum.accumulate(np.array(table)[::-1, ::-1], axis=1)
-        smooth = np.minimum.accumulate(smooth, axis=0)[::-1, ::-1]
-        return tuple(tuple(line) for line in smooth.tolist())
+        return tuple(tuple(line) for line in np.minimum.accumulate(table[::-1], axis=0)[::-1].tolist())
 
     def _measure(self, points: list[Point], progress: Progress) -> None:
         points[0].measure()  # the very first run pays for everybody's warm-up
@@ -199,6 +223,12 @@ class Calibration:
             for point in points:
                 if time.perf_counter() > ends:
                     return
+                point.measure()
+
+    def _measure_again(self, points: Mapping[tuple[int, int], Point]) -> None:
+        """What cannot be true, until it can, or as often as everything may be measured."""
+        for _ in range(self.grid.repeats):
+            for point in implausible(points):
                 point.measure()
 
     def _context_cost(self, near: dict[int, Point], far: dict[int, Point], rows: int) -> tuple[float, float]:
@@ -213,10 +243,11 @@ class Calibration:
 
     def _fill(self, rows: int, context: int) -> None:
         """Real numbers in the caches: untouched memory would be read too fast."""
+        generator = torch.Generator(self.batch.device).manual_seed(0)  # the global one is the caller's
         for decoder in (self.target, *self.drafter.decoders):
             for table in (decoder.cache.keys, decoder.cache.values):
                 for layer in table:
-                    layer[:rows, :, :context].uniform_(-1, 1)
+                    layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
 
     def _rows(self, rows: int, context: int) -> None:
         """``rows`` decoding rows of random text, of which all caches lack the last token."""

@@ -107,11 +107,9 @@ class CostTable:
         if not isinstance(document, dict):
             raise TypeError(f"a table of costs is an object, not {type(document).__name__}")
         given = {name: _tupled(value) for name, value in document.items()}
-        table = CostTable(**given)
-        table.check()
-        return table
+        return CostTable(**given)
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise TypeError or ValueError unless all are times and sizes that a measurement could have given."""
         axes = self.batch_sizes, self.lengths, self.feed_tokens
         others = *self.verify, self.draft_once, self.draft_step, self.feed

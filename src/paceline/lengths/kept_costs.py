@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.core.hardware import cpu_signature
-from paceline.lengths.calibration import Calibration
+from paceline.lengths.calibration import FASTER, Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
 from paceline.models.kept import Kept
@@ -22,8 +22,7 @@ from paceline.version import __version__
 log = logging.getLogger("paceline")
 
 VARIABLE = "PACELINE_COST_CACHE"
-FASTER = 1.25  # a fastest round spreads by up to 7 % on an idle machine: what is this much faster, was slowed by others
-METHOD = 3  # one more whenever ``Calibration`` measures something else: costs of another one are not read
+METHOD = 4  # one more whenever ``Calibration`` measures something else: costs of another one are not read
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class Meter:
         if engine.last_verdict is None:
             return
         verdict, now = engine.last_verdict.host, self._clock()
-        kept, made, seconds = sum(verdict.accepted), sum(verdict.drafted), engine.chunks.round_seconds
+        kept, made, seconds = sum(verdict.accepted), sum(verdict.drafted), engine.chunks.rounds.last
         rows, deepest = len(verdict.accepted), max(verdict.depths)
         played = PlayedRound(now, rows, deepest, made, kept, seconds, verdict.saved)
         with self._lock:

@@ -87,7 +87,8 @@ class Clock:
             return step(engine)
 
         patch.setattr(Engine, "step", ticking)
-        patch.setattr(time, "monotonic", lambda: self.now)
+        for clock in ("monotonic", "perf_counter"):
+            patch.setattr(time, clock, lambda: self.now)
 
 
 def as_answer(output: CompletionOutput) -> Answer:

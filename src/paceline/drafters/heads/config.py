@@ -50,6 +50,7 @@ class HeadConfig:
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
     transfers: guesses for which hidden states are transferred; 0: a head of another kind.
     verifier, architectures: the target's name and classes, as the checkpoint has them.
+    paying_rows: by device ("cpu", "cuda"), the most rows at which it was measured to pay; none: not measured.
 
     Raises ModelFormatError for what cannot be run.
     """
@@ -66,6 +67,7 @@ class HeadConfig:
     transfers: int = 0
     verifier: str = ""
     architectures: tuple[str, ...] = ()
+    paying_rows: Mapping[str, int] = field(default_factory=dict, compare=False)
     speculative_tokens: int = field(default=3, compare=False)  # what the checkpoint proposes; ours are the policy's
 
     def __post_init__(self) -> None:
@@ -155,8 +157,9 @@ class HeadConfig:
         }
         target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
         kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
-        more = {"mask_token_id": self.mask_token} if self.parallel else {}
+        more: dict[str, Any] = {"mask_token_id": self.mask_token} if self.parallel else {}
         more |= {"transfers": self.transfers} if self.transfers else {}
+        more |= {"paceline": {"paying_rows": dict(self.paying_rows)}} if self.paying_rows else {}
         return {
             "architectures": [_KINDS[kind]],
             "speculators_model_type": kind,
@@ -219,6 +222,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, _list(verifier, "architectures"))),
         speculative_tokens=_proposed(config),
+        paying_rows=_paying_rows(_object(fields, "paceline")),
     )
 
 
@@ -276,6 +280,16 @@ def _proposed(config: Mapping[str, Any]) -> int:
     methods = _list(config, "proposal_methods")
     first = methods[0] if methods and isinstance(methods[0], dict) else {}
     return _number(first, "speculative_tokens", 3)
+
+
+def _paying_rows(ours: Mapping[str, Any]) -> dict[str, int]:
+    """What no other program reads of a config.json."""
+    rows = {device: _number(_object(ours, "paying_rows"), device, 0) for device in _object(ours, "paying_rows")}
+    if not rows.keys() <= {"cpu", "cuda"} or min(rows.values(), default=1) < 1:
+        raise ModelFormatError(
+            f"paying_rows of the head's configuration gives 'cpu' and 'cuda' a number from 1 on, not {brief(rows)}"
+        )
+    return rows
 
 
 def _object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:

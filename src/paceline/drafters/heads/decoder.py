@@ -28,7 +28,7 @@ class HeadModel:
     """A head as the engine sees a draft model: V the target's vocabulary.
 
     taps: the target's layers whose entering streams it reads. kind: of ``HeadConfig``. one_pass: whether all guesses
-    come of one pass. most_guesses: of a draft, if it cannot make more.
+    come of one pass. most_guesses: of a draft, if it cannot make more. paying_rows: of ``HeadConfig``, on its device.
     max_positions: what its target allows; with rotary positions nothing but its guesses' quality depends on them.
     dtype: of its keys, values and fused streams.
     """
@@ -41,6 +41,7 @@ class HeadModel:
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.most_guesses = head.config.kind, head.config.transfers or None
         self.one_pass = self.kind != "feature"
+        self.paying_rows = head.config.paying_rows.get(self.device.type)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
