@@ -54,6 +54,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         500: "The engine failed; the log says why",
         503: "Not ready yet, too busy, or shutting down",
         504: "Not finished within the request's timeout",
+        507: "The disk for files and batches is full",
     }.items()
 }
 
