@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -233,6 +234,11 @@ def _add_operations(app: FastAPI, context: Context) -> None:
         return document(context.meter.stats())
 
 
+def _paths(app: FastAPI) -> str:
+    """All that is served and documented."""
+    return ", ".join(sorted({route.path for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema}))
+
+
 def _add_error_handlers(app: FastAPI, context: Context) -> None:
     def answer(error: errors.ApiError) -> JSONResponse:
         context.meter.refused(error)
@@ -245,6 +251,8 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            message += f"; there are {_paths(app)}"
         response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
         response.headers.update(error.headers or {})
         return response
