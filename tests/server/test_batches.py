@@ -445,7 +445,7 @@ def full_disk(*, only: str = "") -> Iterator[None]:
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:
-        if only in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if only in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
 

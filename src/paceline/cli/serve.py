@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
 from paceline.errors import MissingPackageError, ParameterError
-from paceline.params import EngineConfig, LogFormat, ServerConfig
+from paceline.params import EngineConfig, LogFormat, MetricsNames, ServerConfig
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -106,6 +106,10 @@ class ServerFlags:
     log_interval: Annotated[float, _option("--log-interval", text="Seconds between lines about throughput.")] = (
         ServerConfig.log_interval
     )
+    metrics_names: Annotated[
+        MetricsNames,
+        _option("--metrics-names", text="vllm: /metrics has vLLM's names, too, for its dashboards."),
+    ] = ServerConfig.metrics_names
     playground: Annotated[bool, _option("--playground/--no-playground", text="A page at / to try the model on.")] = (
         ServerConfig.playground
     )

@@ -221,7 +221,7 @@ def _add_operations(app: FastAPI, context: Context) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(context.meter.exposition(), media_type=PROMETHEUS)
+        return Response(context.metrics(), media_type=PROMETHEUS)
 
     @app.get("/load", response_model=replies.Load)
     async def load() -> Response:
@@ -236,7 +236,8 @@ def _add_operations(app: FastAPI, context: Context) -> None:
 
 def _paths(app: FastAPI) -> str:
     """All that is served and documented."""
-    return ", ".join(sorted({route.path for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema}))
+    routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
+    return ", ".join(sorted({route.path for route in routes}))
 
 
 def _add_error_handlers(app: FastAPI, context: Context) -> None:

@@ -81,7 +81,7 @@ class Lobby:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a limit on the time for headers and on what is read unasked; it answers clients that half-close."""
+    """uvicorn's, with limits on the time for headers and on what is read unasked; clients may close their side."""
 
     def __init__(self, lobby: Lobby, **options: Any) -> None:
         super().__init__(**options)
@@ -124,7 +124,7 @@ class Connection(H11Protocol):
         self._look()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: while it has whole requests, and the client understands interim answers."""
+        """Whether the connection stays open: if a whole request is in hand, of a version that has interim answers."""
         whole = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
         self._half_closed = whole and self.scope["http_version"] == "1.1"
         if self._half_closed:

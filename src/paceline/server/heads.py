@@ -33,7 +33,7 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 def _without_url(scope: Scope) -> Scope:
-    """A target that is a whole URL as clients send it to a proxy: its host counts, and the Host header does not (3.2.2)."""
+    """A target that is a URL becomes a path; the URL's host takes the place of the Host header (3.2.2)."""
     target = _URL.fullmatch(scope["raw_path"])
     if target is None:
         return scope

@@ -95,9 +95,10 @@ def _is_address(name: str) -> bool:
 
 
 class Gate:
-    """Refuses requests before a byte of their body is read: with an ambiguous head (400), to unknown names (421), without
-    a good key (401), too many at a time (429 from one address, 503 from all), with an encoded body (415); and bodies that are too long (413), too
-    slow (408) or too much together (429, 503). Open paths pass, and their bodies are never read.
+    """Refuses requests before a byte of their body is read: with an ambiguous head (400), to unknown names (421),
+    without a good key (401), too many at a time (429 from one address, 503 from all), with an encoded body (415); and
+    bodies that are too long (413), too slow (408) or too much together (429, 503). Open paths pass; their bodies are
+    never read.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, meter: Meter) -> None:
