@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -434,6 +437,145 @@ def test_there_is_an_end_to_files_and_batches(keyed: Live, monkeypatch: pytest.M
     ended(api, first.id)
     later = [ended(api, begin_with(api, names[1]).id).id for _ in range(2)]
     assert [each.id for each in api.batches.list().data] == later[::-1], "the oldest made room"
+
+
+@contextmanager
+def full_disk(*, only: str = "") -> Iterator[None]:
+    """Nothing whose path contains ``only`` gets onto the disk meanwhile."""
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if only in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        yield
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.server.batch.runner._FIRST_WAIT", 0.02)
+    monkeypatch.setattr("paceline.server.batch.runner._LONGEST_WAIT", 0.05)
+
+
+def waits_for_space(api: OpenAI, name: str, status: str) -> bool:
+    batch = api.batches.retrieve(name)
+    faults = [fault.code for fault in batch.errors.data] if batch.errors else []
+    return (batch.status, faults) == (status, ["disk_full"])
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("where", "status"), [(".answers", "in_progress"), ("/files/", "finalizing")])
+def test_a_batch_waits_while_the_disk_is_full_and_ends_when_there_is_room(live: Live, where: str, status: str) -> None:
+    api = official(live.url)
+    lines = [line(str(number), f"text {number}") for number in range(12)] + [line("bad", top_p=2)]
+    name = upload(api, lines)
+    with full_disk(only=where):
+        batch = api.batches.create(
+            input_file_id=name, endpoint=COMPLETIONS, completion_window="24h", extra_body={"seed": 7}
+        )
+        wait_until(lambda: waits_for_space(api, batch.id, status))
+        assert not [left for left in files_in(live) if left.endswith(".part")], "it takes no room while it waits"
+    batch = ended(api, batch.id)
+    assert (batch.status, batch.errors) == ("completed", None)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (12, 1)
+    whole = ended(api, begin(api, lines).id)
+    assert texts(content(api, batch.output_file_id)) == texts(content(api, whole.output_file_id))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_batch_that_waits_for_room_may_be_cancelled(live: Live) -> None:
+    api = official(live.url)
+    name = upload(api, [line("a")])
+    with full_disk(only=".answers"):
+        batch = begin_with(api, name)
+        wait_until(lambda: waits_for_space(api, batch.id, "in_progress"))
+        assert api.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(api, batch.id)
+    assert (batch.status, batch.errors) == ("cancelled", None)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_batch_that_finds_no_room_for_a_day_fails_and_says_why(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = official(live.url)
+    name = upload(api, [line("a")])
+    monkeypatch.setattr("paceline.server.batch.runner._GIVE_UP", 0.2)
+    with full_disk(only="/files/"):
+        batch = ended(api, begin_with(api, name).id)
+    assert batch.status == "failed"
+    assert [(fault.code, "No space left" in fault.message) for fault in batch.errors.data] == [("disk_full", True)]
+    assert batch.failed_at is not None
+
+
+def test_a_batch_whose_disk_is_broken_fails_and_says_why(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    api = official(live.url)
+    name = upload(api, [line("a")])
+    monkeypatch.setattr("paceline.server.batch.runner._split", broken)
+    batch = ended(api, begin_with(api, name).id)
+    assert batch.status == "failed"
+    assert "Input/output error" in batch.errors.data[0].message
+    assert str(live.context.config.batch_dir) not in batch.errors.data[0].message
+
+
+def test_an_upload_or_a_batch_on_a_full_disk_is_refused_with_507_and_leaves_nothing(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    api = official(live.url)
+    name, files, batches = upload(api, [line("a")]), files_in(live), len(api.batches.list(limit=100).data)
+    form = {"file": ("f", b"x" * 200_000), "purpose": (None, "batch")}
+    with full_disk():
+        replies = [
+            client.post(f"{live.url}/v1/files", files=form),
+            live.post("/v1/batches", {"input_file_id": name, "endpoint": COMPLETIONS, "completion_window": "24h"}),
+        ]
+    assert [(reply.status_code, reply.json()["error"]["code"]) for reply in replies] == [(507, "disk_full")] * 2
+    assert files_in(live) == files
+    assert len(api.batches.list(limit=100).data) == batches
+    assert not [record for record in caplog.records if record.exc_info]
+    assert client.post(f"{live.url}/v1/files", files=form).status_code == 200
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """256 KiB, which really end."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_on_a_disk_that_is_really_full_uploads_are_refused_and_batches_wait(tiny: str, tiny_disk: Path) -> None:
+    form = {"file": ("f", b"x" * 10**6), "purpose": (None, "batch")}
+    for live in start(ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tiny_disk)), tiny):
+        api = official(live.url)
+        reply = client.post(f"{live.url}/v1/files", files=form)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (507, "disk_full")
+        name = upload(api, [line(str(number)) for number in range(300)])
+        batch = begin_with(api, name)
+        wait_until(lambda: api.batches.retrieve(batch.id).request_counts.completed > 20)  # noqa: B023
+        with suppress(OSError):
+            (tiny_disk / "filler").write_bytes(b"x" * 2**18)
+        wait_until(lambda: waits_for_space(api, batch.id, "in_progress"))  # noqa: B023
+        subprocess.run(["mount", "-o", "remount,size=4m", tiny_disk], check=True)
+        batch = ended(api, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 300)
+        assert len(content(api, batch.output_file_id)) == 300
+
+
+def test_no_file_is_left_half_made(live: Live) -> None:
+    ended(official(live.url), begin(official(live.url), [line("a")]).id)
+    assert not [name for name in files_in(live) if name.endswith(".part")]
 
 
 def begin_with(api: OpenAI, name: str) -> Any:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -147,9 +148,14 @@ def test_when_all_places_are_taken_health_still_answers(narrow: Live) -> None:
     wait_until(health_answers_and_nothing_else)
 
 
-def test_a_body_that_dawdles_is_answered_with_408(hasty: Live) -> None:
-    with slow_bodies(hasty, 1) as (client,):
-        assert answer(client).startswith(b"HTTP/1.1 408")
+def test_a_body_that_dawdles_is_answered_with_408_and_the_connection_goes_at_once(narrow: Live, tiny: str) -> None:
+    for live in start(replace(narrow.context.config, body_timeout=0.5), tiny):
+        with slow_bodies(live, 1) as (client,):
+            began = time.monotonic()
+            reply = answer(client)
+        assert reply.startswith(b"HTTP/1.1 408")
+        assert b"connection: close" in reply.lower()
+        assert time.monotonic() - began < narrow.context.config.header_timeout / 2
 
 
 def test_a_client_that_reads_nothing_is_given_up(hasty: Live) -> None:
@@ -158,6 +164,121 @@ def test_a_client_that_reads_nothing_is_given_up(hasty: Live) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(0.05)
         wait_until(lambda: is_closed(client, page * 100))
+
+
+def test_a_stream_that_nobody_reads_is_given_up_however_much_the_kernel_would_still_take(hasty: Live) -> None:
+    """All of it would fit into socket buffers; rounds take as long as those of a large model."""
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "metrics": True}).encode()
+    request = post("/v1/completions", len(body), "Content-Type: application/json") + body
+    engine, ended = hasty.context.llm.engine, hasty.metric("request_success_total")
+    with pytest.MonkeyPatch.context() as patched, socket.socket() as client:
+        patched.setattr(engine, "step", lambda play=engine.step: (time.sleep(0.05), play())[1])
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = hasty.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall(request)
+        wait_until(lambda: hasty.context.admission.inside)
+        hasty.wait_until_idle()
+    assert hasty.metric("request_success_total") == ended, "it came to its own end"
+
+
+# --- half-closed clients ----------------------------------------------------------------------------------------------
+
+
+def final(reply: bytes) -> bytes:
+    """Without interim answers."""
+    while reply.startswith(b"HTTP/1.1 1"):
+        reply = reply.partition(b"\r\n\r\n")[2]
+    return reply
+
+
+def half_closed(live: Live, sent: bytes) -> bytes:
+    with connected(live, sent) as client:
+        client.shutdown(socket.SHUT_WR)
+        return final(answer(client))
+
+
+def completion(**more: object) -> bytes:
+    body = json.dumps({"prompt": "a", "max_tokens": 20, "ignore_eos": True, "seed": 1, **more}).encode()
+    return post("/v1/completions", len(body), "Content-Type: application/json") + body
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_side_after_its_request_is_answered(live: Live, stream: bool) -> None:
+    reply = half_closed(live, completion(stream=stream, num_speculative_tokens=0))
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert reply.rstrip().endswith(b"0" if stream else b"}")
+    assert not stream or b"[DONE]" in reply
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_client_that_closes_its_side_and_then_hangs_up_frees_its_row(live: Live) -> None:
+    """As clients look behind proxies that pass on the former at once and the latter when they are sent something."""
+    ended = live.metric("request_success_total")
+    with connected(live, completion(max_tokens=400, num_speculative_tokens=0)) as client:
+        client.shutdown(socket.SHUT_WR)
+        wait_until(lambda: live.context.llm.engine.scheduler.running)
+        assert client.recv(65536).startswith(b"HTTP/1.1 102")
+    live.wait_until_idle()
+    assert live.metric("request_success_total") == ended, "it came to its own end"
+
+
+def test_a_client_that_closes_its_side_is_answered_all_that_it_asked(live: Live) -> None:
+    assert half_closed(live, 3 * (HALF + b"\r\n")).count(b'{"status":"ready"}') == 3
+    assert half_closed(live, HALF + b"\r\n" + HALF).count(b"HTTP/1.1 200") == 1
+    assert half_closed(live, HALF) == b""
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def status_of(reply: bytes) -> int:
+    return int(final(reply).split(b" ", 2)[1])
+
+
+def test_a_request_with_two_lengths_is_the_last_of_its_connection(live: Live) -> None:
+    smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for path in ("/v1/completions", "/health"):
+        body = b"0\r\n\r\n"
+        with connected(live, post(path, len(body), "Transfer-Encoding: chunked") + body + smuggled) as client:
+            reply = answer(client)
+        assert status_of(reply) == 400
+        assert reply.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close" in reply.lower()
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost:8000/v1/models", "localhost", 200),
+        ("HTTP://LOCALHOST/v1/models?a=b", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://evil.example/v1/models", "localhost", 421),
+        ("http://localhost/v1/models", "evil.example", 200),
+        ("http://localhost@evil.example/v1/models", "localhost", 400),
+        ("ftp://localhost/v1/models", "localhost", 404),
+        ("/http://localhost/v1/models", "localhost", 404),
+        ("/v1/models", "localhost:80@evil.example", 400),
+        ("/v1/models", "a:80@b", 400),
+        ("/v1/models", "localhost:x", 400),
+        ("/v1/models", "localhost/", 400),
+        ("/v1/models", "[::1", 400),
+        ("/health", "a:80@b", 400),
+        ("/v1/models", "[::1]:80", 200),
+        ("/v1/models", "", 200),
+    ],
+)
+def test_what_a_head_asks_for_and_of_whom(live: Live, target: str, host: str, status: int) -> None:
+    with connected(live, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()) as client:
+        assert status_of(answer(client)) == status
+
+
+def test_a_path_that_is_not_there_is_answered_with_those_that_are(live: Live) -> None:
+    reply = live.get("/v1/chat/completion")
+    assert reply.status_code == 404
+    message = reply.json()["error"]["message"]
+    assert all(path in message for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics"))
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

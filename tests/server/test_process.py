@@ -29,6 +29,17 @@ def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
         server.end()
 
 
+def test_every_request_has_a_line_in_the_log_with_its_id(served: Served) -> None:
+    asked = [("/health", "first", 200), ("/v1/models?a=%22%0a", "second", 200), ("/nowhere", "third", 404)] * 40
+    for number, (path, name, _) in enumerate(asked):
+        client.get(served.url + path, headers={"X-Request-Id": f"{name}-{number}"})
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(PATIENCE) == 0
+    lines = {each.get("request_id"): each["message"] for each in served.log if each["logger"] == "uvicorn.access"}
+    for number, (path, name, status) in enumerate(asked):
+        assert f'"GET {path} HTTP/1.1" {status}' in lines[f"{name}-{number}"]
+
+
 def test_one_signal_lets_requests_finish_and_logs_and_metrics_tell_what_happened(served: Served) -> None:
     reply = served.post({"prompt": "abcabcabc", "max_tokens": 20, "ignore_eos": True, "user": "me", "seed": 1})
     assert reply.status_code == 200

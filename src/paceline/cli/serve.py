@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
-from paceline.config import EngineConfig, LogFormat, ServerConfig
+from paceline.config import EngineConfig, LogFormat, MetricsNames, ServerConfig
 from paceline.errors import MissingPackageError, ParameterError
 
 if TYPE_CHECKING:
@@ -106,6 +106,10 @@ class ServerFlags:
     log_interval: Annotated[float, _option("--log-interval", text="Seconds between lines about throughput.")] = (
         ServerConfig.log_interval
     )
+    metrics_names: Annotated[
+        MetricsNames,
+        _option("--metrics-names", text="vllm: /metrics has vLLM's names, too, for its dashboards."),
+    ] = ServerConfig.metrics_names
     playground: Annotated[bool, _option("--playground/--no-playground", text="A page at / to try the model on.")] = (
         ServerConfig.playground
     )

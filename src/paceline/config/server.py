@@ -14,6 +14,7 @@ from paceline.config.limits import (
     MAX_COUNT,
     MAX_SECONDS,
     LogFormat,
+    MetricsNames,
     Name,
     Seconds,
 )
@@ -68,6 +69,7 @@ class ServerConfig:
         not captured, another number than 0 or the default is refused.
     log_format: "text" for people, "json" for machines: one object a line.
     log_interval: seconds between two lines about throughput, while there is any.
+    metrics_names: "vllm" gives ``/metrics`` under vLLM's names, too, so that dashboards made for vLLM read them.
     playground: whether there is a page at ``/`` to try the model on.
     batch_dir: where files and batches are kept; None: /v1/files and /v1/batches are refused.
     """
@@ -96,6 +98,7 @@ class ServerConfig:
     capture_seconds: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
     log_format: LogFormat = "text"
     log_interval: Seconds = 10.0
+    metrics_names: MetricsNames = "paceline"
     playground: bool = True
     batch_dir: Annotated[str, FileName("the name of a directory")] | None = None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -54,6 +55,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         500: "The engine failed; the log says why",
         503: "Not ready yet, too busy, or shutting down",
         504: "Not finished within the request's timeout",
+        507: "The disk for files and batches is full",
     }.items()
 }
 
@@ -219,7 +221,7 @@ def _add_operations(app: FastAPI, context: Context) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(context.meter.exposition(), media_type=PROMETHEUS)
+        return Response(context.metrics(), media_type=PROMETHEUS)
 
     @app.get("/load", response_model=replies.Load)
     async def load() -> Response:
@@ -230,6 +232,12 @@ def _add_operations(app: FastAPI, context: Context) -> None:
     async def stats() -> Response:
         """How things stand now, for people and pages."""
         return document(context.meter.stats())
+
+
+def _paths(app: FastAPI) -> str:
+    """All that is served and documented."""
+    routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
+    return ", ".join(sorted({route.path for route in routes}))
 
 
 def _add_error_handlers(app: FastAPI, context: Context) -> None:
@@ -244,6 +252,8 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            message += f"; there are {_paths(app)}"
         response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
         response.headers.update(error.headers or {})
         return response

@@ -16,6 +16,7 @@ MAX_HEADER_BYTES = 32 * 2**10
 _CHUNK = 32 * 2**10  # bytes read at a time: what a connection may hold before its request has been looked at
 _CRUMB = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}[;\r]")  # where a chunk of less than 256 bytes begins
 _MOST_CRUMBS = 1000  # in one body
+_FIRST_PROBE, _LONGEST_PROBE = 0.05, 1.0  # seconds between two interim answers; each is twice the one before
 _SHARE_OF_REQUESTS = 0.75  # of all connections; the others are for those that say what they want
 
 
@@ -80,7 +81,7 @@ class Lobby:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a limit on the time for headers, on what is read unasked, and on clients that read nothing."""
+    """uvicorn's, with limits on the time for headers and on what is read unasked; clients may close their side."""
 
     def __init__(self, lobby: Lobby, **options: Any) -> None:
         super().__init__(**options)
@@ -89,8 +90,8 @@ class Connection(H11Protocol):
         self.peer = ""
         self._phase: Phase = "beginning"
         self._deadline: asyncio.TimerHandle | None = None
-        self._reading_deadline: asyncio.TimerHandle | None = None
-        self._unsent = 0
+        self._half_closed = False  # the client has said all that it wants to say
+        self._probe: asyncio.TimerHandle | None = None
         self._crumbs = 0  # chunks of a few bytes in this request's body
         self._thrown_away = 0  # bytes of a body whose request has been answered
 
@@ -106,7 +107,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit_time(None)
-        self.resume_writing()
+        self._end_probes()
         self._lobby.leave(self)
         super().connection_lost(exc)
 
@@ -122,22 +123,21 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._look()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: if a whole request is in hand, of a version that has interim answers."""
+        whole = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
+        self._half_closed = whole and self.scope["http_version"] == "1.1"
+        if self._half_closed:
+            self._is_there(_FIRST_PROBE)
+        return self._half_closed
+
     def on_response_complete(self) -> None:
         self._thrown_away = self._crumbs = 0
         self.cycle.body = bytearray()  # what nobody asked for
         super().on_response_complete()
         self._look()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unsent = self.transport.get_write_buffer_size()
-        self._reading_deadline = self.loop.call_later(self._limits.send_timeout, self._check_reader)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._reading_deadline is not None:
-            self._reading_deadline.cancel()
-            self._reading_deadline = None
+        if self._half_closed:
+            self._go_on_half_closed()
 
     # --- what is new -------------------------------------------------------------
 
@@ -148,7 +148,6 @@ class Connection(H11Protocol):
     def _look(self) -> None:
         """After every step: whether there is a request in hand, and until when there must be news."""
         if self.transport.is_closing():
-            self._limit_time(self._limits.send_timeout)
             return
         phase = self._find_phase()
         if phase == "working" and self.conn.their_state is h11.SEND_BODY:
@@ -198,11 +197,27 @@ class Connection(H11Protocol):
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.drop)
 
-    def _check_reader(self) -> None:
-        """A client that reads something, however slowly, goes on."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent >= self._unsent:
-            self.drop()
+    def _go_on_half_closed(self) -> None:
+        """With the next request that has come before the end, if there is one."""
+        self._end_probes()
+        if self._phase == "working":
+            self._is_there(_FIRST_PROBE)
+        else:
+            self.transport.close()
+
+    def _is_there(self, pause: float) -> None:
+        """Say that an answer is to come, again and again until it begins.
+
+        A client that has closed its side alone waits for the answer. One that has hung up looks the same from here, but
+        its machine resets the connection when something is sent, and the next sending finds that out.
+        """
+        if self.cycle.response_started or self.transport.is_closing():
             return
-        self._unsent = unsent
-        self._reading_deadline = self.loop.call_later(self._limits.send_timeout, self._check_reader)
+        interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+        self.transport.write(self.conn.send(interim) or b"")
+        self._probe = self.loop.call_later(pause, self._is_there, min(2 * pause, _LONGEST_PROBE))
+
+    def _end_probes(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None

@@ -22,7 +22,7 @@ from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.engine import Request
 from paceline.errors import PacelineError
 from paceline.models.tokenizer import Tokenizer
-from paceline.server import errors
+from paceline.server import errors, vllm_names
 from paceline.server.admission import Admission, Room, Work
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
@@ -102,6 +102,13 @@ class Context:
     @property
     def model_name(self) -> str:
         return self.config.served_model_name or self.llm.engine.models.target.name
+
+    def metrics(self) -> bytes:
+        """For Prometheus; under vLLM's names, too, if that was asked for. Raises ApiError if they lack the model's."""
+        ours = self.meter.exposition()
+        if self.config.metrics_names == "paceline":
+            return ours
+        return ours + vllm_names.exposition(self.meter.registry, self.model_name)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) unless it is the model that is served; None is whatever is served."""

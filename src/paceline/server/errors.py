@@ -20,6 +20,8 @@ from paceline.server.limits import MAX_FAULT, MAX_FAULTS, MAX_MESSAGE, MAX_SHOWN
 from paceline.server.shares import Full
 
 INVALID = "invalid_request_error"
+TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"
+_LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # after these nobody knows where the next request would begin
 
 
 class ErrorBody(BaseModel):
@@ -63,6 +65,8 @@ class ApiError(PacelineError):
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.code in _LAST:
+            headers["Connection"] = "close"
         return JSONResponse(self.body, self.status, headers)
 
 

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=math.ceil(config.keep_alive_timeout),
                 log_config=None,
-                access_log=False,
+                access_log=True,  # with the request's id, which is in the context: see tracing.py
                 server_header=False,
                 timeout_graceful_shutdown=int(config.shutdown_timeout) + LAST_WORDS,
             )
@@ -105,6 +106,8 @@ def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.s
 def say_where(config: ServerConfig, sockets: list[socket.socket]) -> None:
     """Where it listens, and to whom."""
     _warn_if_exposed(config)
+    if sys.platform != "linux":
+        log.warning("this system does not give up clients that read nothing: send_timeout has no effect")
     log.info("listening on %s", ", ".join(map(_address, sockets)))
 
 

@@ -18,6 +18,7 @@ from paceline.errors import ParameterError
 from paceline.server import errors
 from paceline.server.connections import most_requests
 from paceline.server.generation import ClientGoneError
+from paceline.server.heads import checked_head, header
 from paceline.server.metrics import Meter
 from paceline.server.quotas import read_key
 from paceline.server.shares import Shares
@@ -94,9 +95,10 @@ def _is_address(name: str) -> bool:
 
 
 class Gate:
-    """Refuses requests before a byte of their body is read: to unknown names (421), without a good key (401), too many
-    at a time (429 from one address, 503 from all), with an encoded body (415); and bodies that are too long (413), too
-    slow (408) or too much together (429, 503). Open paths pass, and their bodies are never read.
+    """Refuses requests before a byte of their body is read: with an ambiguous head (400), to unknown names (421),
+    without a good key (401), too many at a time (429 from one address, 503 from all), with an encoded body (415); and
+    bodies that are too long (413), too slow (408) or too much together (429, 503). Open paths pass; their bodies are
+    never read.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, meter: Meter) -> None:
@@ -108,7 +110,13 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif _is_open(scope["path"]):
+            return
+        try:
+            scope = checked_head(scope)
+        except errors.ApiError as error:
+            await self._refuse(error, scope, receive, send)
+            return
+        if _is_open(scope["path"]):
             await self._app(scope, _replay(b"", receive), send)
         else:
             await self._guarded(scope, receive, send)
@@ -127,12 +135,12 @@ class Gate:
             self._requests.give(client)
 
     def _check(self, scope: Scope) -> None:
-        self._hosts.check(_header(scope, b"host"))
-        if not self._keys.admits(_header(scope, b"authorization")):
+        self._hosts.check(header(scope, b"host"))
+        if not self._keys.admits(header(scope, b"authorization")):
             raise errors.unauthorized()
-        if _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+        if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise errors.encoded()
-        announced, limit = _header(scope, b"content-length"), self._longest_body(scope)
+        announced, limit = header(scope, b"content-length"), self._longest_body(scope)
         if announced.isdigit() and int(announced) > limit:
             raise errors.too_large(limit)
 
@@ -233,7 +241,7 @@ async def _in_time(seconds: float, since: float | None = None) -> AsyncIterator[
             yield
     except TimeoutError:
         message = f"the request's body did not arrive within {seconds:g} s"
-        raise errors.ApiError(408, errors.INVALID, message, code="body_timeout") from None
+        raise errors.ApiError(408, errors.INVALID, message, code=errors.BODY_TIMEOUT) from None
 
 
 def _take(shares: Shares, client: str, units: int, name: str) -> None:
@@ -260,7 +268,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _client(scope: Scope) -> str:
     """The address that a request came from, as far as that is known."""
     return str(scope["client"][0]) if scope.get("client") else ""
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import resource
 import socket
+import sys
 from typing import Any
 
 from paceline.config import ServerConfig
@@ -13,16 +15,21 @@ from paceline.errors import ParameterError
 ACCEPTED_AT_ONCE = 64  # so many new connections before those that are here are looked at again
 _BACKLOG = 2048  # that the kernel keeps for us meanwhile
 _OTHER_FILES = 256  # the model's, the log, libraries'
+_LONGEST_MS = 2**31 - 1  # as a socket's option, which is a whole number of C
 
 
 def listen(config: ServerConfig) -> list[socket.socket]:
-    """One socket for each address of the host. Raises ParameterError if the port is taken or the host is not ours."""
+    """One socket for each address of the host. Raises ParameterError if the port is taken or the host is not ours.
+
+    Linux gives up a connection whose client has taken nothing of what was sent for ``send_timeout``.
+    """
     _allow_open_files(config.max_connections + ACCEPTED_AT_ONCE + _OTHER_FILES)
     sockets: list[socket.socket] = []
     port = config.port
     for family, address in _addresses(config):
         try:
             sockets.append(_bind(family, (address[0], port, *address[2:])))
+            _limit_sending(sockets[-1], config.send_timeout)
         except OSError as error:
             for each in sockets:
                 each.close()
@@ -58,6 +65,13 @@ def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.sock
         made.close()
         raise
     return made
+
+
+def _limit_sending(listening: socket.socket, seconds: float) -> None:
+    """Of all connections that come in here, which inherit it."""
+    if sys.platform == "linux":
+        milliseconds = min(math.ceil(1000 * seconds), _LONGEST_MS)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _explain(error: OSError, config: ServerConfig) -> ParameterError:

@@ -69,7 +69,7 @@ class Replica:
             "state": context.service.health,
             "load": context.admission.inside,
             "stats": json.loads(context.meter.stats().model_dump_json()),
-            "metrics": context.meter.exposition().decode(),
+            "metrics": context.metrics().decode(),
         }
 
     async def stream(self, flight: str, blocks: list[bytes], scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.errors import PacelineError, ParameterError
+from paceline.server.batch.disk import full_disk_named
 from paceline.server.batch.lines import Line, parse_name
 
 
@@ -17,13 +18,15 @@ class OutputFile:
 
     done: digests of the input's lines that were answered, by index, as the file says when it is opened. A last line
     that was being written when the process or the machine ended is cut off. One process at a time has the file.
-    Raises ParameterError if it cannot be written or another process writes it, PacelineError if it is no such file.
+    Raises ParameterError if it cannot be written or another process writes it, PacelineError if it is no such file,
+    ApiError (507) if the disk is full.
     """
 
     def __init__(self, option: str, path: Path) -> None:
         self._path = path
         try:
-            self._file = path.open("ab+")
+            with full_disk_named():
+                self._file = path.open("ab+")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ParameterError(option, str(path), "a file that no other process is writing") from error
@@ -36,13 +39,15 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+        with full_disk_named():
+            self._file.close()
 
     def append(self, lines: bytes) -> None:
-        """Whole lines, each with its end."""
-        self._file.write(lines)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Whole lines, each with its end. Raises ApiError (507) if the disk is full: open the file again to go on."""
+        with full_disk_named():
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     @property
     def size(self) -> int:

@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,7 @@ from paceline.config import MAX_SECONDS
 from paceline.errors import PacelineError
 from paceline.server import errors, limits
 from paceline.server.batch.answers import Batch, is_the_end, read_chore, unanswered
+from paceline.server.batch.disk import full_disk_named, is_full
 from paceline.server.batch.documents import (
     BatchCounts,
     BatchFault,
@@ -42,6 +44,8 @@ _WINDOW = 86400
 _LINES_PER_ROW = 2
 _KINDS = ("output", "error")
 _PAUSE = 0.05  # seconds between two looks whether there is room
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds for space on the disk; each is twice the one before
+_GIVE_UP = 86400  # seconds without space, as long as a batch may take
 
 
 class Runner:
@@ -111,22 +115,50 @@ class Runner:
     # --- how it goes -------------------------------------------------------------
 
     async def _run(self, kept: KeptBatch) -> None:
-        document = kept.document
         try:
-            await self._count(kept)  # its turn may come late
+            with suppress(OSError):  # it is counted again before anything is done
+                await self._count(kept)  # its turn may come late
             async with self._turns[kept.owner]:
-                while is_open(kept):
-                    await self._step(kept)
+                await self._end(kept)
         except asyncio.CancelledError:
-            if document.status != "cancelling":
+            if kept.document.status != "cancelling":
                 raise  # the server ends
-            await self._step(kept)
+            await self._end(kept)
+
+    async def _end(self, kept: KeptBatch) -> None:
+        """All steps to the batch's end; one that goes wrong fails the batch, but for the end of the engine."""
+        try:
+            while is_open(kept):
+                await self._step_with_space(kept)
         except Exception as error:
-            if not (isinstance(error, errors.ApiError) and is_the_end(error)):
-                log.exception("batch %s cannot go on before the server is started again", document.id)
+            if isinstance(error, errors.ApiError) and is_the_end(error):
+                return
+            log.exception("batch %s failed", kept.document.id)
+            _blame(kept.document, error)
+            _mark(kept.document, "failed")
+            with suppress(OSError, PacelineError):  # a later server finds it as it was, and tries again
+                await self._save(kept)
+
+    async def _step_with_space(self, kept: KeptBatch) -> None:
+        """A step, again and again while the disk is full; the batch says so meanwhile."""
+        pause, since, faults = _FIRST_WAIT, time.monotonic(), kept.document.errors
+        while True:
+            try:
+                await self._step(kept)
+                return
+            except errors.ApiError as error:
+                if not is_full(error) or time.monotonic() - since > _GIVE_UP:
+                    raise
+                log.warning("batch %s waits %g s: %s", kept.document.id, pause, error)
+                _blame(kept.document, error)
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                kept.document.errors = faults
+            pause = min(2 * pause, _LONGEST_WAIT)
 
     async def _step(self, kept: KeptBatch) -> None:
-        """From one status to the next, on disk. Raises ApiError when the engine ends, OSError."""
+        """From one status to the next, on disk. Raises ApiError when the engine ends or the disk is full, OSError."""
         document = kept.document
         if document.status == "validating":
             await self._validate(kept)
@@ -134,9 +166,12 @@ class Runner:
             await self._play(kept)
         else:
             await self._finish(kept)
+        await self._save(kept)
+
+    async def _save(self, kept: KeptBatch) -> None:
         await self.store.save(kept)
         if not is_open(kept):
-            self.store.answers(document.id).unlink(missing_ok=True)
+            self.store.answers(kept.document.id).unlink(missing_ok=True)
 
     async def _validate(self, kept: KeptBatch) -> None:
         document = kept.document
@@ -148,7 +183,10 @@ class Runner:
         _mark(document, "finalizing" if faults else "in_progress")
 
     async def _play(self, kept: KeptBatch) -> None:
-        """All lines that are left, or as many as there is time for. Raises ApiError when the engine ends."""
+        """All lines that are left, or as many as there is time for.
+
+        Raises ApiError when the engine ends or the disk is full.
+        """
         document = kept.document
         await self._ready()
         try:
@@ -157,11 +195,10 @@ class Runner:
         except TimeoutError:
             document.expired_at = int(time.time())
         except Exception as error:
-            if isinstance(error, errors.ApiError) and is_the_end(error):
+            if isinstance(error, errors.ApiError) and (is_the_end(error) or is_full(error)):
                 raise
             log.exception("batch %s failed", document.id)
-            message = str(error) if isinstance(error, PacelineError) else "an error in the server; its log says more"
-            document.errors = BatchFaults(data=[BatchFault(code="batch_failed", message=message)])
+            _blame(document, error)
         _mark(document, "finalizing")
 
     async def _answer(self, kept: KeptBatch) -> None:
@@ -209,19 +246,28 @@ class Runner:
 
     async def _finish(self, kept: KeptBatch) -> None:
         """The answers become files: those that are good, and those that are errors."""
-        document, answers = kept.document, self.store.answers(kept.document.id)
-        if answers.exists():
+        document = kept.document
+        if self.store.answers(document.id).exists():
             names = [_name(document.id, kind) for kind in _KINDS]
             parts = [self.store.part(name) for name in names]
-            counts = await asyncio.to_thread(_split, answers, *parts)
-            document.request_counts.completed, document.request_counts.failed = counts
-            for count, name, part, kind in zip(counts, names, parts, _KINDS, strict=True):
-                if count:
-                    await self.store.adopt(kept.owner, name, f"{document.id}_{kind}.jsonl", part)
-            document.output_file_id, document.error_file_id = (
-                name if count else None for count, name in zip(counts, names, strict=True)
-            )
+            try:
+                await self._make_files(kept, names, parts)
+            finally:
+                for part in parts:  # one without lines, or one for which the disk had no space
+                    part.unlink(missing_ok=True)
         _mark(document, _ending(document))
+
+    async def _make_files(self, kept: KeptBatch, names: list[str], parts: list[Path]) -> None:
+        """One of good answers and one of errors, where there are any. Raises ApiError (507)."""
+        document = kept.document
+        counts = await asyncio.to_thread(_split, self.store.answers(document.id), *parts)
+        document.request_counts.completed, document.request_counts.failed = counts
+        for count, name, part, kind in zip(counts, names, parts, _KINDS, strict=True):
+            if count:
+                await self.store.adopt(kept.owner, name, f"{document.id}_{kind}.jsonl", part)
+        document.output_file_id, document.error_file_id = (
+            name if count else None for count, name in zip(counts, names, strict=True)
+        )
 
 
 def _ending(document: BatchObject) -> Status:
@@ -235,6 +281,19 @@ def _ending(document: BatchObject) -> Status:
 def _mark(document: BatchObject, status: Status) -> None:
     document.status = status
     setattr(document, f"{status}_at", int(time.time()))
+
+
+def _blame(document: BatchObject, error: Exception) -> None:
+    """Say why the batch has failed, or waits."""
+    if isinstance(error, errors.ApiError) and is_full(error):
+        fault = BatchFault(code="disk_full", message=str(error))
+    elif isinstance(error, PacelineError):
+        fault = BatchFault(code="batch_failed", message=str(error))
+    elif isinstance(error, OSError):
+        fault = BatchFault(code="batch_failed", message=f"the server's disk: {error.strerror}")
+    else:
+        fault = BatchFault(code="batch_failed", message="an error in the server; its log says more")
+    document.errors = BatchFaults(data=[fault])
 
 
 def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[BatchFault]]:
@@ -287,7 +346,7 @@ def _split(answers: Path, good: Path, bad: Path) -> tuple[int, int]:
     counts = [0, 0]
     with OutputFile("batch_dir", answers):  # a line that was being written is cut off
         pass
-    with answers.open("rb") as file, good.open("wb") as output, bad.open("wb") as faults:
+    with full_disk_named(), answers.open("rb") as file, good.open("wb") as output, bad.open("wb") as faults:
         for line in file:
             failed = not _is_good(line)
             counts[failed] += 1

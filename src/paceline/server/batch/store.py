@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from paceline.errors import ParameterError
 from paceline.server import errors, limits
+from paceline.server.batch.disk import full_disk_named
 from paceline.server.batch.documents import OPEN, BatchObject, FileObject, KeptBatch, KeptFile, Purpose
 
 K = TypeVar("K", KeptFile, KeptBatch)
@@ -72,8 +73,9 @@ class Store:
         self._lock.close()
 
     async def work(self, work: Callable[[], T]) -> T:
-        """On the disk, after everything that was asked for before."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+        """On the disk, after everything that was asked for before. Raises ApiError (507) if that is full."""
+        with full_disk_named():
+            return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     # --- files -------------------------------------------------------------------
 
@@ -165,7 +167,11 @@ class Store:
             del self.batches[old.document.id]
             path = self._batches_at / f"{old.document.id}.json"
             await self.work(lambda: path.unlink(missing_ok=True))  # noqa: B023 (awaited at once)
-        await self.save(kept)
+        try:
+            await self.save(kept)
+        except Exception:
+            del self.batches[kept.document.id]
+            raise
 
     async def save(self, kept: KeptBatch) -> None:
         """As it is now."""
@@ -196,7 +202,8 @@ class Arrival:
 
     def drop(self) -> None:
         """Nothing is left, unless it was kept."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written is not wanted any more
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
     async def take(self, work: Callable[[bytes], None], piece: bytes) -> None:
@@ -264,11 +271,14 @@ def _found(kept: dict[str, K], owner: str, name: str, kind: str) -> K:
 def _write(path: Path, content: bytes) -> None:
     """Whole and on disk, or as it was."""
     part = path.with_name(path.name + _PART)
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _loaded(path: Path, kind: type[K]) -> dict[str, K]:
