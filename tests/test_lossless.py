@@ -171,6 +171,11 @@ def climbing(answer: list[int], logits: Tensor) -> Tensor:
     return logits
 
 
+def best_three(answer: list[int], logits: Tensor) -> Tensor:
+    """Another, of the model's own logits: what a bias or penalty does to them comes later."""
+    return logits.masked_fill(logits < logits.topk(3).values[-1], -torch.inf)
+
+
 PROCESSED = [  # rows whose tokens are restricted, and one that is free
     SamplingParams(temperature=(0, 0.8, 1.2)[row % 3], max_tokens=22, seed=row, **restricted)
     for row, restricted in enumerate(
@@ -180,7 +185,7 @@ PROCESSED = [  # rows whose tokens are restricted, and one that is free
             {"allowed_token_ids": [0, 2, 3, 5, 8, 13, 21, 22]},
             {"allowed_token_ids": [1, 2, 3, 4], "bad_words": ["ab", "cc"], "presence_penalty": 0.5},
             {"logits_processors": [no_repeats]},
-            {"logits_processors": [climbing, no_repeats], "logit_bias": {3: 2.0}, "n": 2},
+            {"logits_processors": [best_three, climbing], "logit_bias": {3: 5.0}, "presence_penalty": 2, "n": 2},
             {"allowed_token_ids": range(20), "logits_processors": [climbing], "top_k": 5, "min_tokens": 4},
             {"bad_words": "b", "min_tokens": 8, "top_p": 0.9, "stop_token_ids": (4, 5)},
             {},
