@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from paceline.device_round import DeviceRound
-from paceline.draft import HostVerdict, JudgedTree, Logprobs, ReadVerdict, Verdict
+from paceline.draft import HostVerdict, JudgedTree, Logprobs, Verdict
 from paceline.gpu.ahead import Ahead, Progress
 from paceline.gpu.graphs import Ticket
 from paceline.gpu.state import read_logprobs, read_record, read_trees
@@ -188,7 +188,7 @@ def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | No
     accepted = [0 if line is None else read.accepted[line] for line in lines]
     drafted = [0 if line is None else read.drafted[line] for line in lines]
     gained = [0 if line is None else read.gained[line] for line in lines]
-    verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted, gained))
+    verdict = Verdict.of(HostVerdict(tokens, accepted, drafted, gained))
     if read.trees is not None:
         verdict.host.trees = [JudgedTree.of([], []) if line is None else read.trees[line] for line in lines]
     if logprobs is not None:  # of rows that did not play they mean nothing

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from paceline.attention import AttentionBackend
 from paceline.batch import Batch, Enough
-from paceline.draft import BESIDE, Draft, ReadDraft, branching
+from paceline.draft import BESIDE, Draft, branching
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
 from paceline.heads.feature import FeatureHead
@@ -296,7 +296,7 @@ class _Found:
     def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
         """laws [width, B, V]."""
         scores = None if self._chances is None else self.scores
-        read = ReadDraft.of(self.guesses, batch.device, scores)
+        read = Draft.of(self.guesses, batch.device, scores)
         if laws is None or read.k == 0:
             return read
         return Draft(read.tokens, read.counts, laws[: read.k].transpose(0, 1).contiguous(), scores)
