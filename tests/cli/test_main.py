@@ -114,8 +114,10 @@ def test_a_full_disk_behind_standard_output_shows_no_traceback_at_the_end_either
     assert (done.returncode, done.stderr) == (2, b"error: standard output cannot be written: No space left on device\n")
 
 
-def test_a_closed_standard_output_is_one_line_and_an_exit_code() -> None:
-    assert run_into(None, "--version") == (2, "error: standard output cannot be written: it is closed\n")
+@pytest.mark.parametrize("line", ["--version", "--help", "generate TINY -q -p x --max-tokens 2 --json"])
+def test_a_closed_standard_output_is_one_line_and_an_exit_code(line: str, tiny: str) -> None:
+    code, told = run_into(None, *line.replace("TINY", tiny).split())
+    assert (code, told) == (2, "error: standard output cannot be written: it is closed\n")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

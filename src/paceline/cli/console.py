@@ -75,7 +75,7 @@ def _discard(file: TextIO) -> None:
 
 def json_is_ascii() -> bool:
     """Whether JSON for standard output has to escape all but ASCII, as the stream's encoding may lack letters."""
-    return not sys.stdout.encoding.lower().startswith("utf")
+    return not (getattr(sys.stdout, "encoding", None) or "ascii").lower().startswith("utf")
 
 
 def stdout() -> Console:
