@@ -39,12 +39,11 @@ def library_in(made: Path) -> bytes | None:
         return archive.read(inside) if inside in archive.namelist() else None
 
 
-def head_in(names: list[str]) -> set[str]:
-    """Files of the trained heads that come with the package, of those in an archive."""
-    return {name.rpartition("paceline/shipped/")[2] for name in names if "paceline/shipped/" in name}
-
-
-SHIPPED = {str(file.relative_to(ROOT / "src/paceline/shipped")) for file in (ROOT / "src/paceline/shipped").glob("*/*")}
+DATA = {
+    str(file.relative_to(ROOT / "src"))
+    for pattern in ("shipped/*/*", "**/data/*", "server/static/*", "py.typed")
+    for file in (ROOT / "src/paceline").glob(pattern)
+}
 
 
 def newest(symbols: str, library: bytes) -> tuple[int, ...]:
@@ -58,7 +57,9 @@ def test_without_a_compiler_the_wheel_is_for_every_machine_and_holds_no_library(
     assert made.name.endswith("-py3-none-any.whl")
     assert library_in(made) is None
     with zipfile.ZipFile(made) as archive:
-        assert head_in(archive.namelist()) == SHIPPED != set(), "the trained heads are files of the package"
+        missing = DATA - set(archive.namelist())
+    assert missing == set()
+    assert {Path(name).suffix for name in DATA} >= {".safetensors", ".jsonl", ".html"}, "heads, prompts, the playground"
 
 
 @pytest.mark.slow

@@ -193,8 +193,24 @@ def test_hostile_lines_are_errors_of_their_own(paceline: Any, tiny: str, tmp_pat
         assert why in entry["error"]["message"]
         assert "index" in entry
     again = paceline("batch", str(source), str(output), tiny, *SEEDED, "--resume")
-    assert again.exit_code == 0, "nothing was left to do"
+    assert again.exit_code == 2, "nothing was left to do, but OUTPUT still has lines without an answer"
+    assert f"{len(bad)} lines could not be answered" in again.stderr
     assert len(read(output)) == len(bad) + 2
+
+
+def test_a_refused_line_keeps_its_custom_id(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "x", "max_tokens": -3, "custom_id": "plain"},
+        completion("openai", "x", max_tokens=-3),
+        {"prompt": 5, "custom_id": "no prompt"},
+        {"prompt": "x", "custom_id": ["no name"]},
+    ]
+    output = tmp_path / "out"
+    assert (
+        paceline("batch", str(write(tmp_path / "in", lines)), str(output), tiny, *SEEDED, "--in-order").exit_code == 2
+    )
+    assert [entry.get("custom_id") for entry in read(output)] == ["plain", "openai", "no prompt", None]
+    assert all("max_tokens" in json.dumps(entry) for entry in read(output)[:2])
 
 
 @pytest.mark.slow
@@ -221,6 +237,8 @@ def test_other_settings_and_other_lines_are_not_gone_on_with(paceline: Any, tiny
     assert "with --resume" in paceline(*job, *SEEDED).stderr
     assert "--resume: seed=8" in paceline(*job, *ENGINE, "--seed", "8", "--resume").stderr
     assert "--resume: max_model_len=64" in paceline(*job, *SEEDED, "--max-model-len", "64", "--resume").stderr
+    other = paceline(*job, *SEEDED, "--temperature", "0.5", "--resume").stderr
+    assert "--resume: temperature=0.5 is not allowed: 1.0, with which out was begun" in other
     assert paceline(*job, *ENGINE, "--resume").exit_code == 0, "the seed is kept"
     write(source, [completion("a", "x"), completion("b", "z")])
     assert "line 2 is another one now" in paceline(*job, *SEEDED, "--resume").stderr
@@ -370,7 +388,20 @@ def test_no_answer_breaks_its_line_however_lines_are_told_apart() -> None:
     assert [json.loads(line) for line in lines] == ["a\x85b", "c\u2028d\u2029e", "é\u3000ß"]
 
 
-# Killed
+# Interrupted and killed
+
+
+def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: str, tmp_path: Path) -> None:
+    lines = [completion(str(number), f"text {number}", max_tokens=400) for number in range(400)]
+    output = tmp_path / "out"
+    process = _run(tiny, write(tmp_path / "in", lines), output)
+    wait_until(lambda: _lines_in(output) >= 1 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (told,) = stderr.decode().splitlines()
+    how = "the same command with --resume continues after them"
+    assert told == f"interrupted: {_lines_in(output)} lines are in {output}; {how}"
 
 
 def _run(tiny: str, source: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:

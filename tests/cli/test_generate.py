@@ -294,3 +294,9 @@ def test_a_line_with_broken_references_is_named(paceline: Any, tiny: str, lines:
     result = paceline("generate", tiny, "--prompts-file", str(lines), "--drafter", "ngram", *GREEDY)
     assert result.exit_code == 2
     assert "line 1: references=" in result.stderr
+
+
+def test_a_drafter_that_is_none_of_them_is_told_all_choices(paceline: Any) -> None:
+    result = paceline("generate", "no-such-model", "-p", "x", "--drafter", "foo")
+    assert result.exit_code == 2
+    assert "one of 'auto', 'none', 'model', 'ngram', 'hybrid', 'feature'" in result.stderr

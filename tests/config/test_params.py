@@ -405,3 +405,19 @@ def test_options_kept_from_before_may_rest() -> None:
     check_used(plain, {"drafter": None})
     with pytest.raises(ParameterError, match=r"^acceptance="):
         check_used(plain, {"acceptance": "rejection"})
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("drafter", ("auto", "model", "ngram", "hybrid", "feature", "None")),
+        ("quantization", ("int8", "int4", "fp8", "None")),
+        ("draft_quantization", ("same", "int8", "int4", "fp8", "None")),
+        ("threads", ("a whole number from 1 to 1024", "None")),
+    ],
+)
+def test_a_wrong_choice_is_told_all_choices_none_among_them(option: str, choices: tuple[str, ...]) -> None:
+    with pytest.raises(ParameterError) as caught:
+        EngineConfig(**{option: "foo"})
+    assert caught.value.field == option
+    assert [choice for choice in choices if choice not in caught.value.allowed] == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.core.draft import Draft, HostVerdict, JudgedTree, ReadDraft, ReadVerdict, Verdict, branching
+from paceline.core.draft import Draft, HostVerdict, JudgedTree, Verdict, branching
 
 GUESSES = [[5, 6, 7], [], [8]]
 KINDS = [[0, 0, 0], [], [1]]
@@ -18,9 +18,7 @@ CPU = torch.device("cpu")
 
 def drafts() -> tuple[Draft, Draft]:
     tokens = torch.tensor([[5, 6, 7], [0, 0, 0], [8, 0, 0]])
-    return Draft(tokens, torch.tensor([3, 0, 1]), confidence=SCORES, kinds=KINDS), ReadDraft.of(
-        GUESSES, CPU, SCORES, KINDS
-    )
+    return Draft(tokens, torch.tensor([3, 0, 1]), confidence=SCORES, kinds=KINDS), Draft.of(GUESSES, CPU, SCORES, KINDS)
 
 
 def assert_same(one: Draft, other: Draft) -> None:
@@ -68,11 +66,12 @@ FOLLOWS = [[-1, 0, 1, -1, 3], [-1]]
 
 def test_a_tree_without_branches_is_a_chain() -> None:
     chain = branching([[5, 6], [7]], [[-1, 0], [-1]], CPU)
-    assert isinstance(chain, ReadDraft)
+    assert chain.follows is None
+    assert "tokens" not in vars(chain), "the host has it"
     tree = branching(TREE, FOLLOWS, CPU)
     assert tree.parents is not None
     assert tree.counts.tolist() == [5, 1]
-    assert isinstance(tree.first([3, 1]), ReadDraft)
+    assert "tokens" not in vars(tree.first([3, 1]))
     assert tree.first([4, 0]).parents is not None
     assert tree.first([0, 0]).k == 0
 
@@ -118,11 +117,11 @@ def test_trees_of_tensors_and_of_lists_are_the_same(change: str) -> None:
 
 def test_of_a_verdict_that_was_read_the_path_is_that_of_tensors() -> None:
     host = HostVerdict([[6, 7, 8], [1]], [2, 0], [4, 1])
-    read, path = ReadVerdict(host, [[1, 3], []]), torch.tensor([[1, 3, 2, 3], [0, 1, 2, 3]])
+    read, path = Verdict.of(host, [[1, 3], []]), torch.tensor([[1, 3, 2, 3], [0, 1, 2, 3]])
     assert read.path is not None
     assert torch.equal(read.path, path)
     assert Verdict(torch.zeros(2, 5), torch.tensor([2, 0]), torch.tensor([4, 1]), path=path).kept == read.kept
-    assert (ReadVerdict(host).path, Verdict(read.tokens, read.accepted, read.drafted).kept) == (None, None)
+    assert (Verdict.of(host).path, Verdict(read.tokens, read.accepted, read.drafted).kept) == (None, None)
 
 
 def test_a_part_of_a_batch_with_trees_leaves_the_other_rows_without_guesses() -> None:
@@ -159,3 +158,16 @@ def test_trees_are_counted_by_depth_and_cut_with_their_answers() -> None:
     assert [verdict.saves(1, kept) for kept in (2, 3)] == [False, True], "it was cut before the sibling"
     assert not verdict.saves(2, 1)
     assert [verdict.whole(row) for row in range(3)] == [True, True, True]
+
+
+def test_only_what_is_asked_for_is_made() -> None:
+    listed, made = Draft.of([[5, 6], []], CPU), Draft(torch.tensor([[5, 6], [0, 0]]), torch.tensor([2, 0]))
+    assert (listed.k, listed.drafted, listed.parents, listed.first([1, 0]).guesses) == (2, [2, 0], None, [[5], []])
+    assert not {"tokens", "counts"} & vars(listed).keys()
+    assert torch.equal(listed.tokens, made.tokens)
+    assert listed.tokens is listed.tokens, "made once"
+    assert "guesses" not in vars(made)
+    verdict = Verdict.of(HostVerdict([[6, 7], [1]], [1, 0], [2, 0]))
+    assert not {"tokens", "accepted", "drafted"} & vars(verdict).keys()
+    assert verdict.tokens.tolist() == [[6, 7], [1, 0]]
+    assert "tokens" in vars(verdict)

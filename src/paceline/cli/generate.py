@@ -9,7 +9,7 @@ import typer
 from rich.rule import Rule
 from rich.text import Text
 
-from paceline.cli.console import note, report_error, stdout
+from paceline.cli.console import json_is_ascii, note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
 from paceline.config import SamplingParams
@@ -71,7 +71,7 @@ def _lines(name: str) -> list[str]:
 
 def _show_json(number: int, result: Result) -> None:
     _warn(result)
-    typer.echo(json.dumps(as_document(number, result), ensure_ascii=False))
+    typer.echo(json.dumps(as_document(number, result), ensure_ascii=json_is_ascii()))
 
 
 def _show_bare(_: int, result: Result) -> None:

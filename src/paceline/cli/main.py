@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from contextlib import redirect_stdout
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -10,7 +12,7 @@ from typer.core import TyperGroup
 from paceline.cli.batch import batch
 from paceline.cli.bench import app as bench_app
 from paceline.cli.chat import chat
-from paceline.cli.console import report_error
+from paceline.cli.console import Stdout, report_error
 from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
 from paceline.cli.generate import generate
@@ -31,6 +33,14 @@ EXIT_INTERRUPTED = 130
 
 class Commands(TyperGroup):
     """Errors that paceline raises on purpose are one line on stderr and exit code 2; Ctrl-C is exit code 130."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            with redirect_stdout(cast(TextIO, Stdout(sys.stdout))):
+                return super().main(*args, **options)
+        except PacelineError as error:  # the help could not be shown
+            report_error(error)
+            sys.exit(EXIT_ERROR)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -29,6 +29,7 @@ from paceline.config import (
 )
 from paceline.config.files import read_text
 from paceline.config.ranges import rules_of
+from paceline.config.registry import DRAFTERS
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class EngineFlags:
     def options(self) -> EngineOptions:
         """The keyword arguments of ``LLM``."""
         return {
-            "drafter": None if self.drafter == "none" else self.drafter,
+            "drafter": _drafter(self.drafter),
             "num_speculative_tokens": speculation_length(self.num_speculative_tokens),
             "speculation_width": speculation_width(self.speculation_width),
             "profile": self.profile,
@@ -245,6 +246,12 @@ class SamplingFlags:
         """The parameters. Raises ParameterError."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return SamplingParams(**{**given, "stop": tuple(self.stop or ())})
+
+
+def _drafter(text: str) -> str | None:
+    """A drafter's name; None for "none". Raises ParameterError."""
+    choices = dataclasses.replace(DRAFTERS, words=(*DRAFTERS.words, "none"))
+    return None if text == "none" else str(choices.take("drafter", text))
 
 
 def speculation_length(text: str) -> int | str:

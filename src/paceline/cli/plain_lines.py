@@ -74,13 +74,14 @@ class PlainChore:
 
 @dataclass(frozen=True)
 class PlainRefusal:
-    """A line that has a prompt or messages, and something that makes no sense."""
+    """A line that has a prompt or messages, and something that makes no sense. custom_id: its name, if it has one."""
 
     line: Line
     error: RequestError
+    custom_id: str | None
 
     async def play(self) -> Outcome:
-        return _outcome(self.line, None, Failure(self.line.where, self.error))
+        return _outcome(self.line, self.custom_id, Failure(self.line.where, self.error))
 
 
 def _outcome(line: Line, custom_id: str | None, result: Result) -> Outcome:
@@ -113,20 +114,22 @@ class Reader:
         return read_chore(self.batch, self.names, line, data)
 
     def _plain(self, line: Line, entry: dict[str, object]) -> Chore:
+        custom_id = None
         try:
-            custom_id = self._name(entry)
+            custom_id = _name(entry)
+            if custom_id is not None:
+                self.names.take(custom_id)
             job = as_job(line.where, entry, self.params)
             for message in job.messages or ():
                 check_message(message)
         except (ValueError, PacelineError) as error:  # ParameterError is both
-            return PlainRefusal(line, RequestError(str(error)))
+            return PlainRefusal(line, RequestError(str(error)), custom_id)
         return PlainChore(self.batch, line, job, custom_id)
 
-    def _name(self, entry: dict[str, object]) -> str | None:
-        custom_id = entry.pop("custom_id", None)
-        if custom_id is None:
-            return None
-        if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_LABEL:
-            raise ValueError(f'"custom_id" is a string of 1 to {MAX_LABEL} characters')
-        self.names.take(custom_id)
+
+def _name(entry: dict[str, object]) -> str | None:
+    """A line's own name, taken out of it. Raises ValueError."""
+    custom_id = entry.pop("custom_id", None)
+    if custom_id is None or (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_LABEL):
         return custom_id
+    raise ValueError(f'"custom_id" is a string of 1 to {MAX_LABEL} characters')

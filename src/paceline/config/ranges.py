@@ -288,14 +288,23 @@ class AnyOf:
     def take(self, name: str, value: Any) -> Any:
         if value is None and self.none:
             return None
-        if len(self.rules) == 1 and value is not None:
-            return self.rules[0].take(name, value)  # its own words say more: a part names the field within it
+        if len(self.rules) == 1:
+            return self._only(name, value)
         for rule in self.rules:
             try:
                 return rule.take(name, value)
             except ParameterError:
                 continue
         raise ParameterError(name, value, self.allowed)
+
+    def _only(self, name: str, value: Any) -> Any:
+        """What the only rule takes. Its own words say more: a part names the field within it."""
+        try:
+            return self.rules[0].take(name, value)
+        except ParameterError as error:
+            if error.field != name or not self.none:
+                raise
+            raise ParameterError(name, error.value, f"{error.allowed}, or None") from error
 
 
 def rule_for(hint: Any) -> Rule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,27 @@ BESIDE = (
 )  # more than its kind would be, of a guess that stands beside a better one: right where that is wrong
 
 
+class OnDemand:
+    """A dataclass' tensor that is given, or made of what the host knows when it is first asked for.
+
+    default: where it may be left out.
+    """
+
+    def __init__(self, make: Callable[[Any], Tensor | None], *default: None) -> None:
+        self._make, self._default = make, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is not None:
+            made = instance.__dict__[self._name] = self._make(instance)
+            return made
+        if not self._default:
+            raise AttributeError(self._name)  # for ``dataclass``: there is no default
+        return None
+
+
 def real_places(counts: Tensor, width: int) -> Tensor:
     """[B, width] bool: the first counts[i] places of row i."""
     return torch.arange(width, device=counts.device) < counts[:, None]
@@ -26,7 +47,7 @@ def real_places(counts: Tensor, width: int) -> Tensor:
 
 @dataclass
 class Draft:
-    """What a drafter guesses.
+    """What a drafter guesses, given as tensors or (``of``) as the host's lists; the others are made when asked for.
 
     tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
     probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
@@ -40,17 +61,46 @@ class Draft:
         drafter's numbers, 0 to ``KINDS`` - 1); None: all from the same.
     """
 
-    tokens: Tensor
-    counts: Tensor
+    tokens: Tensor = OnDemand(lambda draft: draft._table(draft.guesses, 0))  # type: ignore[assignment]
+    counts: Tensor = OnDemand(lambda draft: draft._host(draft.drafted))  # type: ignore[assignment]
     probabilities: Tensor | None = None
     confidence: Sequence[Sequence[float]] | None = None
     logits: Tensor | None = None
-    parents: Tensor | None = None
+    parents: Tensor | None = OnDemand(lambda draft: draft._table(draft.follows, -1), None)  # type: ignore[assignment]
     kinds: Sequence[Sequence[int]] | None = None
+
+    @staticmethod
+    def of(
+        guesses: list[list[int]],
+        device: torch.device,
+        confidence: Sequence[Sequence[float]] | None = None,
+        kinds: Sequence[Sequence[int]] | None = None,
+        follows: Sequence[Sequence[int]] | None = None,
+    ) -> Draft:
+        """guesses: of each row. follows: of trees, what each of them follows."""
+        draft = Draft.__new__(Draft)
+        draft.guesses, draft._device, draft.confidence, draft.kinds = guesses, device, confidence, kinds
+        k = draft.k
+        draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
+        draft._listed = True
+        return draft
+
+    _listed = False  # whether it was given as lists
 
     @property
     def k(self) -> int:
-        return self.tokens.shape[1]
+        known = self.__dict__.get("tokens")
+        return max(map(len, self.guesses), default=0) if known is None else known.shape[1]
+
+    def _host(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def _table(self, lines: Sequence[list[int]] | None, padding: int) -> Tensor | None:
+        """[B, k]; None of None."""
+        if lines is None:
+            return None
+        k = self.k
+        return self._host([line + [padding] * (k - len(line)) for line in lines]).view(len(lines), k)
 
     @cached_property
     def guesses(self) -> list[list[int]]:
@@ -112,23 +162,26 @@ class Draft:
             return self
         if self.follows is not None:
             return self._cut(caps)
+        if self._listed:
+            return Draft.of(self._lines(caps), self._device, self.confidence, self.kinds)
         most = self.counts.new_tensor(caps)
         return replace(self, counts=torch.minimum(self.counts, most))
 
     def first(self, counts: Sequence[int]) -> Draft:
         """The first counts[i] guesses of each row alone, as narrow as they allow."""
-        k = max(counts)
-        if k == 0:
-            return _no_guesses(len(counts), self.tokens.device)
-        laws = None if self.probabilities is None else self.probabilities[:, :k]
         if self.follows is not None:
             follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
-            return branching(
-                [line[: len(tree)] for line, tree in zip(self.guesses, follows, strict=True)], follows, self._device
-            )
+            return branching(self._lines(counts), follows, self._device)
+        k = max(counts)
+        if self._listed or k == 0:
+            return Draft.of(self._lines(counts), self._device)
+        laws = None if self.probabilities is None else self.probabilities[:, :k]
         chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
-        chosen.guesses = [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+        chosen.guesses = self._lines(counts)
         return chosen
+
+    def _lines(self, counts: Sequence[int]) -> list[list[int]]:
+        return [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
 
     def _cut(self, depths: Sequence[int]) -> Draft:
         """Of a tree: row i without what stands deeper than depths[i]."""
@@ -143,7 +196,7 @@ class Draft:
 
     def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
         """Of a tree: row i has its real guesses in the order orders[i], in which none comes before what it follows."""
-        return ReadDraft.of(_taken(self.guesses, orders), self._device, follows=self._follows_among(orders))
+        return Draft.of(_taken(self.guesses, orders), self._device, follows=self._follows_among(orders))
 
     def _follows_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
         """What each of these guesses follows among them."""
@@ -163,77 +216,17 @@ class Draft:
             wide[first : first + table.shape[0]] = table
             return wide
 
+        def longer(lines: Sequence[Sequence[Any]] | None) -> list[list[Any]] | None:
+            if lines is None:
+                return None
+            return [*([] for _ in range(first)), *map(list, lines), *([] for _ in range(rows - first - len(lines)))]
+
+        confidence, kinds = longer(self.confidence), longer(self.kinds)
+        if self._listed:
+            return Draft.of(longer(self.guesses) or [], self._device, confidence, kinds, longer(self.follows))
         laws = None if self.probabilities is None else widen(self.probabilities)
         parents = None if self.parents is None else widen(self.parents + 1) - 1
-        spread = Draft(widen(self.tokens), widen(self.counts), laws, parents=parents)
-        after = rows - first - self.tokens.shape[0]
-        if self.confidence is not None:
-            spread.confidence = [*[[]] * first, *self.confidence, *[[]] * after]
-        if self.kinds is not None:
-            spread.kinds = [*[[]] * first, *self.kinds, *[[]] * after]
-        return spread
-
-
-class ReadDraft(Draft):
-    """A draft that the host has from the start; its tensors are made if anybody asks for them."""
-
-    @staticmethod
-    def of(
-        guesses: list[list[int]],
-        device: torch.device,
-        confidence: Sequence[Sequence[float]] | None = None,
-        kinds: Sequence[Sequence[int]] | None = None,
-        follows: Sequence[Sequence[int]] | None = None,
-    ) -> ReadDraft:
-        """guesses: of each row. follows: of trees, what each of them follows."""
-        draft = ReadDraft.__new__(ReadDraft)
-        draft.guesses, draft._device, draft.confidence, draft.kinds = guesses, device, confidence, kinds
-        k = draft.k
-        draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
-        return draft
-
-    @cached_property
-    def parents(self) -> Tensor | None:  # type: ignore[override]
-        if self.follows is None:
-            return None
-        return torch.tensor(self.follows, dtype=torch.int64, device=self._device).view(len(self.follows), self.k)
-
-    @property
-    def k(self) -> int:
-        known = self.__dict__.get("tokens")
-        return max(map(len, self.guesses), default=0) if known is None else known.shape[1]
-
-    def capped(self, caps: Sequence[int] | None) -> Draft:
-        if caps is None or self.follows is not None:
-            return super().capped(caps)
-        return ReadDraft.of(self._lines(caps), self._device, self.confidence, self.kinds)
-
-    def first(self, counts: Sequence[int]) -> Draft:
-        return ReadDraft.of(self._lines(counts), self._device) if self.follows is None else super().first(counts)
-
-    def spread(self, first: int, rows: int) -> Draft:
-        after = rows - first - len(self.guesses)
-
-        def widen(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
-            return [*([] for _ in range(first)), *map(list, lines), *([] for _ in range(after))]
-
-        tables = (None if table is None else widen(table) for table in (self.confidence, self.kinds, self.follows))
-        return ReadDraft.of(widen(self.guesses), self._device, *tables)
-
-    def _lines(self, counts: Sequence[int]) -> list[list[int]]:
-        return [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name == "counts":
-            made = torch.tensor(self.drafted, dtype=torch.int64, device=self._device)
-        elif name == "tokens":
-            k = self.k
-            lines = [line + [0] * (k - len(line)) for line in self.guesses]
-            made = torch.tensor(lines, dtype=torch.int64, device=self._device).view(len(lines), k)
-        else:
-            raise AttributeError(name)
-        setattr(self, name, made)
-        return made
+        return Draft(widen(self.tokens), widen(self.counts), laws, confidence, None, parents, kinds)
 
 
 def branching(
@@ -242,11 +235,11 @@ def branching(
     device: torch.device,
     confidence: Sequence[Sequence[float]] | None = None,
     kinds: Sequence[Sequence[int]] | None = None,
-) -> ReadDraft:
+) -> Draft:
     """Trees: of each row its guesses and what each follows. Where no row has a branch they are chains."""
     if all(line == list(range(-1, len(line) - 1)) for line in follows):
-        return ReadDraft.of(guesses, device, confidence, kinds)
-    return ReadDraft.of(guesses, device, confidence, kinds, follows)
+        return Draft.of(guesses, device, confidence, kinds)
+    return Draft.of(guesses, device, confidence, kinds, follows)
 
 
 def _taken(table: Sequence[Sequence[Any]], kept: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -264,7 +257,7 @@ def depths_of(follows: Sequence[int]) -> list[int]:
 
 @cache
 def _no_guesses(rows: int, device: torch.device) -> Draft:
-    return ReadDraft.of([[] for _ in range(rows)], device)
+    return Draft.of([[] for _ in range(rows)], device)
 
 
 @dataclass
@@ -367,17 +360,31 @@ class HostVerdict:
 
 @dataclass
 class Verdict:
-    """What a round decided: row i gains tokens[i, : accepted[i] + 1].
+    """What a round decided, as tensors or (``of``) as lists: row i gains tokens[i, : accepted[i] + 1].
 
     tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
     path: [B, k], of trees: the guesses kept, in their order; behind them each place's own number. None: the first.
     """
 
-    tokens: Tensor
-    accepted: Tensor
-    drafted: Tensor
+    tokens: Tensor = OnDemand(lambda verdict: _padded(verdict.host.tokens))  # type: ignore[assignment]
+    accepted: Tensor = OnDemand(lambda verdict: torch.tensor(verdict.host.accepted))  # type: ignore[assignment]
+    drafted: Tensor = OnDemand(lambda verdict: torch.tensor(verdict.host.drafted))  # type: ignore[assignment]
     logprobs: Logprobs | None = None
-    path: Tensor | None = None
+    path: Tensor | None = OnDemand(lambda verdict: verdict._whole_path(), None)  # type: ignore[assignment]
+
+    @staticmethod
+    def of(host: HostVerdict, kept: list[list[int]] | None = None) -> Verdict:
+        """Of lists of the host. kept: of trees, the guesses kept."""
+        verdict = Verdict.__new__(Verdict)
+        verdict.host, verdict.kept = host, kept
+        return verdict
+
+    def _whole_path(self) -> Tensor | None:
+        if self.kept is None:
+            return None
+        width = max(self.host.drafted)
+        lines = [[*path, *range(len(path), width)] for path in self.kept]
+        return torch.tensor(lines, dtype=torch.int64).view(len(lines), width)
 
     @cached_property
     def host(self) -> HostVerdict:
@@ -408,27 +415,6 @@ class Verdict:
         self.host.trees = [JudgedTree.of(line[:count], path) for line, count, path in trees]
 
 
-class ReadVerdict(Verdict):
-    """A verdict that the host has from the start; its tensors are made if anybody asks for them."""
-
-    def __init__(self, host: HostVerdict, kept: list[list[int]] | None = None) -> None:
-        self.host, self.logprobs, self.kept = host, None, kept
-
-    @cached_property
-    def path(self) -> Tensor | None:  # type: ignore[override]
-        if self.kept is None:
-            return None
-        width = max(self.host.drafted)
-        lines = [[*path, *range(len(path), width)] for path in self.kept]
-        return torch.tensor(lines, dtype=torch.int64).view(len(lines), width)
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name in ("accepted", "drafted"):
-            made = torch.tensor(getattr(self.host, name))
-        elif name == "tokens":
-            width = max(len(line) for line in self.host.tokens)
-            made = torch.tensor([line + [0] * (width - len(line)) for line in self.host.tokens])
-        else:
-            raise AttributeError(name)
-        setattr(self, name, made)
-        return made
+def _padded(lines: list[list[int]]) -> Tensor:
+    width = max(map(len, lines))
+    return torch.tensor([line + [0] * (width - len(line)) for line in lines])

@@ -4,20 +4,19 @@ Searched are the row's own text and, where there are any, texts that its request
 answers of its request (siblings), and texts that serve all rows (documents). The longest match wins; of equally long
 ones the first of these sources, and within a source the latest place.
 
-Two ways to the same answer: natively, a round's search takes some microseconds; in numpy, where there is no extension,
-some hundred.
+Two ways to the same answer: natively, a round's search takes some microseconds; in Python, where there is no extension,
+some hundred a row.
 """
 
 from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Sequence
-from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels import native
@@ -25,8 +24,6 @@ from paceline.kernels import native
 LONGEST_SUFFIX = 5
 MOST_PLACES = 4096  # of a pair of tokens that are looked at
 OWN, REFERENCES, SIBLINGS, DOCUMENTS = range(4)  # sources
-
-Tokens: TypeAlias = NDArray[np.int64]
 
 
 class Texts(Protocol):
@@ -231,12 +228,11 @@ def _numbers(beside: Beside[NativeTexts] | None) -> tuple[int, int, int, int]:
 
 
 class HostTexts:
-    """In Python: the native ones' twin."""
+    """Texts in Python, for machines without the extension and as the reference of its tests."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
-        self._pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        self._singles: dict[int, tuple[int, int]] = {}
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of two tokens all, of one the latest
 
     def append(self, number: int, tokens: Sequence[int]) -> None:
         """As ``Texts`` says."""
@@ -244,50 +240,47 @@ class HostTexts:
         text = self.texts[number]
         for token in tokens:
             if text:
-                self._note(number, text)
+                self._note((number, len(text) - 1), text[-2:])
             text.append(int(token))
 
-    def _note(self, number: int, text: list[int]) -> None:
-        """The text's last token is about to be followed by another."""
-        here = number, len(text) - 1
-        self._singles[text[-1]] = here
-        if len(text) > 1:
-            self._pairs.setdefault((text[-2], text[-1]), []).append(here)
+    def _note(self, place: tuple[int, int], last: list[int]) -> None:
+        """Another token is about to follow the last ones of a text."""
+        self._places[last[-1],] = [place]
+        if len(last) > 1:
+            self._places.setdefault((last[0], last[1]), []).append(place)
 
-    def longer(self, suffix: list[int], size: int) -> tuple[int, list[int]]:
-        """Tokens that match at most, if more than ``size``, and what follows them; else ``size`` and nothing."""
-        following: list[int] = []
-        for number, place in reversed(self._pairs.get((suffix[1], suffix[0]), [])[-MOST_PLACES:]):
-            text = self.texts[number]
-            found = _agreeing(text[max(0, place - LONGEST_SUFFIX + 1) : place + 1], suffix)
-            if found > size:
-                size, following = found, text[place + 1 :]
-        if size == 0 and suffix[0] in self._singles:
-            number, place = self._singles[suffix[0]]
-            return 1, self.texts[number][place + 1 :]
-        return size, following
-
-    def every(self, suffix: list[int]) -> list[tuple[int, list[int]]]:
-        """All places of the last two tokens, the latest first, else the latest of the last: tokens matched, sequel."""
-        places = self._pairs.get((suffix[1], suffix[0]), [])[-MOST_PLACES:]
-        if not places:
-            places = [self._singles[suffix[0]]] if suffix[0] in self._singles else []
-        texts = [(self.texts[number], place) for number, place in reversed(places)]
-        return [(_agreeing(text[: place + 1], suffix), text[place + 1 :]) for text, place in texts]
+    def places(self, row: list[int]) -> Iterator[tuple[list[int], int]]:
+        """Texts and places in them where the row's last two tokens stand, the latest first, else its last one."""
+        found = self._places.get(tuple(row[-2:])) or self._places.get(tuple(row[-1:]), [])
+        return ((self.texts[number], place) for number, place in reversed(found[-MOST_PLACES:]))
 
 
-def _agreeing(text: list[int], suffix: list[int]) -> int:
-    """How many tokens at the end of ``text`` are those of ``suffix``, the last one first."""
+class Match(NamedTuple):
+    """Where a row's last tokens stand. matched: how many of them; place: of the last one in ``text``."""
+
+    matched: int
+    source: int
+    text: list[int]
+    place: int
+
+    def way(self, k: int) -> Way:
+        """What follows there, at most k tokens. In the row's own text it is repeated up to k."""
+        start = self.place + 1
+        period = len(self.text) - start
+        steps = range(k) if self.source == OWN else range(min(k, period))
+        return Way([self.text[start + step % period] for step in steps], self.matched, self.source)
+
+
+def _agreeing(row: list[int], text: list[int], place: int) -> int:
+    """How many tokens up to ``place`` are the row's last ones."""
     size = 0
-    for token, wanted in zip(reversed(text), suffix, strict=False):
-        if token != wanted:
-            break
+    while size < min(LONGEST_SUFFIX, len(row), place + 1) and text[place - size] == row[-1 - size]:
         size += 1
     return size
 
 
 class HostLookup:
-    """Compares only the places where the row's last token stands: the native search's twin."""
+    """Compares, token by token, the places where the row's last token stands."""
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
         self._documents = self.texts(documents)
@@ -306,8 +299,9 @@ class HostLookup:
         beside: Sequence[Beside[HostTexts] | None] | None = None,
     ) -> Found:
         """As ``Lookup`` says."""
-        numbers, lengths = text[:rows, :longest].numpy(), length[:rows].numpy()
-        return self._find(numbers, lengths, k, _caught_up(numbers, lengths, beside))
+        found = [_longest(self._matches(*row)) for row in _caught_up(text, length, rows, beside)]
+        ways = [Way([], 0, OWN) if match is None else match.way(k) for match in found]
+        return Found([way.guesses for way in ways], [way.matched for way in ways], [way.source for way in ways])
 
     def find_all(
         self,
@@ -320,105 +314,51 @@ class HostLookup:
         beside: Sequence[Beside[HostTexts] | None] | None = None,
     ) -> list[list[Way]]:
         """As ``Lookup`` says."""
-        numbers, lengths = text[:rows, :longest].numpy(), length[:rows].numpy()
-        each = zip(numbers, lengths.tolist(), _caught_up(numbers, lengths, beside), strict=True)
-        return [_unlike(self._ways(line[:end].tolist(), k, one), ways) for line, end, one in each]
+        each = [self._matches(*row, MOST_PLACES) for row in _caught_up(text, length, rows, beside)]
+        ranked = [sorted(matches, key=lambda match: -match.matched) for matches in each]
+        return [_unlike((match.way(k) for match in matches), ways) for matches in ranked]
 
-    def _ways(self, text: list[int], k: int, beside: Beside[HostTexts]) -> list[Way]:
-        """All continuations of a text, the best first."""
-        if not text:
-            return []
-        suffix = [*text[: -LONGEST_SUFFIX - 1 : -1], *[-2] * LONGEST_SUFFIX][:LONGEST_SUFFIX]
-        last = len(text) - 1
-        own = [place for place in range(last - 1, -1, -1) if text[place] == text[-1]][:MOST_PLACES]
-        ways = [
-            Way(
-                [text[place + 1 + step % (last - place)] for step in range(k)],
-                _agreeing(text[: place + 1], suffix),
-                OWN,
-            )
-            for place in own
-        ]
-        for source, texts in (
-            (REFERENCES, beside.references),
-            (SIBLINGS, beside.siblings),
-            (DOCUMENTS, self._documents),
-        ):
-            every = [] if texts is None else texts.every(suffix)
-            ways += [Way(following[:k], size, source) for size, following in every]
-        return sorted(ways, key=lambda way: -way.matched)
-
-    def _find(self, text: Tokens, length: Tokens, k: int, beside: Sequence[Beside[HostTexts]]) -> Found:
-        suffix = _suffixes(text, length)
-        row, place = np.nonzero(text == suffix[:, :1])
-        before = place < length[row] - 1
-        row, place = row[before], place[before]
-        matched, at = _longest(text, row, place, suffix)
-        own = zip(matched.tolist(), _continued(text, length, at, k).tolist(), strict=True)
-        found = [(size, OWN, guesses if size else []) for size, guesses in own]
-        for number, one in enumerate(beside):
-            for source, texts in ((REFERENCES, one.references), (SIBLINGS, one.siblings), (DOCUMENTS, self._documents)):
-                if texts is None or length[number] == 0:
-                    continue
-                size, following = texts.longer(suffix[number].tolist(), found[number][0])
-                if size > found[number][0]:
-                    found[number] = size, source, following[:k]
-        sizes, sources, guesses = map(list, zip(*found, strict=True))
-        return Found(guesses, sizes, sources)
+    def _matches(self, row: list[int], beside: Beside[HostTexts], most: int | None = None) -> Iterator[Match]:
+        """All matches of a row, source by source, the latest first. most: places of its own text that are looked at."""
+        if not row:
+            return
+        own = (place for place in range(len(row) - 2, -1, -1) if row[place] == row[-1])
+        for place in islice(own, most):
+            yield Match(_agreeing(row, row, place), OWN, row, place)
+        others = {REFERENCES: beside.references, SIBLINGS: beside.siblings, DOCUMENTS: self._documents}
+        for source, texts in others.items():
+            for text, place in () if texts is None else texts.places(row):
+                yield Match(_agreeing(row, text, place), source, text, place)
 
 
-def _unlike(ways: Sequence[Way], most: int) -> list[Way]:
+def _longest(matches: Iterator[Match]) -> Match | None:
+    """The first of the longest ones; nothing is longer than LONGEST_SUFFIX."""
+    best = None
+    for match in matches:
+        if best is None or match.matched > best.matched:
+            best = match
+        if best.matched == LONGEST_SUFFIX:
+            break
+    return best
+
+
+def _unlike(ways: Iterator[Way], most: int) -> list[Way]:
     """The first so many of which none is the beginning of one before it."""
     kept: list[Way] = []
-    for way in ways:
-        known = any(before.guesses[: len(way.guesses)] == way.guesses for before in kept)
-        if not known and len(kept) < most:
+    while len(kept) < most and (way := next(ways, None)) is not None:
+        if all(before.guesses[: len(way.guesses)] != way.guesses for before in kept):
             kept.append(way)
     return kept
 
 
 def _caught_up(
-    text: Tokens, length: Tokens, beside: Sequence[Beside[HostTexts] | None] | None
-) -> list[Beside[HostTexts]]:
-    """What each row may be guessed from; the siblings know what the rows have gained."""
-    each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * len(text)]
-    for row, (one, end) in enumerate(zip(each, length.tolist(), strict=True)):
+    text: Tensor, length: Tensor, rows: int, beside: Sequence[Beside[HostTexts] | None] | None
+) -> list[tuple[list[int], Beside[HostTexts]]]:
+    """Each row's text and what else it may be copied from; the siblings know what all rows have gained."""
+    lines = [line[:end].tolist() for line, end in zip(text[:rows], length[:rows].tolist(), strict=True)]
+    each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * rows]
+    for line, one in zip(lines, each, strict=True):
         if one.siblings is not None:
-            _catch_up(one.siblings, one.number, text[row, one.first : end].tolist())
-    return each
-
-
-def _catch_up(siblings: HostTexts, number: int, text: list[int]) -> None:
-    """Append what a text has that they do not know yet."""
-    known = len(siblings.texts[number]) if number < len(siblings.texts) else 0
-    siblings.append(number, text[known:])
-
-
-def _suffixes(text: Tokens, length: Tokens) -> Tokens:
-    """[B, 5]: each row's last tokens, the last one first; -2 (equal to nothing) where the row is shorter."""
-    place = length[:, None] - 1 - np.arange(LONGEST_SUFFIX)
-    return np.where(place >= 0, np.take_along_axis(text, np.maximum(place, 0), axis=1), -2)
-
-
-def _longest(text: Tokens, row: Tokens, place: Tokens, suffix: Tokens) -> tuple[Tokens, Tokens]:
-    """Of the places (row, place) where a suffix' last token stands: most tokens matched, and where; each [B].
-
-    Of several, the latest. 0 tokens where a row has no place.
-    """
-    rows, size = text.shape
-    agrees, score = np.ones(len(place), dtype=bool), np.ones(len(place), dtype=np.int64)
-    for n in range(1, LONGEST_SUFFIX):
-        agrees = agrees & (place >= n) & (text[row, place - n] == suffix[row, n])
-        if not agrees.any():
-            break
-        score += agrees
-    best = np.zeros(rows, dtype=np.int64)
-    np.maximum.at(best, row, score * size + place)
-    return best // size, best % size
-
-
-def _continued(text: Tokens, length: Tokens, place: Tokens, k: int) -> Tokens:
-    """[B, k]: the tokens after ``place``; beyond the row's end the stretch from ``place`` on repeats."""
-    period = np.maximum(length - 1 - place, 1)
-    step = np.arange(k) % period[:, None]
-    return np.take_along_axis(text, np.minimum(place[:, None] + 1 + step, text.shape[1] - 1), axis=1)
+            known = len(one.siblings.texts[one.number]) if one.number < len(one.siblings.texts) else 0
+            one.siblings.append(one.number, line[one.first + known :])
+    return list(zip(lines, each, strict=True))

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, Family, Member, Wish
-from paceline.core.draft import BESIDE, Draft, ReadDraft
+from paceline.core.draft import BESIDE, Draft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import Branches, draft_of
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way, make_lookup
@@ -74,7 +74,7 @@ class NgramDrafter(Drafter):
         found = self._lookup.find(text, length, rows, longest, wish.k, beside)
         one_source = beside is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
-        return ReadDraft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
+        return Draft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
 
     def _beside(self, member: Member | None) -> Beside[Any] | None:
         if member is None:

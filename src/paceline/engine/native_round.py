@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.acceptance import RULES, AcceptanceRule, knows_trees
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft, HostVerdict, ReadVerdict, Verdict
+from paceline.core.draft import Draft, HostVerdict, Verdict
 from paceline.core.ops import DrawRows
 from paceline.core.sampling import Purpose
 from paceline.drafters.heads.native import NativeStreams
@@ -124,7 +124,7 @@ class NativeRound:
             self._work = tuple(torch.empty(call.room, width, dtype=torch.float32) for width in widths)
             call.hidden, call.logits, call.features = (memory.data_ptr() for memory in self._work)
 
-    def _read(self, draft: Draft) -> ReadVerdict:
+    def _read(self, draft: Draft) -> Verdict:
         record, drafted = self._record, draft.drafted
         rows, width = len(drafted), max(drafted)
         accepted = record[self._accepted : self._accepted + rows].tolist()
@@ -135,7 +135,7 @@ class NativeRound:
 
         gained = record[self._gained : self._gained + rows].tolist()
         host = HostVerdict(of_each(0, _BLOCK, 1), accepted, drafted, gained)
-        return ReadVerdict(host, None if draft.follows is None else of_each(self._path, width, 0))
+        return Verdict.of(host, None if draft.follows is None else of_each(self._path, width, 0))
 
 
 def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, ReadVerdict, Verdict
+from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, Verdict
 from paceline.core.rows import Asks
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
@@ -188,7 +188,7 @@ def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | No
     accepted = [0 if line is None else read.accepted[line] for line in lines]
     drafted = [0 if line is None else read.drafted[line] for line in lines]
     gained = [0 if line is None else read.gained[line] for line in lines]
-    verdict = ReadVerdict(HostVerdict(tokens, accepted, drafted, gained))
+    verdict = Verdict.of(HostVerdict(tokens, accepted, drafted, gained))
     if read.trees is not None:
         verdict.host.trees = [JudgedTree.of([], []) if line is None else read.trees[line] for line in lines]
     if logprobs is not None:  # of rows that did not play they mean nothing

@@ -13,7 +13,7 @@ import torch
 from paceline.config import SamplingParams
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, RowStart, Wish
-from paceline.core.draft import Draft, ReadDraft, Verdict
+from paceline.core.draft import Draft, Verdict
 from paceline.core.room import UNLIMITED, Room
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
@@ -262,7 +262,7 @@ class Calibration:
     def _verify(self, rows: int, k: int, context: int) -> Point:
         if self.player is not None:
             return self._round(self.player, rows, k, context)
-        draft = ReadDraft.of([[0] * k for _ in range(rows)], self.batch.device)
+        draft = Draft.of([[0] * k for _ in range(rows)], self.batch.device)
 
         def run() -> object:
             if self._kernels is not None:

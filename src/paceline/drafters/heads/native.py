@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, Enough
-from paceline.core.draft import BESIDE, Draft, ReadDraft, branching
+from paceline.core.draft import BESIDE, Draft, branching
 from paceline.core.sampling import Purpose
 from paceline.drafters.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
 from paceline.drafters.heads.feature import FeatureHead
@@ -297,7 +297,7 @@ class _Found:
     def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
         """laws [width, B, V]."""
         scores = None if self._chances is None else self.scores
-        read = ReadDraft.of(self.guesses, batch.device, scores)
+        read = Draft.of(self.guesses, batch.device, scores)
         if laws is None or read.k == 0:
             return read
         return Draft(read.tokens, read.counts, laws[: read.k].transpose(0, 1).contiguous(), scores)

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.disk import full_disk_named
@@ -18,6 +19,7 @@ class OutputFile:
 
     done: digests of the input's lines that were answered, by index, as the file says when it is opened. A last line
     that was being written when the process or the machine ended is cut off. One process at a time has the file.
+    failed: how many of these lines say that theirs could not be answered. lines: how many the file has by now.
     Raises ParameterError if it cannot be written or another process writes it, PacelineError if it is no such file,
     ApiError (507) if the disk is full.
     """
@@ -33,7 +35,10 @@ class OutputFile:
         except (OSError, ValueError) as error:
             raise ParameterError(option, str(path), f"a file in a directory that can be written ({error})") from error
         _sync_directory(path.parent)
-        self.done = self._read()
+        self.done: dict[int, str] = {}
+        self.failed = 0
+        self._read()
+        self.lines = len(self.done)
 
     def __enter__(self) -> OutputFile:
         return self
@@ -48,6 +53,7 @@ class OutputFile:
             self._file.write(lines)
             self._file.flush()
             os.fsync(self._file.fileno())
+        self.lines += lines.count(b"\n")
 
     @property
     def size(self) -> int:
@@ -62,8 +68,7 @@ class OutputFile:
             raise ParameterError("--resume", str(self._path), allowed)
         return digest is not None
 
-    def _read(self) -> dict[int, str]:
-        done: dict[int, str] = {}
+    def _read(self) -> None:
         whole = 0
         self._file.seek(0)
         for line in self._file:
@@ -71,12 +76,19 @@ class OutputFile:
                 break
             whole += len(line)
             try:
-                index, digest = parse_name(json.loads(line)["id"])
+                document = json.loads(line)
+                index, digest = parse_name(document["id"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise PacelineError(f"{self._path} holds no answers of a batch: take another file") from error
-            done[index] = digest
+            self.done[index] = digest
+            self.failed += _is_failure(document)
         self._file.truncate(whole)
-        return done
+
+
+def _is_failure(document: dict[str, Any]) -> bool:
+    """Whether an output line of either form reports an error instead of an answer."""
+    response = document.get("response")
+    return document.get("error") is not None or (isinstance(response, dict) and response.get("status_code") != 200)
 
 
 def _sync_directory(path: Path) -> None:
