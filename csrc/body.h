@@ -289,18 +289,18 @@ struct Merge {  // running = running * old + block * fresh
   float old, fresh;
 };
 
-// Values in the order of positions: `straight` of them lie side by side from the slot `begin` on, then `count` at `slots`.
-struct Lying {
-  int straight, count;
+// Values in the order of positions: `contiguous` of them lie side by side from the slot `begin` on, then `count` at `slots`.
+struct ValueLayout {
+  int contiguous, count;
   int64_t begin;
   const int64_t* slots;
 };
 
 // The loop of weigh_values over what does not lie side by side.
 template <class T, int Q, int V>
-__attribute__((noinline)) void weigh_tail(const float* weights, const T* values, size_t stride, const Lying& lying, F16 (&s)[Q][V]) {
-  for (int key = 0; key < lying.count; ++key) {
-    const T* value = values + (lying.slots[key] - lying.begin) * static_cast<int64_t>(stride);
+__attribute__((noinline)) void weigh_tail(const float* weights, const T* values, size_t stride, const ValueLayout& layout, F16 (&s)[Q][V]) {
+  for (int key = 0; key < layout.count; ++key) {
+    const T* value = values + (layout.slots[key] - layout.begin) * static_cast<int64_t>(stride);
     for (int v = 0; v < V; ++v) {
       const F16 x = load_cached<T>(value + 16 * v);
       for (int i = 0; i < Q; ++i) s[i][v] = fma(set1(weights[i * kKeyBlock + key]), x, s[i][v]);
@@ -309,12 +309,12 @@ __attribute__((noinline)) void weigh_tail(const float* weights, const T* values,
 }
 
 template <class T, int Q, int V>
-inline void weigh_values(const float* weights, const T* values, size_t stride, const Lying& lying, const Merge* merge,
+inline void weigh_values(const float* weights, const T* values, size_t stride, const ValueLayout& layout, const Merge* merge,
                          float* running, int dim, const T* upcoming) {
   F16 s[Q][V];
   for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
-  const int straight = lying.straight;
-  for (int key = 0; key < straight; ++key) {
+  const int contiguous = layout.contiguous;
+  for (int key = 0; key < contiguous; ++key) {
     if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
     F16 x[V];
     for (int v = 0; v < V; ++v) x[v] = load_cached<T>(values + static_cast<size_t>(key) * stride + 16 * v);
@@ -323,7 +323,7 @@ inline void weigh_values(const float* weights, const T* values, size_t stride, c
       for (int v = 0; v < V; ++v) s[i][v] = fma(w, x[v], s[i][v]);
     }
   }
-  if (lying.count) weigh_tail<T, Q, V>(weights + straight, values, stride, lying, s);
+  if (layout.count) weigh_tail<T, Q, V>(weights + contiguous, values, stride, layout, s);
   for (int i = 0; i < Q; ++i) {
     for (int v = 0; v < V; ++v) {
       float* to = running + i * dim + 16 * v;
@@ -332,7 +332,7 @@ inline void weigh_values(const float* weights, const T* values, size_t stride, c
   }
 }
 
-template <class T> using WeighValues = void (*)(const float*, const T*, size_t, const Lying&, const Merge*, float*, int, const T*);
+template <class T> using WeighValues = void (*)(const float*, const T*, size_t, const ValueLayout&, const Merge*, float*, int, const T*);
 
 template <class T, int V>
 inline WeighValues<T> weigh_for(int queries) {
@@ -352,14 +352,14 @@ inline WeighValues<T> weigh_function(int queries, int vectors) {
 }
 
 template <class T>
-inline void weigh_block(const Attention& a, const T* values, int count, const Lying& lying, const float* weights,
+inline void weigh_block(const Attention& a, const T* values, int count, const ValueLayout& layout, const float* weights,
                         const Merge* merge, float* running, const T* upcoming) {
   for (int i = 0; i < count; i += kQueryBlock) {
     const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
     for (int d = 0; d < a.dim; d += 16 * kVectorBlock) {
       const int left = (a.dim - d) / 16;
       weigh_function<T>(n, left < kVectorBlock ? left : kVectorBlock)(
-          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, lying, merge + i,
+          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, layout, merge + i,
           running + static_cast<size_t>(i) * static_cast<size_t>(a.dim) + d, a.dim, i + d == 0 ? upcoming : nullptr);
     }
   }
@@ -380,21 +380,21 @@ inline Merge merge_block(Partial& running, float* scores, const Query& query, in
   return {scales[0], scales[1]};
 }
 
-inline Lying lying(const Path* path, int begin, int end) {
+inline ValueLayout layout(const Path* path, int begin, int end) {
   if (!path || path->from >= end) return {end - begin, 0, begin, nullptr};
   const int from = static_cast<int>(path->from), first = from > begin ? from : begin;
   return {first - begin, end - first, begin, path->slots + (first - from)};
 }
 
 // Tokens that attend together: blocks of keys that lie at their positions for all of them are shared, others are not.
-struct Together {
+struct TokenGroup {
   const Path* paths;  // of these tokens, or null
   int heads;          // queries of one token
-  int64_t straight;   // the position from which on keys may lie elsewhere
+  int64_t contiguous;   // the position from which on keys may lie elsewhere
 };
 
 template <class T>
-inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const Together& together,
+inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const TokenGroup& group,
                         float* scratch, const uint8_t* then) {
   constexpr int kMost = 64;
   float* scores = scratch;
@@ -415,10 +415,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   for (int start = low / kKeyBlock * kKeyBlock; start < high; start += kKeyBlock) {
     const int begin = start > low ? start : low / 16 * 16;
     const int end = start + kKeyBlock < high ? start + kKeyBlock : high;
-    const bool shared = end <= together.straight;
-    const int step = shared ? count : together.heads;
+    const bool shared = end <= group.contiguous;
+    const int step = shared ? count : group.heads;
     for (int first = 0; first < count; first += step) {
-      const Path* path = shared ? nullptr : together.paths + first / step;
+      const Path* path = shared ? nullptr : group.paths + first / step;
       const int stop = shared || queries[first].high > end ? end : queries[first].high;
       if (stop <= begin) continue;
       float* s = scores + static_cast<size_t>(first) * kKeyBlock;
@@ -427,7 +427,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
         merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop);
       }
       const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
-      weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, step, lying(path, begin, stop), s + (begin - start),
+      weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, step, layout(path, begin, stop), s + (begin - start),
                   merge + first, running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), upcoming);
     }
   }
@@ -441,10 +441,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
 inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
   Query queries[64];
   const int shared = a.heads / a.kv_heads;
-  Together together = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
+  TokenGroup group = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
   int n = 0;
   for (int token = first; token < first + count; ++token) {
-    if (a.paths && a.paths[token].from < together.straight) together.straight = a.paths[token].from;
+    if (a.paths && a.paths[token].from < group.contiguous) group.contiguous = a.paths[token].from;
     const int64_t position = a.positions[token];
     const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
@@ -454,8 +454,8 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
                       static_cast<int>(low), static_cast<int>(high)};
     }
   }
-  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, together, scratch, then);
-  else attend_over<float>(a, row, kv_head, queries, n, together, scratch, then);
+  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);
+  else attend_over<float>(a, row, kv_head, queries, n, group, scratch, then);
 }
 
 // --- the embedding, read from the packed head ----------------------------------------------------------------------------

@@ -47,7 +47,7 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
   if (parents && !slots) return "a tree needs slots";
   if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been read before";
   if (const char* problem = parents ? problem_with_trees(nodes, cache->capacity) : nullptr) return problem;
-  model->forward(*pool, nodes, *cache, Streams{hidden, taps, tap_count, features}, seconds);
+  model->forward(*pool, nodes, *cache, PassOutputs{hidden, taps, tap_count, features}, seconds);
   return nullptr;
 }
 

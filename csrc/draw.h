@@ -104,11 +104,11 @@ class Depths {
 // --- noise ---------------------------------------------------------------------------------------------------------------
 
 // The best token so far, and what another one must reach.
-class Contest {
+class NoisyBest {
  public:
   // Distances below the leader times `slope` are differences of depth in units of float bits. Until a token has entered
   // any within 50 of the leader may win; deeper ones never do.
-  Contest(const Draw& draw, float temperature) : draw_(draw), slope_(steepness(temperature)) {}
+  NoisyBest(const Draw& draw, float temperature) : draw_(draw), slope_(steepness(temperature)) {}
 
   void enter(int64_t token, float depth) {
     const uint32_t hash = mix(mix(draw_.key[0] ^ static_cast<uint32_t>(token)) ^ draw_.key[1]) >> 8;
@@ -278,7 +278,7 @@ struct Before {
 };
 
 // What of the list lies before this depth; it is ready for a search by mass then.
-inline Before lying_before(const DrawScratch& list, int64_t count, float depth) {
+inline Before count_before(const DrawScratch& list, int64_t count, float depth) {
   Before before = {0, 0, weigh_list(list, count, depth)};
   Total mass;
   for (int64_t i = 0; i < count; i += kStride) {
@@ -364,17 +364,17 @@ inline bool finite(float x) { return x - x == 0.0f; }
 // --- the draw ------------------------------------------------------------------------------------------------------------
 
 inline int64_t draw_from_list(const Draw& draw, Listed listed) {
-  Contest contest(draw, 1.0f);
+  NoisyBest best(draw, 1.0f);
   for (int64_t i = 0; i < listed.count; i += kStride) {
     const F16 depths = load(draw.scratch.depths + i);
     const uint32_t stay = lanes_of(at_most(depths, set1(listed.deepest < kLargest ? listed.deepest : kLargest)));
     if (!stay) continue;
-    for (uint32_t lanes = stay & contest.may_win(zero() - depths, load(draw.scratch.tokens + i)); lanes; lanes &= lanes - 1) {
+    for (uint32_t lanes = stay & best.may_win(zero() - depths, load(draw.scratch.tokens + i)); lanes; lanes &= lanes - 1) {
       const int64_t at = i + __builtin_ctz(lanes);
-      contest.enter(draw.scratch.tokens[at], draw.scratch.depths[at]);
+      best.enter(draw.scratch.tokens[at], draw.scratch.depths[at]);
     }
   }
-  return contest.winner();
+  return best.winner();
 }
 
 inline int64_t draw_from_few(const Draw& draw) {
@@ -386,19 +386,19 @@ inline int64_t draw_from_few(const Draw& draw) {
 
 // The winner of all, if it may stay: so it is mostly, whatever the temperature. Else the winner of those that may, which lie
 // before it. What lies before it is a short list, and mostly says enough.
-inline int64_t within_cuts(const Draw& draw, const Depths& depths, const Contest& contest) {
+inline int64_t within_cuts(const Draw& draw, const Depths& depths, const NoisyBest& best) {
   const bool few = cuts_to_few(draw);
-  if ((!few && !(draw.top_p < 1.0f)) || contest.depth() == 0.0f) return contest.winner();
-  const int64_t count = list_within(draw, depths, contest.depth());
-  const Before before = lying_before(draw.scratch, count, contest.depth());
+  if ((!few && !(draw.top_p < 1.0f)) || best.depth() == 0.0f) return best.winner();
+  const int64_t count = list_within(draw, depths, best.depth());
+  const Before before = count_before(draw.scratch, count, best.depth());
   if (few && before.tokens >= draw.top_k) {
     count_list(draw.scratch, count);
     return draw_from_list(draw, cut_to_nucleus(draw, {count, deepest_within(draw.scratch, count, draw.top_k)}));
   }
-  if (before.mass < nucleus(draw.top_p, before.listed)) return contest.winner();
+  if (before.mass < nucleus(draw.top_p, before.listed)) return best.winner();
   if (few) return draw_from_few(draw);
   const int64_t limit = nucleus(draw.top_p, weigh_all(draw, depths, draw.deepest));
-  if (before.mass < limit) return contest.winner();
+  if (before.mass < limit) return best.winner();
   return draw_from_list(draw, {count, deepest_within(draw.scratch, count, limit)});
 }
 
@@ -406,25 +406,25 @@ inline int64_t draw_from_all(const Draw& draw) {
   const Leader leader = find_leader(draw);
   if (!(draw.temperature > 0.0f) || !finite(leader.logit)) return leader.token;
   const Depths depths(leader.logit, draw.temperature);
-  Contest contest(draw, draw.temperature);
-  contest.enter(leader.token, 0.0f);
+  NoisyBest best(draw, draw.temperature);
+  best.enter(leader.token, 0.0f);
   for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
     const F16 distance = logits_at(draw, at) - set1(leader.logit);
-    for (uint32_t lanes = contest.may_win(distance, sixteen_from(static_cast<int32_t>(at))); lanes; lanes &= lanes - 1) {
+    for (uint32_t lanes = best.may_win(distance, sixteen_from(static_cast<int32_t>(at))); lanes; lanes &= lanes - 1) {
       const int64_t token = at + __builtin_ctz(lanes);
       if (token >= draw.vocabulary) break;
       const float depth = (leader.logit - draw.logits[token]) / draw.temperature;
-      if (depth <= draw.deepest) contest.enter(token, depth);
+      if (depth <= draw.deepest) best.enter(token, depth);
     }
   }
-  return within_cuts(draw, depths, contest);
+  return within_cuts(draw, depths, best);
 }
 
 inline int64_t draw(const Draw& draw) {
   return draw.temperature > 0.0f && cuts_to_few(draw) && draw.top_k <= kFew ? draw_from_few(draw) : draw_from_all(draw);
 }
 
-// --- laws and likelihoods ------------------------------------------------------------------------------------------------
+// --- probabilities and likelihoods ------------------------------------------------------------------------------------------------
 
 inline float likelihood(const Draw& draw, int64_t token) {
   const F16 top = set1(find_leader(draw).logit);
@@ -441,7 +441,7 @@ inline float likelihood(const Draw& draw, int64_t token) {
 }
 
 // How deep a token may lie, after all cuts.
-inline float deepest_of_law(const Draw& draw, const Depths& depths, const float* columns) {
+inline float deepest_kept(const Draw& draw, const Depths& depths, const float* columns) {
   if (cuts_to_few(draw)) return cut_to_nucleus(draw, list_top_k(draw, depths, columns)).deepest;
   if (!(draw.top_p < 1.0f)) return draw.deepest;
   const float most = draw.deepest < kWeightless ? draw.deepest : kWeightless;
@@ -453,7 +453,7 @@ inline void put(const Draw& draw, float* out, int64_t at, F16 x) {
   store_first(out + at, x, static_cast<int>(draw.vocabulary - at));
 }
 
-inline void law(const Draw& draw, float* out) {
+inline void probabilities(const Draw& draw, float* out) {
   float columns[kColumns];
   const float top = column_maxima(draw, columns);
   if (!(draw.temperature > 0.0f) || !finite(top)) {
@@ -462,7 +462,7 @@ inline void law(const Draw& draw, float* out) {
     return;
   }
   const Depths depths(top, draw.temperature);
-  const float most = deepest_of_law(draw, depths, columns);
+  const float most = deepest_kept(draw, depths, columns);
   const F16 deepest = set1(most < 87.0f ? most : 87.0f);  // deeper ones would not be normal numbers
   F16 total = zero();
   for (int64_t at = 0; at < draw.vocabulary; at += kStride) {

@@ -87,7 +87,7 @@ class Stopwatch {
 
 class Pass {
  public:
-  Pass(Model& model, Pool& pool, const Tokens& tokens, const Path* paths, const Cache& cache, const Streams& out, double* seconds)
+  Pass(Model& model, Pool& pool, const Tokens& tokens, const Path* paths, const Cache& cache, const PassOutputs& out, double* seconds)
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
         seconds_(seconds) {
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
@@ -271,7 +271,7 @@ class Pass {
   const Tokens& tokens_;
   const Path* const paths_;
   const Cache& cache_;
-  const Streams out_;
+  const PassOutputs out_;
   double* seconds_;
   std::vector<Unit> units_;
 };
@@ -296,7 +296,7 @@ void Model::grow(int threads, int tokens) {
   }
 }
 
-void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds) {
+void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
   const size_t width = static_cast<size_t>(spec.width);
   const Paths paths(tokens);
@@ -306,7 +306,7 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start - tokens.read) * width;
-    const Streams here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
+    const PassOutputs here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
     Pass pass(*this, pool, chunk, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);
   }

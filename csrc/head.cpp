@@ -1,6 +1,6 @@
-// A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call, as chains or as
-// trees. A parallel one reads masks behind the text in the same pass. What is read and said is src/paceline/drafters/heads/feature.py's; how
-// guesses are drawn is sampling.cpp's; how trees grow is src/paceline/drafters/growth.py's.
+// A trained head drafts: what it lacks of every row's text is read, then draft after draft is drawn, in one call, as chains or as
+// trees. A parallel one reads masks behind the text in the same pass. What is read and written is src/paceline/drafters/heads/feature.py's; how
+// draft_tokens are drawn is sampling.cpp's; how trees grow is src/paceline/drafters/growth.py's.
 #include <algorithm>
 #include <cstring>
 
@@ -25,32 +25,32 @@ float from_bf16(uint16_t x) {
 }
 
 // Where the streams of a row's place lie, as numbers from the first.
-size_t place_of(const Kept& kept, int64_t row, int64_t slot, size_t width) {
+size_t state_offset(const Kept& kept, int64_t row, int64_t slot, size_t width) {
   return (static_cast<size_t>(row) * static_cast<size_t>(kept.capacity + 1) + static_cast<size_t>(std::min(slot, kept.capacity))) * width;
 }
 
-void keep(const Kept& kept, size_t at, const float* from, size_t width) {
+void store_state(const Kept& kept, size_t at, const float* from, size_t width) {
   if (!kept.bf16) {
-    std::memcpy(reinterpret_cast<float*>(kept.streams) + at, from, sizeof(float) * width);
+    std::memcpy(reinterpret_cast<float*>(kept.states) + at, from, sizeof(float) * width);
     return;
   }
-  uint16_t* to = reinterpret_cast<uint16_t*>(kept.streams) + at;
+  uint16_t* to = reinterpret_cast<uint16_t*>(kept.states) + at;
   for (size_t i = 0; i < width; ++i) to[i] = to_bf16(from[i]);
 }
 
-void recall(const Kept& kept, size_t at, float* to, size_t width) {
+void load_state(const Kept& kept, size_t at, float* to, size_t width) {
   if (!kept.bf16) {
-    std::memcpy(to, reinterpret_cast<const float*>(kept.streams) + at, sizeof(float) * width);
+    std::memcpy(to, reinterpret_cast<const float*>(kept.states) + at, sizeof(float) * width);
     return;
   }
-  const uint16_t* from = reinterpret_cast<const uint16_t*>(kept.streams) + at;
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(kept.states) + at;
   for (size_t i = 0; i < width; ++i) to[i] = from_bf16(from[i]);
 }
 
 // Some tokens for a head's pass, and what it made of them.
-class Fed {
+class HeadTokens {
  public:
-  Fed(Model& head, Pool& pool, const Cache& cache) : head_(head), pool_(pool), cache_(cache), width_(static_cast<size_t>(head.spec.width)) {}
+  HeadTokens(Model& head, Pool& pool, const Cache& cache) : head_(head), pool_(pool), cache_(cache), width_(static_cast<size_t>(head.spec.width)) {}
 
   // A place for the hidden state that enters with the token.
   float* add(int64_t token, int64_t row, int64_t position) {
@@ -87,13 +87,13 @@ class Fed {
                            tree ? parents_.data() : nullptr, count(), entering_.data(), read_};
     if (const char* problem = head_.problem_with(tokens, cache_)) return problem;
     if (keys_alone) {
-      head_.forward(pool_, tokens, cache_, Streams{nullptr, nullptr, 0, nullptr}, seconds);
+      head_.forward(pool_, tokens, cache_, PassOutputs{nullptr, nullptr, 0, nullptr}, seconds);
       return nullptr;
     }
     const int64_t last = head_.spec.layer_count;
     hidden_.resize(entering_.size());
-    left_.resize(entering_.size());
-    head_.forward(pool_, tokens, cache_, Streams{hidden_.data(), &last, 1, left_.data()}, seconds);
+    unnormed_.resize(entering_.size());
+    head_.forward(pool_, tokens, cache_, PassOutputs{hidden_.data(), &last, 1, unnormed_.data()}, seconds);
     if (tree) read_ = count();  // what comes next follows these
     return nullptr;
   }
@@ -101,7 +101,7 @@ class Fed {
   // Of the i-th token that the last pass read.
   const float* hidden(int i) const { return hidden_.data() + static_cast<size_t>(i) * width_; }
   // What the next step reads.
-  const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : left_).data() + static_cast<size_t>(i) * width_; }
+  const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : unnormed_).data() + static_cast<size_t>(i) * width_; }
 
  private:
   Model& head_;
@@ -110,7 +110,7 @@ class Fed {
   const size_t width_;
   int read_ = 0;  // of a tree's tokens, in passes before
   std::vector<int64_t> tokens_, rows_, positions_, slots_, parents_;
-  std::vector<float> entering_, hidden_, left_;
+  std::vector<float> entering_, hidden_, unnormed_;
 };
 
 // What chains and trees have in common.
@@ -122,8 +122,8 @@ class Drafting {
 
  protected:
   // What rows lack of their texts.
-  const char* read() {
-    if (const char* problem = wrong()) return problem;
+  const char* read_text_and_masks() {
+    if (const char* problem = invalid_call()) return problem;
     read_text();
     return fed_.count() == 0 ? nullptr : fed_.run(seconds_, !call_.counts);
   }
@@ -137,21 +137,21 @@ class Drafting {
   }
 
   // Of them the i-th's, as those of the target's vocabulary.
-  void tell(size_t i, float* to) const {
-    const size_t said = static_cast<size_t>(head_.vocabulary());
-    const float* from = logits_.data() + i * said;
-    for (size_t token = 0; token < said; ++token) to[head_.spec.fusion->targets[token]] = from[token];
+  void scatter_logits(size_t i, float* to) const {
+    const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
+    const float* from = logits_.data() + i * vocabulary;
+    for (size_t token = 0; token < vocabulary; ++token) to[head_.spec.fusion->targets[token]] = from[token];
   }
 
   DrawCall drawing() const {
     DrawCall draw = {};
     draw.by = call_.by;
-    draw.guesses = call_.guesses;
+    draw.draft_tokens = call_.draft_tokens;
     draw.parents = call_.parents;
     draw.rows = call_.rows;
     draw.block = 1;
     draw.stride = draw.vocabulary = head_.spec.fusion->vocabulary;
-    draw.guess_stride = call_.guess_stride;
+    draw.draft_stride = call_.draft_stride;
     draw.purpose = call_.purpose;
     return draw;
   }
@@ -162,16 +162,16 @@ class Drafting {
   const Cache& cache_;
   double* seconds_;
   const size_t width_;
-  Fed fed_;
+  HeadTokens fed_;
   std::vector<int64_t> rows_;  // that are still to be guessed for
-  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next guess was
+  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next draft was
   std::vector<float> states_;
 
  private:
-  const char* wrong() const {
+  const char* invalid_call() const {
     for (int64_t row = 0; row < call_.rows; ++row) {
       if (call_.start[row] < 1 || call_.stop[row] > call_.text_stride) return "a row's text begins or ends where it cannot";
-      if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.guess_stride)) return "a row's guesses do not fit";
+      if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.draft_stride)) return "a row's draft_tokens do not fit";
     }
     return nullptr;
   }
@@ -185,7 +185,7 @@ class Drafting {
       const int64_t start = call_.counts ? std::min(call_.start[row], stop - 1) : call_.start[row];
       for (int64_t i = start; i < stop; ++i) {
         float* entering = fed_.add(call_.text[place * call_.text_stride + i], place, i - 1);
-        recall(call_.kept, place_of(call_.kept, place, i - 1, width_), entering, width_);
+        load_state(call_.kept, state_offset(call_.kept, place, i - 1, width_), entering, width_);
       }
       rows_.push_back(row);
       lasts_.push_back(fed_.count() - 1);
@@ -193,7 +193,7 @@ class Drafting {
     }
   }
 
-  // In place of all guesses but the last, which nothing follows.
+  // In place of all draft_tokens but the last, which nothing follows.
   void read_masks(int64_t row) {
     const Fusion& fusion = *head_.spec.fusion;
     for (int64_t step = 0; step + 1 < call_.counts[row]; ++step) {
@@ -210,30 +210,30 @@ class Chains : public Drafting {
   using Drafting::Drafting;
 
   const char* run() {
-    if (const char* problem = read()) return problem;
+    if (const char* problem = read_text_and_masks()) return problem;
     if (fed_.count() == 0 || !call_.counts) return nullptr;
     for (int64_t step = 0;; ++step) {
-      say();
-      if (call_.look && !call_.look()) return nullptr;
+      compute_logits();
+      if (call_.before_draw && !call_.before_draw()) return nullptr;
       draw(step);
-      if (call_.goes_on && !call_.goes_on()) return nullptr;
-      stay(step + 1);
+      if (call_.continue_drafting && !call_.continue_drafting()) return nullptr;
+      keep_unfinished(step + 1);
       if (rows_.empty()) return nullptr;
       if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
         for (int& last : lasts_) ++last;
         continue;
       }
-      follow(step);
+      feed_draft_tokens(step);
       if (const char* problem = fed_.run(seconds_)) return problem;
       for (size_t i = 0; i < lasts_.size(); ++i) lasts_[i] = static_cast<int>(i);
     }
   }
 
  private:
-  // The logits of the next guess of every row that is still there.
-  void say() {
+  // The logits of the next draft of every row that is still there.
+  void compute_logits() {
     logits_after(lasts_);
-    for (size_t i = 0; i < rows_.size(); ++i) tell(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
+    for (size_t i = 0; i < rows_.size(); ++i) scatter_logits(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
   }
 
   void draw(int64_t step) {
@@ -241,12 +241,12 @@ class Chains : public Drafting {
     draw.logits = call_.logits;
     draw.instead = call_.instead;
     draw.first = step;
-    draw_guesses(head_.kernels, pool_, draw, rows_, call_.guesses, call_.chances, call_.laws);
+    draw_draft_tokens(head_.kernels, pool_, draw, rows_, call_.draft_tokens, call_.chances, call_.probabilities);
     for (const int64_t row : rows_) call_.drawn[row] = step + 1;
   }
 
-  // Of the rows those that are to have more guesses.
-  void stay(int64_t drawn) {
+  // Of the rows those that are to have more draft_tokens.
+  void keep_unfinished(int64_t drawn) {
     size_t kept = 0;
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (call_.counts[rows_[i]] <= drawn) continue;
@@ -257,14 +257,14 @@ class Chains : public Drafting {
     lasts_.resize(kept);
   }
 
-  // The guesses just drawn, each with the state before it: it has no streams yet.
-  void follow(int64_t step) {
+  // The draft_tokens just drawn, each with the state before it: it has no streams yet.
+  void feed_draft_tokens(int64_t step) {
     states_.resize(rows_.size() * width_);
     for (size_t i = 0; i < rows_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(lasts_[i]), sizeof(float) * width_);
     fed_.clear();
     for (size_t i = 0; i < rows_.size(); ++i) {
       const int64_t row = rows_[i];
-      float* entering = fed_.add(call_.guesses[row * call_.guess_stride + step], call_.places[row], call_.stop[row] - 1 + step);
+      float* entering = fed_.add(call_.draft_tokens[row * call_.draft_stride + step], call_.places[row], call_.stop[row] - 1 + step);
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
     }
   }
@@ -276,27 +276,27 @@ class Trees : public Drafting {
   using Drafting::Drafting;
 
   const char* run() {
-    if (const char* problem = read()) return problem;
-    plant();
+    if (const char* problem = read_text_and_masks()) return problem;
+    start_trees();
     for (int64_t step = 0; !new_.empty(); ++step) {
-      say();
-      if (call_.look && !call_.look()) return nullptr;
-      spread();
-      if (call_.goes_on && !call_.goes_on()) return nullptr;
-      stay(step + 1);
+      compute_logits();
+      if (call_.before_draw && !call_.before_draw()) return nullptr;
+      draw_and_grow();
+      if (call_.continue_drafting && !call_.continue_drafting()) return nullptr;
+      keep_unfinished(step + 1);
       if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
         for (Node& node : new_) node.read = ++node.before;
         continue;
       }
-      if (const char* problem = follow(step)) return problem;
+      if (const char* problem = feed_draft_tokens(step)) return problem;
     }
     return nullptr;
   }
 
  private:
-  // A guess that is new, or a row's text (-1).
+  // A draft that is new, or a row's text (-1).
   struct Node {
-    int64_t row, guess;
+    int64_t row, draft;
     int read;    // where in the last pass it was, or the mask behind it
     int before;  // likewise what it follows
   };
@@ -308,21 +308,21 @@ class Trees : public Drafting {
     int before;
   };
 
-  void plant() {
+  void start_trees() {
     for (size_t i = 0; i < rows_.size(); ++i) new_.push_back({rows_[i], -1, lasts_[i], -1});
-    const size_t rows = static_cast<size_t>(call_.rows), guesses = rows * static_cast<size_t>(call_.guess_stride);
+    const size_t rows = static_cast<size_t>(call_.rows), drafted = rows * static_cast<size_t>(call_.draft_stride);
     chain_.assign(rows, -1);
-    survivals_.assign(guesses, 0.0);
-    numbers_.assign(guesses, -1);
+    survivals_.assign(drafted, 0.0);
+    fed_index_.assign(drafted, -1);
   }
 
-  // The logits after what is new, those of a row side by side. What guesses of a parallel head share is said once.
-  void say() {
+  // The logits after what is new, those of a row side by side. What draft_tokens of a parallel head share is written once.
+  void compute_logits() {
     lasts_.clear();
-    std::vector<size_t> said;
+    std::vector<size_t> written;
     for (const Node& node : new_) {
-      if (said.empty() || lasts_.back() != node.read) lasts_.push_back(node.read);
-      said.push_back(lasts_.size() - 1);
+      if (written.empty() || lasts_.back() != node.read) lasts_.push_back(node.read);
+      written.push_back(lasts_.size() - 1);
     }
     logits_after(lasts_);
     forks_.clear();
@@ -330,12 +330,12 @@ class Trees : public Drafting {
     for (size_t i = 0; i < new_.size(); ++i) {
       const bool beside = i > 0 && new_[i - 1].row == new_[i].row;
       lines_.push_back(beside ? lines_.back() + 1 : new_[i].row * call_.width);
-      forks_.push_back({new_[i].row, new_[i].guess, call_.logits + lines_.back() * head_.spec.fusion->vocabulary});
-      tell(said[i], forks_.back().logits);
+      forks_.push_back({new_[i].row, new_[i].draft, call_.logits + lines_.back() * head_.spec.fusion->vocabulary});
+      scatter_logits(written[i], forks_.back().logits);
     }
   }
 
-  void spread() {
+  void draw_and_grow() {
     for (size_t i = 0; call_.instead && i < forks_.size(); ++i) {
       if (float* instead = call_.instead[lines_[i]]) forks_[i].logits = instead;
     }
@@ -357,28 +357,28 @@ class Trees : public Drafting {
     for (int64_t rank = 0; rank < call_.width; ++rank) {
       for (size_t i = first; i < stop; ++i) {
         const size_t at = i * static_cast<size_t>(call_.width) + static_cast<size_t>(rank);
-        const double before = new_[i].guess < 0 ? 1.0 : survivals_[place(new_[i].row, new_[i].guess)];
+        const double before = new_[i].draft < 0 ? 1.0 : survivals_[place(new_[i].row, new_[i].draft)];
         if (!(chances_[at] > 0.0f)) continue;  // nothing is left that may be drawn there
-        found.push_back({new_[i].guess, tokens_[at], rank, chances_[at], before * static_cast<double>(chances_[at]), new_[i].read});
+        found.push_back({new_[i].draft, tokens_[at], rank, chances_[at], before * static_cast<double>(chances_[at]), new_[i].read});
       }
     }
     return found;
   }
 
-  // The likeliest become guesses, the chain of leaders always. Each takes a place in the cache.
+  // The likeliest become draft_tokens, the chain of leaders always. Each takes a place in the cache.
   void grow(int64_t row, std::vector<Candidate> found, std::vector<Node>& grown) {
     int64_t& count = call_.drawn[row];
-    const int64_t room = std::min(call_.guess_stride, cache_.capacity - call_.stop[row]) - count;
+    const int64_t room = std::min(call_.draft_stride, cache_.capacity - call_.stop[row]) - count;
     const size_t most = static_cast<size_t>(std::max<int64_t>(0, std::min(call_.width, room)));
     const int64_t chain = chain_[static_cast<size_t>(row)];
-    const auto leads = [&](const Candidate& each) { return each.parent == chain && each.rank == 0; };
+    const auto extends_chain = [&](const Candidate& each) { return each.parent == chain && each.rank == 0; };
     std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.survival > b.survival; });
-    const auto others = std::stable_partition(found.begin(), found.end(), leads);
+    const auto others = std::stable_partition(found.begin(), found.end(), extends_chain);
     if (others != found.begin() && most > 0) chain_[static_cast<size_t>(row)] = count;
     found.resize(std::min(found.size(), most));
     for (const Candidate& each : found) {
       const size_t at = place(row, count);
-      call_.guesses[at] = each.token;
+      call_.draft_tokens[at] = each.token;
       call_.parents[at] = each.parent;
       call_.ranks[at] = each.rank;
       call_.chances[at] = each.chance;
@@ -388,30 +388,30 @@ class Trees : public Drafting {
   }
 
   // Guesses of rows that are to have deeper ones.
-  void stay(int64_t depth) {
+  void keep_unfinished(int64_t depth) {
     const auto ends = [&](const Node& node) { return call_.counts[node.row] <= depth; };
     new_.erase(std::remove_if(new_.begin(), new_.end(), ends), new_.end());
   }
 
-  // The guesses just drawn are read, each with the state at what it follows: it has no streams yet.
-  const char* follow(int64_t step) {
+  // The draft_tokens just drawn are read, each with the state at what it follows: it has no streams yet.
+  const char* feed_draft_tokens(int64_t step) {
     states_.resize(new_.size() * width_);
     for (size_t i = 0; i < new_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(new_[i].before), sizeof(float) * width_);
     if (step == 0) fed_.clear();
     for (size_t i = 0; i < new_.size(); ++i) {
       Node& node = new_[i];
-      const size_t at = place(node.row, node.guess);
+      const size_t at = place(node.row, node.draft);
       const int64_t parent = call_.parents[at], base = call_.stop[node.row] - 1;
-      numbers_[at] = fed_.count();
-      float* entering = fed_.branch(call_.guesses[at], call_.places[node.row], base + step, base + node.guess,
-                                    parent < 0 ? -1 : numbers_[place(node.row, parent)]);
+      fed_index_[at] = fed_.count();
+      float* entering = fed_.branch(call_.draft_tokens[at], call_.places[node.row], base + step, base + node.draft,
+                                    parent < 0 ? -1 : fed_index_[place(node.row, parent)]);
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
       node.read = static_cast<int>(i);
     }
     return new_.empty() ? nullptr : fed_.run(seconds_);
   }
 
-  size_t place(int64_t row, int64_t guess) const { return static_cast<size_t>(row * call_.guess_stride + guess); }
+  size_t place(int64_t row, int64_t draft) const { return static_cast<size_t>(row * call_.draft_stride + draft); }
 
   std::vector<Node> new_;           // row after row
   std::vector<int64_t> lines_;      // where their logits are, in the call's
@@ -419,24 +419,24 @@ class Trees : public Drafting {
   std::vector<int64_t> tokens_;     // drawn after each
   std::vector<float> chances_;
   std::vector<int64_t> chain_;      // the last of each row's leaders of leaders
-  std::vector<double> survivals_;   // of each guess
-  std::vector<int64_t> numbers_;    // among all that were read
+  std::vector<double> survivals_;   // of each draft
+  std::vector<int64_t> fed_index_;    // among all that were read
 };
 
 }  // namespace
 
-void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count) {
+void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count) {
   const size_t width = static_cast<size_t>(head.spec.width);
   std::vector<float> fused(static_cast<size_t>(count) * width);
   head.fuse(pool, features, count, fused.data());
-  for (int i = 0; i < count; ++i) keep(kept, place_of(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
+  for (int i = 0; i < count; ++i) store_state(kept, state_offset(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
 }
 
-void move_streams(const Model& head, const Kept& kept, const std::vector<Move>& moves) {
+void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves) {
   const size_t width = static_cast<size_t>(head.spec.width), item = kept.bf16 ? 2 : 4;
   for (const Move& move : moves) {
-    const uint8_t* from = kept.streams + place_of(kept, move.row, move.from, width) * item;
-    std::memcpy(kept.streams + place_of(kept, move.row, move.to, width) * item, from, width * item);
+    const uint8_t* from = kept.states + state_offset(kept, move.row, move.from, width) * item;
+    std::memcpy(kept.states + state_offset(kept, move.row, move.to, width) * item, from, width * item);
   }
 }
 
@@ -446,10 +446,10 @@ using namespace paceline;
 
 PL_EXPORT void pl_keep_streams(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
                                int count) {
-  keep_streams(*head, *pool, *kept, rows, slots, features, count);
+  keep_states(*head, *pool, *kept, rows, slots, features, count);
 }
 
-// Reads and guesses; returns what is wrong, or null.
+// Reads and draft_tokens; returns what is wrong, or null.
 PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
   if (call->counts && call->width > 1) return Trees(*head, *pool, *call, *cache, seconds).run();
   return Chains(*head, *pool, *call, *cache, seconds).run();

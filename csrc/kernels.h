@@ -136,7 +136,7 @@ struct Kernels {
   // The softmax of the logits (temperature 1) at one token.
   float (*likelihood)(const Draw& draw, int64_t token);
   // What the token is drawn from: probabilities of the whole vocabulary.
-  void (*law)(const Draw& draw, float* out);
+  void (*probabilities)(const Draw& draw, float* out);
   // The logarithm of that softmax at one token; of the `count` most likely tokens ids and logarithms, best first.
   float (*logprobs)(const Draw& draw, int64_t token, int64_t count, int64_t* ids, float* values);
 };

@@ -32,9 +32,9 @@ struct Fusion {
   const float* joint_norm;    // of all streams side by side, or null
   const float* hidden_norm;
   const int64_t* targets;     // the target's number of each of its tokens
-  const float* mask;          // [width], what it reads in place of streams with a guess that is not there yet; null: a head that
-                              // reads its own guesses
-  int64_t mask_token;         // and in place of the guess
+  const float* mask;          // [width], what it reads in place of streams with a draft that is not there yet; null: a head that
+                              // reads its own draft_tokens
+  int64_t mask_token;         // and in place of the draft
   int64_t vocabulary;         // the target's
   int32_t streams, stream_width;
   int32_t normed_residual;    // whether the first layer adds to the normed hidden state
@@ -78,17 +78,17 @@ struct DrawRows {
   Entries bias, stops;
 };
 
-// Logits of places: place j of a row follows the first `first` + j of its guesses.
+// Logits of places: place j of a row follows the first `first` + j of its draft_tokens.
 struct DrawCall {
   DrawRows by;
   float* logits;           // of row after row, `stride` floats from place to place; changed while they are read, then as before
   float* const* instead;   // or null; of each row where its logits lie if not there, or null
-  const int64_t* guesses;  // [rows][guess_stride], or null
-  const int64_t* counts;   // real guesses of each row, or null
-  const int64_t* parents;  // [rows][guess_stride]: the guess that each follows, -1: the unseen token; null: the one before
+  const int64_t* draft_tokens;  // [rows][draft_stride], or null
+  const int64_t* counts;   // real draft_tokens of each row, or null
+  const int64_t* parents;  // [rows][draft_stride]: the draft that each follows, -1: the unseen token; null: the one before
   int64_t rows, block;     // places of a row
-  int64_t stride, vocabulary, guess_stride, first;
-  int32_t packed;  // whether only the real guesses have places: counts[row] + 1
+  int64_t stride, vocabulary, draft_stride, first;
+  int32_t packed;  // whether only the real draft_tokens have places: counts[row] + 1
   uint32_t purpose;
 };
 
@@ -109,7 +109,7 @@ class Model;
 
 // A target's streams, fused, of every position of every row: what a head reads.
 struct Kept {
-  uint8_t* streams;  // [row][capacity + 1][head's width]; the last place is for what lies beyond
+  uint8_t* states;   // [row][capacity + 1][head's width]; the last place is for what lies beyond
   int64_t capacity;
   int32_t bf16;
 };
@@ -117,47 +117,47 @@ struct Kept {
 // Guesses of a head, which first reads what it lacks of each row's text: the tokens start .. stop - 1, each at the place before
 // its own, with the streams that are kept there.
 struct DraftCall {
-  DrawRows by;             // where guesses are drawn
+  DrawRows by;             // where draft_tokens are drawn
   const int64_t* text;     // [place][text_stride]
   int64_t text_stride;
   Kept kept;
   int64_t rows;
   const int64_t* places;   // of the rows in the text, in what is kept and in the cache
   const int64_t *start, *stop;
-  const int64_t* counts;   // guesses that each row is to have, at most `guess_stride`; a row that is to have none reads nothing.
+  const int64_t* counts;   // draft_tokens that each row is to have, at most `draft_stride`; a row that is to have none reads nothing.
                            // Null: all rows read, and none has any
-  int64_t guess_stride;
-  int64_t* guesses;        // [rows][guess_stride]
-  int64_t* drawn;          // of each row: guesses; none after a text of one token, which has no streams yet
-  float* chances;          // [rows][guess_stride], or null: the softmax at each guess; never null in trees
-  float* laws;             // [guess_stride][rows][vocabulary], or null: what each was drawn from
+  int64_t draft_stride;
+  int64_t* draft_tokens;        // [rows][draft_stride]
+  int64_t* drawn;          // of each row: draft_tokens; none after a text of one token, which has no streams yet
+  float* chances;          // [rows][draft_stride], or null: the softmax at each draft; never null in trees
+  float* probabilities;             // [draft_stride][rows][vocabulary], or null: what each was drawn from
   float* logits;           // [rows][width][vocabulary], a probability of 0 wherever the head says nothing
   float* const* instead;   // [rows][width], or null: where the logits lie that count in their place, or null: what `look` leaves there
-  int32_t (*look)();       // called before each draw of all rows; null: nobody looks. 0: nothing more is drawn
-  int32_t (*goes_on)();    // asked after each guess of all rows; null: always
+  int32_t (*before_draw)();       // called before each draw of all rows; null: nobody looks. 0: nothing more is drawn
+  int32_t (*continue_drafting)();    // asked after each draft of all rows; null: always
   uint32_t purpose;
-  int64_t width;           // 1: chains. Else trees: so many leaders follow each guess, and so many guesses a row stay of each depth.
-                           // counts are depths then, and the guesses of the last depth have the row's logits in their order
-  int64_t *parents, *ranks;  // [rows][guess_stride], of trees: the guess that each follows, -1: the text; which of its leaders it is
+  int64_t width;           // 1: chains. Else trees: so many leaders follow each draft, and so many draft_tokens a row stay of each depth.
+                           // counts are depths then, and the draft_tokens of the last depth have the row's logits in their order
+  int64_t *parents, *ranks;  // [rows][draft_stride], of trees: the draft that each follows, -1: the text; which of its leaders it is
 };
 
-// A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed. Guesses lie side
+// A round of the coupled rule: row i's unseen token and its counts[i] draft_tokens are verified, judged and committed. Guesses lie side
 // by side behind the text; of trees those that are kept then move to where they would lie without the others.
 struct RoundCall {
   DrawRows by;
   TextRows text;
   const int64_t* places;   // of the rows in the cache
-  const int64_t* guesses;  // [rows][guess_stride]
+  const int64_t* draft_tokens;  // [rows][draft_stride]
   const int64_t* counts;   // less than `block`
-  const int64_t* parents;  // [rows][guess_stride]: the guess that each follows, one before it, -1: the unseen token; null: chains
-  int64_t guess_stride, rows, block;
-  int64_t* tokens;    // [rows][block]: what is drawn, up to the first that is not the guess
-  int64_t* accepted;  // of each row: guesses kept
+  const int64_t* parents;  // [rows][draft_stride]: the draft that each follows, one before it, -1: the unseen token; null: chains
+  int64_t draft_stride, rows, block;
+  int64_t* tokens;    // [rows][block]: what is drawn, up to the first that is not the draft
+  int64_t* accepted;  // of each row: draft_tokens kept
   int64_t* gained;    // of each row: tokens, as TextRows::gain says
-  int64_t* path;      // [rows][guess_stride], of trees: the guesses kept, in their order
+  int64_t* path;      // [rows][draft_stride], of trees: the draft_tokens kept, in their order
   float* hidden;      // [room][width] and [room][vocabulary], to be used up
   float* logits;
-  int64_t room;       // for the unseen tokens and the guesses of all rows
+  int64_t room;       // for the unseen tokens and the draft_tokens of all rows
   uint32_t purpose;
   Model* head;        // or null; keeps the streams of what is read
   Kept kept;
@@ -187,7 +187,7 @@ struct Tokens {
 };
 
 // What a pass gives of every token.
-struct Streams {
+struct PassOutputs {
   float* hidden;  // [tokens][width]
   const int64_t* taps;  // layers
   int tap_count;
@@ -227,7 +227,7 @@ class Model {
  public:
   Model(const ModelSpec& spec, const Kernels& kernels);
 
-  void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds);
+  void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
   void fuse(Pool& pool, const float* features, int rows, float* out);  // a head's: [rows][streams][stream width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
@@ -252,14 +252,14 @@ class Model {
   std::vector<std::atomic<int>> next_unit_;
 };
 
-// Draws the next guess of these rows, in their places' order: `call` has one place a row. chances, laws: as in DraftCall.
-void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
-                  float* chances, float* laws);
+// Draws the next draft of these rows, in their places' order: `call` has one place a row. chances, probabilities: as in DraftCall.
+void draw_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* draft_tokens,
+                  float* chances, float* probabilities);
 
-// Behind this guess of a row, or behind its text (-1), leaders are drawn. logits: the whole vocabulary's, changed while they are
+// Behind this draft of a row, or behind its text (-1), leaders are drawn. logits: the whole vocabulary's, changed while they are
 // read, then as before.
 struct Fork {
-  int64_t row, guess;
+  int64_t row, draft;
   float* logits;
 };
 
@@ -269,14 +269,14 @@ void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, cons
                   int64_t* tokens, float* chances);
 
 // Fuses the streams of tokens and keeps them.
-void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);
+void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);
 
-// A guess of a row that was kept: from its slot to the one where the text has it.
+// A draft of a row that was kept: from its slot to the one where the text has it.
 struct Move {
   int64_t row, from, to;
 };
 
-void move_streams(const Model& head, const Kept& kept, const std::vector<Move>& moves);
+void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; `problem_with` has found none
 

@@ -73,7 +73,7 @@ class Adjustments {
     penalises_ = presence_ != 0.0f || frequency_ != 0.0f || repetition_ != 1.0f;
     if (!penalises_) return;
     const int64_t* text = by.text + row * by.text_stride;
-    for (int64_t i = repetition_ == 1.0f ? by.prompt_length[row] : 0; i < by.length[row]; ++i) see(text[i], i >= by.prompt_length[row]);
+    for (int64_t i = repetition_ == 1.0f ? by.prompt_length[row] : 0; i < by.length[row]; ++i) count(text[i], i >= by.prompt_length[row]);
   }
   ~Adjustments() {
     for (const int64_t token : workspace_.seen) counts_[token] = 0;
@@ -82,8 +82,8 @@ class Adjustments {
   Adjustments(const Adjustments&) = delete;
   Adjustments& operator=(const Adjustments&) = delete;
 
-  void follow(int64_t guess) {
-    if (penalises_) see(guess, true);
+  void append(int64_t token) {
+    if (penalises_) count(token, true);
   }
 
   // The logits of the token that will have this position.
@@ -102,7 +102,7 @@ class Adjustments {
 
  private:
   // An odd count: seen; half of it: how often in the answer.
-  void see(int64_t token, bool answer) {
+  void count(int64_t token, bool answer) {
     if (token < 0 || token >= vocabulary_) return;
     if (!counts_[token]) workspace_.seen.push_back(token);
     counts_[token] = (counts_[token] | 1) + (answer ? 2 : 0);
@@ -177,13 +177,13 @@ struct RowLogits {
   int64_t stride;
 };
 
-// The guess after this place that foresaw the token; -1 if none did.
-int64_t foreseen(const DrawCall& call, int64_t row, int64_t place, int64_t token) {
-  const int64_t* guesses = call.guesses + row * call.guess_stride;
-  if (!call.parents) return place < call.counts[row] && guesses[place] == token ? place : -1;
-  const int64_t* parents = call.parents + row * call.guess_stride;
-  for (int64_t guess = place; guess < call.counts[row]; ++guess) {  // they come after what they follow
-    if (parents[guess] == place - 1 && guesses[guess] == token) return guess;
+// The draft after this place that foresaw the token; -1 if none did.
+int64_t matching_draft(const DrawCall& call, int64_t row, int64_t place, int64_t token) {
+  const int64_t* draft_tokens = call.draft_tokens + row * call.draft_stride;
+  if (!call.parents) return place < call.counts[row] && draft_tokens[place] == token ? place : -1;
+  const int64_t* parents = call.parents + row * call.draft_stride;
+  for (int64_t draft = place; draft < call.counts[row]; ++draft) {  // they come after what they follow
+    if (parents[draft] == place - 1 && draft_tokens[draft] == token) return draft;
   }
   return -1;
 }
@@ -194,14 +194,14 @@ float own_logprob(const Kernels& kernels, const DrawCall& call, int64_t place, i
   return kernels.logprobs(draw, token, 0, nullptr, nullptr);
 }
 
-// visit(draw, row, place) for the places of a row, each after the guesses before it.
+// visit(draw, row, place) for the places of a row, each after the draft_tokens before it.
 template <class Visit>
 void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit visit) {
   Workspace& workspace = Workspace::own();
   const DrawScratch scratch = workspace.lists(call.vocabulary);
   Adjustments adjustments(call.by, row, call.vocabulary, workspace);
-  const int64_t* guesses = call.guesses + row * call.guess_stride;
-  for (int64_t i = 0; i < call.first; ++i) adjustments.follow(guesses[i]);
+  const int64_t* draft_tokens = call.draft_tokens + row * call.draft_stride;
+  for (int64_t i = 0; i < call.first; ++i) adjustments.append(draft_tokens[i]);
   const RowLogits places(call, row, first_place);
   for (int64_t place = 0; place < call.block; ++place) {
     float* logits = places.at(place);
@@ -209,7 +209,7 @@ void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit 
     adjustments.apply(logits, position);
     visit(draw_of(call, row, position, logits, scratch), row, place);
     adjustments.restore(logits);
-    if (call.first + place < call.guess_stride) adjustments.follow(guesses[call.first + place]);
+    if (call.first + place < call.draft_stride) adjustments.append(draft_tokens[call.first + place]);
   }
 }
 
@@ -221,7 +221,7 @@ void at_places(Pool& pool, const DrawCall& call, Visit visit) {
 }
 
 // growth.candidates: the leaders of these logits and their probabilities.
-void lead(const Kernels& kernels, const Draw& draw, float* logits, int64_t width, int64_t* tokens, float* chances,
+void draw_top(const Kernels& kernels, const Draw& draw, float* logits, int64_t width, int64_t* tokens, float* chances,
           std::vector<std::pair<int64_t, float>>& taken) {
   float left = 1.0f;
   for (int64_t rank = 0; rank < width; ++rank) {
@@ -237,7 +237,7 @@ void lead(const Kernels& kernels, const Draw& draw, float* logits, int64_t width
 }
 
 // growth._shares: each token's part of the weights of all, noise included; what is not there weighs as much as the last.
-void share(const Draw& draw, int64_t width, const int64_t* tokens, float* chances) {
+void noisy_shares(const Draw& draw, int64_t width, const int64_t* tokens, float* chances) {
   constexpr double kLeastTemperature = 1e-30;
   std::vector<double> weights(static_cast<size_t>(width));
   double top = -__builtin_inf(), all = 0.0;
@@ -266,27 +266,27 @@ void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, cons
     Workspace& workspace = Workspace::own();
     Adjustments adjustments(call.by, fork.row, call.vocabulary, workspace);
     int64_t position = call.by.length[fork.row];
-    for (int64_t at = fork.guess; at >= 0; at = call.parents[fork.row * call.guess_stride + at], ++position) {
-      adjustments.follow(call.guesses[fork.row * call.guess_stride + at]);
+    for (int64_t at = fork.draft; at >= 0; at = call.parents[fork.row * call.draft_stride + at], ++position) {
+      adjustments.append(call.draft_tokens[fork.row * call.draft_stride + at]);
     }
     adjustments.apply(fork.logits, position);
     const Draw draw = draw_of(call, fork.row, position, fork.logits, workspace.lists(call.vocabulary));
     std::fill(chances + i * width, chances + (i + 1) * width, 0.0f);
-    lead(kernels, draw, fork.logits, most, tokens + i * width, chances + i * width, workspace.taken);
-    if (draw.temperature > 0.0f) share(draw, most, tokens + i * width, chances + i * width);
+    draw_top(kernels, draw, fork.logits, most, tokens + i * width, chances + i * width, workspace.taken);
+    if (draw.temperature > 0.0f) noisy_shares(draw, most, tokens + i * width, chances + i * width);
     adjustments.restore(fork.logits);
   });
 }
 
-void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
-                  float* chances, float* laws) {
+void draw_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* draft_tokens,
+                  float* chances, float* probabilities) {
   for_every_row(pool, static_cast<int64_t>(rows.size()), [&](int64_t i) {
     const int64_t each = rows[static_cast<size_t>(i)];
     at_places_of(call, each, each, [&](const Draw& draw, int64_t row, int64_t) {
-      const int64_t token = kernels.draw(draw), at = row * call.guess_stride + call.first;
+      const int64_t token = kernels.draw(draw), at = row * call.draft_stride + call.first;
       if (chances) chances[at] = kernels.likelihood(draw, token);
-      if (laws) kernels.law(draw, laws + (call.first * call.rows + row) * call.vocabulary);
-      guesses[at] = token;
+      if (probabilities) kernels.probabilities(draw, probabilities + (call.first * call.rows + row) * call.vocabulary);
+      draft_tokens[at] = token;
     });
   });
 }
@@ -302,8 +302,8 @@ PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call,
   });
 }
 
-// Draws each row's tokens [block] up to the first that no guess foresaw; accepted: how many were foreseen; path, or null: by
-// which guesses [guess_stride]; scored [rows], or null: not 0 where the tokens' log-probabilities under the model are wanted,
+// Draws each row's tokens [block] up to the first that no draft foresaw; accepted: how many were foreseen; path, or null: by
+// which draft_tokens [draft_stride]; scored [rows], or null: not 0 where the tokens' log-probabilities under the model are wanted,
 // too: own [block]. The rest stays.
 PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
                          const int64_t* scored, float* own) {
@@ -324,11 +324,11 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
       if (scored && scored[row]) {
         own[row * call->block + depth] = own_logprob(*kernels, *call, starts[static_cast<size_t>(row)] + place, token, scratch);
       }
-      const int64_t guess = foreseen(*call, row, place, token);
-      if (guess < 0) break;
-      if (path) path[row * call->guess_stride + depth] = guess;
-      adjustments.follow(token);
-      place = guess + 1;
+      const int64_t draft = matching_draft(*call, row, place, token);
+      if (draft < 0) break;
+      if (path) path[row * call->draft_stride + depth] = draft;
+      adjustments.append(token);
+      place = draft + 1;
     }
   });
 }
@@ -336,7 +336,7 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
 // What tokens are drawn from: out [rows][block][vocabulary].
 PL_EXPORT void pl_law(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
-    kernels->law(draw, out + (row * call->block + place) * call->vocabulary);
+    kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
   });
 }
 
@@ -371,24 +371,24 @@ PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block,
 
 namespace {
 
-// The guess that each guess of a row follows.
-struct Follows {
-  Follows(const RoundCall& call, int64_t row) : parents(call.parents ? call.parents + row * call.guess_stride : nullptr) {}
-  int64_t operator[](int64_t guess) const { return parents ? parents[guess] : guess - 1; }
+// The draft that each draft of a row follows.
+struct Parents {
+  Parents(const RoundCall& call, int64_t row) : parents(call.parents ? call.parents + row * call.draft_stride : nullptr) {}
+  int64_t operator[](int64_t draft) const { return parents ? parents[draft] : draft - 1; }
   const int64_t* parents;
 };
 
-// The tokens of a round: each row's last one, which the target has not seen, and its guesses.
+// The tokens of a round: each row's last one, which the target has not seen, and its draft_tokens.
 class RoundTokens {
  public:
   explicit RoundTokens(const RoundCall& call) : is_tree_(call.parents != nullptr) {
     for (int64_t row = 0; row < call.rows; ++row) {
       const int64_t last = call.text.length[row] - 1, root = static_cast<int64_t>(tokens_.size());
-      const Follows follows(call, row);
+      const Parents parent_of(call, row);
       add(call, row, call.text.text[row * call.text.text_stride + last], last, last, -1);
-      for (int64_t guess = 0; guess < call.counts[row]; ++guess) {
-        const int64_t parent = root + 1 + follows[guess], before = positions_[static_cast<size_t>(parent)];
-        add(call, row, call.guesses[row * call.guess_stride + guess], before + 1, last + 1 + guess, parent);
+      for (int64_t draft = 0; draft < call.counts[row]; ++draft) {
+        const int64_t parent = root + 1 + parent_of[draft], before = positions_[static_cast<size_t>(parent)];
+        add(call, row, call.draft_tokens[row * call.draft_stride + draft], before + 1, last + 1 + draft, parent);
       }
     }
   }
@@ -413,26 +413,26 @@ class RoundTokens {
   std::vector<int64_t> tokens_, rows_, lines_, positions_, slots_, parents_;
 };
 
-// What is wrong with the shape of a round's guesses, or null.
-const char* problem_with_guesses(const RoundCall& call) {
+// What is wrong with the shape of a round's draft_tokens, or null.
+const char* problem_with_draft(const RoundCall& call) {
   for (int64_t row = 0; row < call.rows; ++row) {
     const int64_t count = call.counts[row];
     if (call.text.length[row] < 1) return "a row has no text";
-    if (count < 0 || count >= call.block || count > call.guess_stride) return "a row's guesses do not fit";
-    const Follows follows(call, row);
-    for (int64_t guess = 0; guess < count; ++guess) {
-      if (follows[guess] < -1 || follows[guess] >= guess) return "a token comes before what it follows";
+    if (count < 0 || count >= call.block || count > call.draft_stride) return "a row's draft_tokens do not fit";
+    const Parents parent_of(call, row);
+    for (int64_t draft = 0; draft < count; ++draft) {
+      if (parent_of[draft] < -1 || parent_of[draft] >= draft) return "a token comes before what it follows";
     }
   }
   return nullptr;
 }
 
-// Of trees: the guesses that were kept and lie elsewhere than where the text will have them. A guess is never before its place on
+// Of trees: the draft_tokens that were kept and lie elsewhere than where the text will have them. A draft is never before its place on
 // the path, so moved in this order none is overwritten that is still to move.
 std::vector<Move> moves_of(const RoundCall& call) {
   std::vector<Move> moves;
   for (int64_t row = 0; call.parents && row < call.rows; ++row) {
-    const int64_t behind = call.text.length[row], *path = call.path + row * call.guess_stride;
+    const int64_t behind = call.text.length[row], *path = call.path + row * call.draft_stride;
     for (int64_t place = 0; place < call.accepted[row]; ++place) {
       if (path[place] != place) moves.push_back({row, behind + path[place], behind + place});
     }
@@ -461,35 +461,35 @@ void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, co
 
 }  // namespace
 
-// Verifies the guesses, accepts them while they are the target's own draws, keeps what was read of those, and commits. Returns what
+// Verifies the draft_tokens, accepts them while they are the target's own draws, keeps what was read of those, and commits. Returns what
 // is wrong, or null.
 PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
-  if (const char* problem = problem_with_guesses(*call)) return problem;
+  if (const char* problem = problem_with_draft(*call)) return problem;
   const RoundTokens fed(*call);
   const Tokens tokens = fed.view();
   if (tokens.count > call->room) return "there is no room for the logits of so many tokens";
   if (const char* problem = model->problem_with(tokens, *cache)) return problem;
   if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
-  const Streams out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
+  const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
   model->forward(*pool, tokens, *cache, out, seconds);
-  if (call->head) keep_streams(*call->head, *pool, call->kept, fed.lines(), fed.slots(), call->features, tokens.count);
+  if (call->head) keep_states(*call->head, *pool, call->kept, fed.lines(), fed.slots(), call->features, tokens.count);
   model->logits(*pool, call->hidden, tokens.count, call->logits);
   DrawCall draw = {};
   draw.by = call->by;
   draw.logits = call->logits;
-  draw.guesses = call->guesses;
+  draw.draft_tokens = call->draft_tokens;
   draw.counts = call->counts;
   draw.parents = call->parents;
   draw.rows = call->rows;
   draw.block = call->block;
   draw.stride = draw.vocabulary = model->vocabulary();
-  draw.guess_stride = call->guess_stride;
+  draw.draft_stride = call->draft_stride;
   draw.packed = 1;
   draw.purpose = call->purpose;
   pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
   const std::vector<Move> moves = moves_of(*call);
   if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, call->places, moves);
-  if (call->head) move_streams(*call->head, call->kept, moves);
+  if (call->head) move_states(*call->head, call->kept, moves);
   pl_gain(&call->text, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;
 }

@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs, each beside a plain torch twin. Importing a module with kernels needs triton."""
+"""Triton kernels for GPUs, each with a plain torch reference. Importing a module with kernels needs triton."""
