@@ -1,6 +1,7 @@
-// A trained head drafts: what it lacks of every row's text is read, then draft after draft is drawn, in one call, as chains or as
-// trees. A parallel one reads masks behind the text in the same pass. What is read and written is src/paceline/drafters/heads/feature.py's; how
-// draft_tokens are drawn is sampling.cpp's; how trees grow is src/paceline/drafters/growth.py's.
+// Drafting with a trained head in one call: it reads the tokens of every row's text that it has not computed, then
+// draws draft tokens one after another, as chains or as trees. A parallel head reads masks behind the text in the same
+// pass. Inputs and outputs are defined in src/paceline/drafters/heads/feature.py, drawing in sampling.cpp, growing
+// trees in src/paceline/drafters/growth.py.
 #include <algorithm>
 #include <cstring>
 
@@ -24,7 +25,7 @@ float from_bf16(uint16_t x) {
   return value;
 }
 
-// Where the streams of a row's place lie, as numbers from the first.
+// Offset of a place's states from the first, in numbers.
 size_t state_offset(const Kept& kept, int64_t row, int64_t slot, size_t width) {
   return (static_cast<size_t>(row) * static_cast<size_t>(kept.capacity + 1) + static_cast<size_t>(std::min(slot, kept.capacity))) * width;
 }
@@ -47,12 +48,12 @@ void load_state(const Kept& kept, size_t at, float* to, size_t width) {
   for (size_t i = 0; i < width; ++i) to[i] = from_bf16(from[i]);
 }
 
-// Some tokens for a head's pass, and what it made of them.
+// Tokens of a head's pass, and its results.
 class HeadTokens {
  public:
   HeadTokens(Model& head, Pool& pool, const Cache& cache) : head_(head), pool_(pool), cache_(cache), width_(static_cast<size_t>(head.spec.width)) {}
 
-  // A place for the hidden state that enters with the token.
+  // Adds a token; returns the memory for the state that enters with it.
   float* add(int64_t token, int64_t row, int64_t position) {
     tokens_.push_back(token);
     rows_.push_back(row);
@@ -61,7 +62,7 @@ class HeadTokens {
     return entering_.data() + entering_.size() - width_;
   }
 
-  // Likewise, of a tree: where it goes, and which of these tokens it follows (-1: the row's text).
+  // Adds a token of a tree, with its slot and the index of its parent among these tokens (-1: the row's text).
   float* branch(int64_t token, int64_t row, int64_t position, int64_t slot, int64_t parent) {
     slots_.push_back(slot);
     parents_.push_back(parent);
@@ -80,7 +81,7 @@ class HeadTokens {
 
   int count() const { return static_cast<int>(tokens_.size()); }
 
-  // keys_alone: nothing follows, so that nobody asks for hidden states.
+  // keys_alone: no draft follows, so hidden states are not computed.
   const char* run(double* seconds, bool keys_alone = false) {
     const bool tree = !parents_.empty();
     const Tokens tokens = {tokens_.data(), rows_.data(), positions_.data(), tree ? slots_.data() : nullptr,
@@ -94,13 +95,13 @@ class HeadTokens {
     hidden_.resize(entering_.size());
     unnormed_.resize(entering_.size());
     head_.forward(pool_, tokens, cache_, PassOutputs{hidden_.data(), &last, 1, unnormed_.data()}, seconds);
-    if (tree) read_ = count();  // what comes next follows these
+    if (tree) read_ = count();  // the next tokens may have these as parents
     return nullptr;
   }
 
-  // Of the i-th token that the last pass read.
+  // Output of the last pass at the i-th token.
   const float* hidden(int i) const { return hidden_.data() + static_cast<size_t>(i) * width_; }
-  // What the next step reads.
+  // The state that enters the next step.
   const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : unnormed_).data() + static_cast<size_t>(i) * width_; }
 
  private:
@@ -108,12 +109,12 @@ class HeadTokens {
   Pool& pool_;
   const Cache& cache_;
   const size_t width_;
-  int read_ = 0;  // of a tree's tokens, in passes before
+  int read_ = 0;  // a tree's tokens computed by earlier passes
   std::vector<int64_t> tokens_, rows_, positions_, slots_, parents_;
   std::vector<float> entering_, hidden_, unnormed_;
 };
 
-// What chains and trees have in common.
+// The common part of chains and trees.
 class Drafting {
  public:
   Drafting(Model& head, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds)
@@ -121,14 +122,14 @@ class Drafting {
         fed_(head, pool, cache) {}
 
  protected:
-  // What rows lack of their texts.
+  // Reads the tokens of the rows' texts that are missing, and masks.
   const char* read_text_and_masks() {
     if (const char* problem = invalid_call()) return problem;
     read_text();
     return fed_.count() == 0 ? nullptr : fed_.run(seconds_, !call_.counts);
   }
 
-  // What follows some of the tokens that the last pass read: logits of the head's own vocabulary.
+  // Logits after some of the tokens of the last pass, over the head's own vocabulary.
   void logits_after(const std::vector<int>& tokens) {
     hidden_.resize(tokens.size() * width_);
     logits_.resize(tokens.size() * static_cast<size_t>(head_.vocabulary()));
@@ -136,7 +137,7 @@ class Drafting {
     head_.logits(pool_, hidden_.data(), static_cast<int>(tokens.size()), logits_.data());
   }
 
-  // Of them the i-th's, as those of the target's vocabulary.
+  // Scatters the i-th of these logits into the target's vocabulary.
   void scatter_logits(size_t i, float* to) const {
     const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
     const float* from = logits_.data() + i * vocabulary;
@@ -163,20 +164,20 @@ class Drafting {
   double* seconds_;
   const size_t width_;
   HeadTokens fed_;
-  std::vector<int64_t> rows_;  // that are still to be guessed for
-  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next draft was
+  std::vector<int64_t> rows_;  // rows that still need draft tokens
+  std::vector<int> lasts_;  // per row: index in the last pass of the token, or mask, before the next draft token
   std::vector<float> states_;
 
  private:
   const char* invalid_call() const {
     for (int64_t row = 0; row < call_.rows; ++row) {
-      if (call_.start[row] < 1 || call_.stop[row] > call_.text_stride) return "a row's text begins or ends where it cannot";
-      if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.draft_stride)) return "a row's draft_tokens do not fit";
+      if (call_.start[row] < 1 || call_.stop[row] > call_.text_stride) return "a row's text starts or stops outside its range";
+      if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.draft_stride)) return "a row has more draft tokens than fit";
     }
     return nullptr;
   }
 
-  // The text that rows lack. The last token is read again where nothing is lacking.
+  // The tokens of the rows' texts that are missing. If none is missing, the last token is read again.
   void read_text() {
     for (int64_t row = 0; row < call_.rows; ++row) {
       if (call_.counts) call_.drawn[row] = 0;
@@ -193,7 +194,7 @@ class Drafting {
     }
   }
 
-  // In place of all draft_tokens but the last, which nothing follows.
+  // Masks in place of all draft tokens but the last.
   void read_masks(int64_t row) {
     const Fusion& fusion = *head_.spec.fusion;
     for (int64_t step = 0; step + 1 < call_.counts[row]; ++step) {
@@ -230,7 +231,7 @@ class Chains : public Drafting {
   }
 
  private:
-  // The logits of the next draft of every row that is still there.
+  // The logits of the next draft token of every remaining row.
   void compute_logits() {
     logits_after(lasts_);
     for (size_t i = 0; i < rows_.size(); ++i) scatter_logits(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
@@ -245,7 +246,7 @@ class Chains : public Drafting {
     for (const int64_t row : rows_) call_.drawn[row] = step + 1;
   }
 
-  // Of the rows those that are to have more draft_tokens.
+  // Keeps the rows that need more draft tokens.
   void keep_unfinished(int64_t drawn) {
     size_t kept = 0;
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -257,7 +258,7 @@ class Chains : public Drafting {
     lasts_.resize(kept);
   }
 
-  // The draft_tokens just drawn, each with the state before it: it has no streams yet.
+  // The tokens just drawn, each with the state before it: the target has no hidden states for them yet.
   void feed_draft_tokens(int64_t step) {
     states_.resize(rows_.size() * width_);
     for (size_t i = 0; i < rows_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(lasts_[i]), sizeof(float) * width_);
@@ -270,7 +271,7 @@ class Chains : public Drafting {
   }
 };
 
-// As src/paceline/drafters/growth.py grows them.
+// Trees as src/paceline/drafters/growth.py grows them.
 class Trees : public Drafting {
  public:
   using Drafting::Drafting;
@@ -294,17 +295,17 @@ class Trees : public Drafting {
   }
 
  private:
-  // A draft that is new, or a row's text (-1).
+  // A new draft token, or a row's text (-1).
   struct Node {
     int64_t row, draft;
-    int read;    // where in the last pass it was, or the mask behind it
-    int before;  // likewise what it follows
+    int read;  // its index in the last pass, or that of the mask behind it
+    int before;  // the same for its parent
   };
 
   struct Candidate {
     int64_t parent, token, rank;
     float chance;
-    double survival;  // of it and all that it follows
+    double survival;  // product of the chances on its path
     int before;
   };
 
@@ -316,7 +317,8 @@ class Trees : public Drafting {
     fed_index_.assign(drafted, -1);
   }
 
-  // The logits after what is new, those of a row side by side. What draft_tokens of a parallel head share is written once.
+  // The logits after the new nodes, those of a row side by side. Nodes of a parallel head that share logits compute
+  // them once.
   void compute_logits() {
     lasts_.clear();
     std::vector<size_t> written;
@@ -351,21 +353,22 @@ class Trees : public Drafting {
     new_ = grown;
   }
 
-  // The leaders of all, then the seconds, and so on.
+  // All candidates of rank 0, then those of rank 1, and so on.
   std::vector<Candidate> candidates(size_t first, size_t stop) const {
     std::vector<Candidate> found;
     for (int64_t rank = 0; rank < call_.width; ++rank) {
       for (size_t i = first; i < stop; ++i) {
         const size_t at = i * static_cast<size_t>(call_.width) + static_cast<size_t>(rank);
         const double before = new_[i].draft < 0 ? 1.0 : survivals_[place(new_[i].row, new_[i].draft)];
-        if (!(chances_[at] > 0.0f)) continue;  // nothing is left that may be drawn there
+        if (!(chances_[at] > 0.0f)) continue;  // no token is left to draw there
         found.push_back({new_[i].draft, tokens_[at], rank, chances_[at], before * static_cast<double>(chances_[at]), new_[i].read});
       }
     }
     return found;
   }
 
-  // The likeliest become draft_tokens, the chain of leaders always. Each takes a place in the cache.
+  // The most likely candidates become draft tokens, the chain of top-ranked ones always. Each takes a place in the
+  // cache.
   void grow(int64_t row, std::vector<Candidate> found, std::vector<Node>& grown) {
     int64_t& count = call_.drawn[row];
     const int64_t room = std::min(call_.draft_stride, cache_.capacity - call_.stop[row]) - count;
@@ -387,13 +390,13 @@ class Trees : public Drafting {
     }
   }
 
-  // Guesses of rows that are to have deeper ones.
+  // Keeps the nodes of rows that need deeper draft tokens.
   void keep_unfinished(int64_t depth) {
     const auto ends = [&](const Node& node) { return call_.counts[node.row] <= depth; };
     new_.erase(std::remove_if(new_.begin(), new_.end(), ends), new_.end());
   }
 
-  // The draft_tokens just drawn are read, each with the state at what it follows: it has no streams yet.
+  // Reads the tokens just drawn, each with its parent's state: the target has no hidden states for them yet.
   const char* feed_draft_tokens(int64_t step) {
     states_.resize(new_.size() * width_);
     for (size_t i = 0; i < new_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(new_[i].before), sizeof(float) * width_);
@@ -413,14 +416,14 @@ class Trees : public Drafting {
 
   size_t place(int64_t row, int64_t draft) const { return static_cast<size_t>(row * call_.draft_stride + draft); }
 
-  std::vector<Node> new_;           // row after row
-  std::vector<int64_t> lines_;      // where their logits are, in the call's
+  std::vector<Node> new_;  // row after row
+  std::vector<int64_t> lines_;  // where their logits are, in the call's
   std::vector<Fork> forks_;
-  std::vector<int64_t> tokens_;     // drawn after each
+  std::vector<int64_t> tokens_;  // drawn after each node
   std::vector<float> chances_;
-  std::vector<int64_t> chain_;      // the last of each row's leaders of leaders
-  std::vector<double> survivals_;   // of each draft
-  std::vector<int64_t> fed_index_;    // among all that were read
+  std::vector<int64_t> chain_;  // per row: the last node of the chain of top-ranked tokens
+  std::vector<double> survivals_;  // per draft token
+  std::vector<int64_t> fed_index_;  // per draft token: its index among all tokens that were read
 };
 
 }  // namespace
@@ -449,7 +452,7 @@ PL_EXPORT void pl_keep_streams(Model* head, Pool* pool, const Kept* kept, const 
   keep_states(*head, *pool, *kept, rows, slots, features, count);
 }
 
-// Reads and draft_tokens; returns what is wrong, or null.
+// Reads and drafts; returns an error message, or null.
 PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
   if (call->counts && call->width > 1) return Trees(*head, *pool, *call, *cache, seconds).run();
   return Chains(*head, *pool, *call, *cache, seconds).run();

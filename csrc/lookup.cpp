@@ -1,5 +1,5 @@
-// Where the end of each row's text stood before, and what followed it there: src/paceline/drafters/lookup.py says which
-// place wins.
+// Prompt lookup: earlier occurrences of the end of each row's text, and the tokens that follow them.
+// src/paceline/drafters/lookup.py defines which occurrence wins.
 #include <algorithm>
 #include <cstdint>
 #include <unordered_map>
@@ -9,7 +9,7 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kLongestSuffix = 5;
-constexpr int64_t kMostPlaces = 4096;  // of a pair of tokens that are visited at: a text may be the same two over and over
+constexpr int64_t kMostPlaces = 4096;  // occurrences of a pair of tokens that are examined: a text may repeat one pair over and over
 
 struct Row {
   const int64_t* text;
@@ -20,15 +20,15 @@ struct Row {
 
 class Texts;
 
-// texts: where it stands; null: in the row's own text.
+// texts: the texts that contain it; null: the row's own text.
 struct Match {
   const Texts* texts = nullptr;
   int64_t size = 0;
-  int64_t number = 0;  // of the text
+  int64_t number = 0;  // index of the text
   int64_t place = 0;
 };
 
-// How many of the row's last tokens stand in `text` up to and including `place`.
+// Number of the row's last tokens that `text` has up to and including `place`.
 template <typename Token>
 int64_t agreeing(const Row& row, const Token* text, int64_t place) {
   const int64_t most = std::min({kLongestSuffix, row.length, place + 1});
@@ -37,8 +37,8 @@ int64_t agreeing(const Row& row, const Token* text, int64_t place) {
   return size;
 }
 
-// Texts to copy from, which may grow. The places of each pair of tokens that something follows are chained, the latest
-// first; of single tokens the latest place is known.
+// Texts to copy from, which may grow. The places of each pair of tokens that have a successor are chained, the latest
+// first; of single tokens the latest place is stored.
 class Texts {
  public:
   int64_t size(int64_t number) const { return number < count() ? static_cast<int64_t>(texts_[number].size()) : 0; }
@@ -52,7 +52,7 @@ class Texts {
     }
   }
 
-  // The longest match, if it is longer than `best`, which stands elsewhere.
+  // The longest match, if it is longer than `best`, which stands in other texts.
   Match longer_match(const Row& row, Match best) const {
     for (int64_t visited = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last()));
          at >= 0 && visited < kMostPlaces && best.size < kLongestSuffix; at = places_[at].before, ++visited) {
@@ -65,7 +65,7 @@ class Texts {
     return at < 0 ? best : Match{this, 1, places_[at].number, places_[at].place};
   }
 
-  // All places where the row's last two tokens stand, the latest first; where there are none the latest of its last one.
+  // All places of the row's last two tokens, the latest first; if there are none, the latest place of its last one.
   void all_matches(const Row& row, std::vector<Match>& matches) const {
     const size_t before = matches.size();
     for (int64_t visited = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last())); at >= 0 && visited < kMostPlaces;
@@ -77,7 +77,7 @@ class Texts {
     if (matches.size() == before && at >= 0) matches.push_back({this, 1, places_[at].number, places_[at].place});
   }
 
-  // Fills up to k draft_tokens and returns how many there are.
+  // Copies up to k draft tokens and returns their number.
   int64_t continue_match(const Match& match, int64_t k, int64_t* draft_tokens) const {
     const std::vector<int32_t>& text = texts_[match.number];
     const int64_t many = std::min(k, static_cast<int64_t>(text.size()) - match.place - 1);
@@ -88,7 +88,7 @@ class Texts {
  private:
   using Latest = std::unordered_map<uint64_t, int32_t>;
   struct Place {
-    int32_t number, place, before;  // before: that of the same pair which came before this one, or -1
+    int32_t number, place, before;  // before: the previous place of the same pair, or -1
   };
 
   int64_t count() const { return static_cast<int64_t>(texts_.size()); }
@@ -98,7 +98,7 @@ class Texts {
     return at == latest.end() ? -1 : at->second;
   }
 
-  // The text's last token is about to be followed by another.
+  // Indexes the text's last token, which is about to get a successor.
   void add_to_index(int32_t number, const std::vector<int32_t>& text) {
     const int32_t here = static_cast<int32_t>(places_.size()), last = static_cast<int32_t>(text.size()) - 1;
     places_.push_back({number, last, -1});
@@ -114,8 +114,8 @@ class Texts {
   Latest pairs_, singles_;
 };
 
-// What a row may be guessed from row_sources its own text and the documents. In `siblings` its own text is that of `number`,
-// and begins where the row's has `first`.
+// Further sources of a row beside its own text and the documents. Among `siblings` its own text has the index `number`,
+// and begins at the row's position `first`.
 struct RowSources {
   const Texts* references;
   Texts* siblings;
@@ -123,7 +123,7 @@ struct RowSources {
   int64_t first;
 };
 
-// From the end on backwards, so that of equal matches the later one wins.
+// From the end backwards, so that the later of equal matches wins.
 Match in_own_text(const Row& row) {
   Match best;
   for (int64_t place = row.length - 2; place >= 0 && best.size < kLongestSuffix; --place) {
@@ -144,8 +144,8 @@ struct Found {
   int64_t matched = 0, source = 0, count = 0;
 };
 
-// Of equally long matches the first counts: own text, references, siblings, documents. Among siblings stands the row's own
-// text, too, where nothing is longer than what its own search found.
+// Of equally long matches the first wins: own text, references, siblings, documents. The siblings include the row's own
+// text, which can only win with a longer match than its own search found.
 Found look_up(const Row& row, const Texts* documents, const RowSources& row_sources, int64_t k, int64_t* draft_tokens) {
   const Texts* others[] = {row_sources.references, row_sources.siblings, documents};
   Match best = in_own_text(row);
@@ -159,7 +159,7 @@ Found look_up(const Row& row, const Texts* documents, const RowSources& row_sour
   return {best.size, source, best.texts == nullptr ? continue_own_text(row, best.place, k, draft_tokens) : best.texts->continue_match(best, k, draft_tokens)};
 }
 
-// Whether what is written here goes another way than all continuations before it, or further.
+// Whether these draft tokens are no prefix of an earlier continuation.
 bool is_new(const int64_t* draft_tokens, int64_t count, const int64_t* before, const int64_t* counts, int64_t ways, int64_t k) {
   for (int64_t way = 0; way < ways; ++way) {
     if (count <= counts[way] && std::equal(draft_tokens, draft_tokens + count, before + way * k)) return false;
@@ -167,7 +167,8 @@ bool is_new(const int64_t* draft_tokens, int64_t count, const int64_t* before, c
   return count > 0;
 }
 
-// Up to `ways` different continuations, those of the longest matches first: the first is what `look_up` finds. Returns how many.
+// Up to `ways` different continuations, those of the longest matches first: the first is that of `look_up`. Returns
+// their number.
 int64_t look_up_all(const Row& row, const Texts* documents, const RowSources& row_sources, int64_t ways, int64_t k, int64_t* draft_tokens,
                     int64_t* counts, int64_t* matched, int64_t* sources) {
   const Texts* others[] = {row_sources.references, row_sources.siblings, documents};
@@ -192,7 +193,7 @@ int64_t look_up_all(const Row& row, const Texts* documents, const RowSources& ro
   return made;
 }
 
-// Siblings are first told what the rows have gained. Whether all lengths lie within the width.
+// Appends the rows' new tokens to their siblings' texts first. Returns whether all lengths lie within the width.
 bool append_to_siblings(const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width, const int64_t* lengths, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
     if (lengths[i] < 0 || lengths[i] > width) return false;
@@ -214,9 +215,10 @@ PL_EXPORT Texts* pl_texts_new() { return new Texts; }
 PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
 PL_EXPORT void pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) { texts->append(number, tokens, count); }
 
-// text: rows of at most `width` tokens, `stride` apart. row_sources: of each row, or null. Siblings are first told what the
-// rows have gained. draft_tokens [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references, 2 siblings, 3
-// documents. Returns the most draft_tokens that a row has, or -1 if a length is negative or beyond the width.
+// text: rows of at most `width` tokens, `stride` apart. row_sources: per row, or null; their siblings' texts are
+// brought up to date first. draft_tokens [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references,
+// 2 siblings, 3 documents. Returns the largest number of draft tokens of a row, or -1 if a length is negative or beyond
+// the width.
 PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width,
                             const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
                             int64_t* sources) {
@@ -235,8 +237,8 @@ PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_source
   return widest;
 }
 
-// Likewise up to `ways` continuations a row, each unlike those before it: draft_tokens [rows][ways][k]; counts, matched, sources
-// [rows][ways]; made [rows]: how many there are. Returns 0, or -1 if a length is negative or beyond the width.
+// The same with up to `ways` different continuations per row: draft_tokens [rows][ways][k]; counts, matched, sources
+// [rows][ways]; made [rows]: their number. Returns 0, or -1 if a length is negative or beyond the width.
 PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width,
                                 const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
                                 int64_t* matched, int64_t* sources, int64_t* made) {

@@ -1,5 +1,5 @@
-// Which tokens follow: what src/paceline/core/sampling.py says, place by place. A row's places are its own: nothing here depends on
-// other rows, and rows are shared out over the threads.
+// Drawing tokens place by place, as src/paceline/core/sampling.py defines it. A row does not depend on other rows, and
+// rows are divided among the threads.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,7 +9,7 @@
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
-#if defined(__x86_64__) && defined(__GLIBC__)  // draw.h says why
+#if defined(__x86_64__) && defined(__GLIBC__)  // draw.h explains why
 __asm__(".symver log, log@GLIBC_2.2.5");
 __asm__(".symver exp, exp@GLIBC_2.2.5");
 #endif
@@ -25,7 +25,7 @@ void noise_key(uint64_t seed, int64_t position, uint32_t purpose, uint32_t* key)
   key[1] = mix(mix(mix(high ^ 0x85ebca6bu) ^ low) ^ at ^ salt);
 }
 
-// What a thread needs while it draws, kept for the next time.
+// A thread's memory for drawing, kept for the next call.
 class Workspace {
  public:
   DrawScratch lists(int64_t vocabulary) {
@@ -39,15 +39,15 @@ class Workspace {
     return {tokens_.data(), depths_.data(), rest_.data(), weights_.data()};
   }
 
-  // How often each token has been seen: [vocabulary] zeros, to be left as zeros.
+  // Occurrences of each token: [vocabulary] zeros, to be left as zeros.
   uint32_t* counts(int64_t vocabulary) {
     if (counts_.size() < static_cast<size_t>(vocabulary)) counts_.resize(static_cast<size_t>(vocabulary));
     return counts_.data();
   }
 
-  std::vector<int64_t> seen;                      // the tokens that were
-  std::vector<std::pair<int64_t, float>> before;  // logits as they were
-  std::vector<std::pair<int64_t, float>> taken;   // likewise, of tokens that were drawn
+  std::vector<int64_t> seen;  // tokens with a count
+  std::vector<std::pair<int64_t, float>> before;  // original logits
+  std::vector<std::pair<int64_t, float>> taken;  // the same for tokens that were drawn
 
   static Workspace& own() {
     static thread_local Workspace workspace;
@@ -86,7 +86,7 @@ class Adjustments {
     if (penalises_) count(token, true);
   }
 
-  // The logits of the token that will have this position.
+  // Adjusts the logits of the token that will have this position.
   void apply(float* logits, int64_t position) {
     each(by_.bias, [&](int64_t i) { change(logits, by_.bias.tokens[i], [&](float x) { return x + by_.bias.values[i]; }); });
     for (const int64_t token : workspace_.seen) change(logits, token, [&](float x) { return penalised(x, counts_[token] / 2); });
@@ -101,7 +101,7 @@ class Adjustments {
   }
 
  private:
-  // An odd count: seen; half of it: how often in the answer.
+  // Odd: the token occurs; half of it: its occurrences in the answer.
   void count(int64_t token, bool answer) {
     if (token < 0 || token >= vocabulary_) return;
     if (!counts_[token]) workspace_.seen.push_back(token);
@@ -145,7 +145,7 @@ Draw draw_of(const DrawCall& call, int64_t row, int64_t position, const float* l
   return draw;
 }
 
-// Where each row's first place is.
+// The first place of each row.
 template <class Call>
 std::vector<int64_t> first_places(const Call& call) {
   std::vector<int64_t> starts(static_cast<size_t>(call.rows));
@@ -165,7 +165,7 @@ void for_every_row(Pool& pool, int64_t rows, Work work) {
   });
 }
 
-// Where a row's logits lie, and how far from place to place.
+// The address of a row's logits, and the stride from place to place.
 struct RowLogits {
   RowLogits(const DrawCall& call, int64_t row, int64_t first_place) {
     const bool elsewhere = call.instead && call.instead[row];
@@ -177,24 +177,24 @@ struct RowLogits {
   int64_t stride;
 };
 
-// The draft after this place that foresaw the token; -1 if none did.
+// The draft token at this place that equals the token; -1 if there is none.
 int64_t matching_draft(const DrawCall& call, int64_t row, int64_t place, int64_t token) {
   const int64_t* draft_tokens = call.draft_tokens + row * call.draft_stride;
   if (!call.parents) return place < call.counts[row] && draft_tokens[place] == token ? place : -1;
   const int64_t* parents = call.parents + row * call.draft_stride;
-  for (int64_t draft = place; draft < call.counts[row]; ++draft) {  // they come after what they follow
+  for (int64_t draft = place; draft < call.counts[row]; ++draft) {  // parents come before their children
     if (parents[draft] == place - 1 && draft_tokens[draft] == token) return draft;
   }
   return -1;
 }
 
-// The logarithm of the softmax of a place's logits as the model gave them, at one token. place: of all rows'.
+// Log-softmax of a place's unadjusted logits at one token. place: counted over all rows.
 float own_logprob(const Kernels& kernels, const DrawCall& call, int64_t place, int64_t token, const DrawScratch& scratch) {
   const Draw draw = {call.logits + place * call.stride, call.vocabulary, 1.0f, {0, 0}, __builtin_inff(), 0, 1.0f, scratch};
   return kernels.logprobs(draw, token, 0, nullptr, nullptr);
 }
 
-// visit(draw, row, place) for the places of a row, each after the draft_tokens before it.
+// Calls visit(draw, row, place) for the places of a row, each after the draft tokens before it.
 template <class Visit>
 void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit visit) {
   Workspace& workspace = Workspace::own();
@@ -220,7 +220,7 @@ void at_places(Pool& pool, const DrawCall& call, Visit visit) {
   for_every_row(pool, call.rows, [&](int64_t row) { at_places_of(call, row, starts[static_cast<size_t>(row)], visit); });
 }
 
-// growth.candidates: the leaders of these logits and their probabilities.
+// The top-ranked tokens of these logits and their probabilities (growth.candidates).
 void draw_top(const Kernels& kernels, const Draw& draw, float* logits, int64_t width, int64_t* tokens, float* chances,
           std::vector<std::pair<int64_t, float>>& taken) {
   float left = 1.0f;
@@ -236,7 +236,8 @@ void draw_top(const Kernels& kernels, const Draw& draw, float* logits, int64_t w
   for (; !taken.empty(); taken.pop_back()) logits[taken.back().first] = taken.back().second;
 }
 
-// growth._shares: each token's part of the weights of all, noise included; what is not there weighs as much as the last.
+// Each token's share of all weights, noise included; the remaining tokens weigh as much as the last one
+// (growth._shares).
 void noisy_shares(const Draw& draw, int64_t width, const int64_t* tokens, float* chances) {
   constexpr double kLeastTemperature = 1e-30;
   std::vector<double> weights(static_cast<size_t>(width));
@@ -302,9 +303,9 @@ PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call,
   });
 }
 
-// Draws each row's tokens [block] up to the first that no draft foresaw; accepted: how many were foreseen; path, or null: by
-// which draft_tokens [draft_stride]; scored [rows], or null: not 0 where the tokens' log-probabilities under the model are wanted,
-// too: own [block]. The rest stays.
+// Draws each row's tokens [block] up to the first that matches no draft token; accepted: number of matches; path, or
+// null: the matching draft tokens [draft_stride]; scored [rows], or null: nonzero where the tokens' log-probabilities
+// under the model are wanted, in own [block]. Other elements stay.
 PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
                          const int64_t* scored, float* own) {
   const std::vector<int64_t> starts = first_places(*call);
@@ -333,7 +334,7 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
   });
 }
 
-// What tokens are drawn from: out [rows][block][vocabulary].
+// The distributions that tokens are drawn from: out [rows][block][vocabulary].
 PL_EXPORT void pl_law(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
     kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
@@ -364,21 +365,21 @@ PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall
   });
 }
 
-// Gives the first `rows` rows accepted[row] + 1 tokens of [rows][block]; gained: how many each kept.
+// Appends accepted[row] + 1 tokens of [rows][block] to the first `rows` rows; gained: tokens appended per row.
 PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block, const int64_t* accepted, int64_t rows, int64_t* gained) {
   for (int64_t row = 0; row < rows; ++row) gained[row] = by->gain(row, tokens + row * block, accepted[row] + 1);
 }
 
 namespace {
 
-// The draft that each draft of a row follows.
+// The parent of each draft token of a row.
 struct Parents {
   Parents(const RoundCall& call, int64_t row) : parents(call.parents ? call.parents + row * call.draft_stride : nullptr) {}
   int64_t operator[](int64_t draft) const { return parents ? parents[draft] : draft - 1; }
   const int64_t* parents;
 };
 
-// The tokens of a round: each row's last one, which the target has not seen, and its draft_tokens.
+// The tokens of a round: each row's last one, which the target has not computed, and its draft tokens.
 class RoundTokens {
  public:
   explicit RoundTokens(const RoundCall& call) : is_tree_(call.parents != nullptr) {
@@ -396,7 +397,7 @@ class RoundTokens {
     return {tokens_.data(), rows_.data(), positions_.data(), is_tree_ ? slots_.data() : nullptr, is_tree_ ? parents_.data() : nullptr,
             static_cast<int>(tokens_.size())};
   }
-  const int64_t* lines() const { return lines_.data(); }  // of each token: its row
+  const int64_t* lines() const { return lines_.data(); }  // per token: its row
   const int64_t* slots() const { return slots_.data(); }  // of chains, too
 
  private:
@@ -413,22 +414,22 @@ class RoundTokens {
   std::vector<int64_t> tokens_, rows_, lines_, positions_, slots_, parents_;
 };
 
-// What is wrong with the shape of a round's draft_tokens, or null.
+// An error message about the shape of a round's draft tokens, or null.
 const char* problem_with_draft(const RoundCall& call) {
   for (int64_t row = 0; row < call.rows; ++row) {
     const int64_t count = call.counts[row];
     if (call.text.length[row] < 1) return "a row has no text";
-    if (count < 0 || count >= call.block || count > call.draft_stride) return "a row's draft_tokens do not fit";
+    if (count < 0 || count >= call.block || count > call.draft_stride) return "a row has more draft tokens than fit";
     const Parents parent_of(call, row);
     for (int64_t draft = 0; draft < count; ++draft) {
-      if (parent_of[draft] < -1 || parent_of[draft] >= draft) return "a token comes before what it follows";
+      if (parent_of[draft] < -1 || parent_of[draft] >= draft) return "a token comes before its parent";
     }
   }
   return nullptr;
 }
 
-// Of trees: the draft_tokens that were kept and lie elsewhere than where the text will have them. A draft is never before its place on
-// the path, so moved in this order none is overwritten that is still to move.
+// For trees: the accepted draft tokens that do not lie at their final slots. A draft token is never before its place on
+// the path, so moves in this order overwrite nothing that has yet to move.
 std::vector<Move> moves_of(const RoundCall& call) {
   std::vector<Move> moves;
   for (int64_t row = 0; call.parents && row < call.rows; ++row) {
@@ -440,7 +441,7 @@ std::vector<Move> moves_of(const RoundCall& call) {
   return moves;
 }
 
-// The twin of src/paceline/core/row_tables.py's RowTables.keep. places: of the rows in the cache.
+// Reference implementation: RowTables.keep in src/paceline/core/row_tables.py. places: the rows' numbers in the cache.
 void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const int64_t* places, const std::vector<Move>& moves) {
   const int64_t item = cache.bf16 ? 2 : 4;
   in_parallel(pool, [&](int thread) {
@@ -461,13 +462,13 @@ void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, co
 
 }  // namespace
 
-// Verifies the draft_tokens, accepts them while they are the target's own draws, keeps what was read of those, and commits. Returns what
-// is wrong, or null.
+// Verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
+// and commits. Returns an error message, or null.
 PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
   if (const char* problem = problem_with_draft(*call)) return problem;
   const RoundTokens fed(*call);
   const Tokens tokens = fed.view();
-  if (tokens.count > call->room) return "there is no room for the logits of so many tokens";
+  if (tokens.count > call->room) return "the logits' memory is too small for the round's tokens";
   if (const char* problem = model->problem_with(tokens, *cache)) return problem;
   if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
   const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};

@@ -318,7 +318,7 @@ WRONG = {
 def test_a_guess_that_follows_none_before_it_is_refused(follows: str) -> None:
     right, wrong = [-1, -1, 0], WRONG[follows]
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=torch.tensor([right, wrong])))
-    with pytest.raises(ParameterError, match="a token comes before what it follows"):
+    with pytest.raises(ParameterError, match="a token comes before its parent"):
         run(engine, PROMPTS[:2], PARAMS[:2])
     assert engine.batch.length.tolist()[:2] == list(map(len, PROMPTS[:2])), "no row has gained anything"
 

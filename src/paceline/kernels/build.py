@@ -49,7 +49,7 @@ class BuildError(RuntimeError):
 
 
 def compiler() -> str | None:
-    """The C++ compiler's path: $CXX if it is set, else g++ or clang++; None without one or on an unsupported platform."""
+    """Path of the C++ compiler: $CXX if set, else g++ or clang++; None if missing, or on an unsupported platform."""
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
     return next(filter(None, map(shutil.which, wanted)), None) if _is_for_this_machine() else None
 

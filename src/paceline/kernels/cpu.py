@@ -132,7 +132,7 @@ _DESCRIBED: WeakKeyDictionary[DrawRows, tuple[abi.CDrawRows, Tensor | None]] = W
 
 
 def described(rows: DrawRows) -> abi.CDrawRows:
-    """The C description of the rows, by address: made once for each ``rows``, because it would cost time every round."""
+    """The C description of the rows, by address; made once for each ``rows``, because it takes time."""
     found = _DESCRIBED.get(rows)
     if found is None:
         found = _DESCRIBED[rows] = _describe(rows)

@@ -53,7 +53,7 @@ def commit(
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
 ) -> None:
-    """Append ``accepted + 1`` of the tokens [LENGTH_UP] int64 to a row, cut at the first stop token and at its limit."""
+    """Append ``accepted + 1`` of the tokens [LENGTH_UP] int64 to a row, up to its first stop token and its limit."""
     place = tl.arange(0, LENGTH_UP)
     before = tl.load(length + row)
     room = tl.load(limit + row) - before

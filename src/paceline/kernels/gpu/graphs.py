@@ -136,7 +136,7 @@ class Ticket:
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[list[int]]:
-        """The record; waits for its arrival, not for later launches. Valid until ``Ring.slots`` more rounds are pushed."""
+        """Wait for the record, not for later launches. It is valid until ``Ring.slots`` more records are pushed."""
         if self._arrived is not None:
             self._arrived.synchronize()
         lines: list[list[int]] = self._host.tolist()

@@ -41,7 +41,7 @@ class RoundOps(Protocol):
 
 
 class TwinOps:
-    """Plain torch: the operations of the host's rounds, in a form that can be captured (``RowState.reads`` is false)."""
+    """Plain torch: the host rounds' operations in a form that can be captured (``RowState.reads`` is false)."""
 
     name = "torch"
 

@@ -18,7 +18,7 @@ _HEADS_AT_ONCE = 8
 
 @triton.jit
 def normed(x: tl.tensor, y: tl.tensor, mean_square: tl.tensor, weight: tl.tensor, epsilon: tl.tensor) -> tl.tensor:
-    """x [heads, D] float32 divided by its root mean square, times the weight; rounded to y's type where torch rounds."""
+    """x [heads, D] float32 over its root mean square, times the weight; rounded to y's type where torch rounds."""
     scaled = (x * tl.rsqrt(mean_square + epsilon)[:, None]).to(y.dtype)
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(y.dtype).to(tl.float32)
 
