@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_support import FOREIGN, NATIVE, VOCABULARY, tiny
 from paceline.errors import ParameterError
-from paceline.integrations.transformers.wishes import HONOURED, NEUTRAL, OTHERS
+from paceline.integrations.transformers.call_config import HONOURED, NEUTRAL, OTHERS
 from paceline.transformers import generate
 from server_support import byte_tokenizer
 

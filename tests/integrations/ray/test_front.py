@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.config import ServerConfig
 from paceline.integrations.ray.front import Front
-from paceline.integrations.ray.replica import played
+from paceline.integrations.ray.replica import run_request
 from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.metrics import Meter
@@ -59,7 +59,7 @@ class Handle:
     async def _play(self, scope: dict[str, Any], body: bytes, dies_after: int | None) -> AsyncIterator[Any]:
         yield f"replica {len(self.asked)}"
         number = 0
-        async for some in played(app, scope, body):
+        async for some in run_request(app, scope, body):
             for message in some:
                 if number == dies_after:
                     raise Died("killed")

@@ -87,7 +87,7 @@ def params(tokens: int) -> list[SamplingParams]:
 class Nobody:
     """Threads end by themselves."""
 
-    def fate(self, patience: float = 0.0) -> str | None:
+    def find_ended(self, patience: float = 0.0) -> str | None:
         return None
 
     def end(self, ranks: Ranks | None, *, orderly: bool) -> None: ...
@@ -117,7 +117,7 @@ def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
     try:
         yield leader
     finally:
-        leader.ranks.say(as_numbers([Step(Op.END)]))
+        leader.ranks.broadcast_numbers(as_numbers([Step(Op.END)]))
         for other in others:
             other.join(30)
     assert not failures

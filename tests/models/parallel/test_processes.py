@@ -72,7 +72,7 @@ def test_two_processes_answer_as_one_and_when_one_is_killed_the_engine_ends(tmp_
 def test_what_a_rank_could_not_begin_with_is_told() -> None:
     store = dist.HashStore()
     store.set("failed/2", "ModelFormatError: no weights")
-    with pytest.raises(RankError, match="rank 2 could not begin: ModelFormatError: no weights"):
+    with pytest.raises(RankError, match="rank 2 could not start: ModelFormatError: no weights"):
         launch._wait_for(store, Nobody(), Share(0, 3))
 
 
@@ -188,7 +188,7 @@ def test_under_torchrun_the_ranks_that_are_there_are_taken(tmp_path: Path) -> No
     said, _ = program.communicate(timeout=120)
     first, second = said.splitlines()
     assert first == str(expected), "and once: what stands behind LLM runs on rank 0 alone"
-    assert "given to one LLM alone" in second
+    assert "used by only one LLM" in second
     assert program.returncode == 0
 
 

@@ -64,8 +64,8 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
     gained = [token for each in tracer.traced for token in each.tokens]
     assert gained[:40] == output.outputs[0].token_ids
     for each in tracer.traced:
-        tree = Branches(list(each.guesses), list(each.follows))
-        assert [each.guesses[guess] for guess in each.path] == list(each.tokens[:-1])
+        tree = Branches(list(each.draft_tokens), list(each.parents))
+        assert [each.draft_tokens[node] for node in each.path] == list(each.tokens[:-1])
         assert tree.path(each.tokens)[: len(each.path)] == list(each.path)
     saved = sum(each.saved for each in tracer.traced)
     metrics = output.outputs[0].metrics
@@ -73,7 +73,7 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
     assert saved - 1 <= metrics.saved_by_sibling <= saved  # the last one may be cut off
     assert saved == sum(each.saved for each in tracer.rounds)
     assert metrics.rounds == len(tracer.traced)
-    assert sum(len(each.guesses) for each in tracer.traced[:-1]) <= metrics.drafted
+    assert sum(len(each.draft_tokens) for each in tracer.traced[:-1]) <= metrics.drafted
 
 
 ROUNDS = [
@@ -135,7 +135,7 @@ def test_every_guess_has_the_source_that_it_comes_from(kind: str, width: int) ->
     engine = make_engine(ToyModel(), draft, documents=documents, speculation_width=width, max_batch_size=1, **options)
     tracer = engine.parts.policy = Tracer(engine.parts.policy, drafter=engine.parts.drafter)
     run(engine, [prompt], [PLAIN])
-    assert all(len(each.sources) == len(each.guesses) for each in tracer.traced)
+    assert all(len(each.sources) == len(each.draft_tokens) for each in tracer.traced)
     found = {source for each in tracer.traced for source in each.sources}
     assert sources <= found <= {*sources, "own text"}
     if documents:

@@ -1,4 +1,4 @@
-"""Twenty programs of 100 to 400 tokens, each with one small change to be made: the answer is the program again."""
+"""Twenty programs of 100 to 400 tokens, each with one small change to make: the answer repeats the program."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prompts that come with paceline, for the demo, for ``verify`` and for benchmarks.
 
-COPYING: the answer repeats much of the prompt (rewriting, correcting, extracting, editing code): the natural field of
-prompt lookup, where n-gram speculation is at its best. OPEN: questions whose answer stands nowhere in the prompt.
+COPYING: the answer repeats much of the prompt (rewriting, correcting, extracting, editing code), where n-gram drafts
+    work best. OPEN: questions whose answer does not stand in the prompt.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COPYING = (
     f"Tell this story again, first word for word, then with a happy end.\n\n{_STORY}",
 )
 
-# The prompt's last words stand in it twice with different sequels: n-gram drafts are there, and often wrong.
+# The prompt's last words occur twice before, with different sequels: n-gram drafts exist, and are often wrong.
 FORKED = f"{_STORY} The old lighthouse keeper"
 
 OPEN = (

@@ -1,4 +1,4 @@
-"""Sixteen functions to be completed: signature and docstring. The answer repeats the stub, which flatters copies."""
+"""Sixteen functions to complete: signature and docstring. The answer repeats the stub, which flatters n-gram drafts."""
 
 from __future__ import annotations
 
