@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gpu.rows import DEVICE, copied, kept, make_batch, same, state_of
+from kernels.gpu.rows import DEVICE, copied, kept, make_batch, same, state_of
 
 from paceline.core import acceptance
 from paceline.core.batch import Batch

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
-from gpu.rows import DEVICE
+from kernels.gpu.rows import DEVICE
 
 from paceline.core import sampling
 from paceline.core.sampling import Purpose

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gpu.rows import DEVICE
+from kernels.gpu.rows import DEVICE
 
 from batches import new_batch
 from paceline.config import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from parallel.ranks import POSITIONS, Nobody, params, prompts, toy, write
+from models.parallel.ranks import POSITIONS, Nobody, params, prompts, toy, write
 from torch import distributed as dist
 
 from paceline import LLM

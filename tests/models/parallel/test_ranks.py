@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, toy, write
+from models.parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, toy, write
 
 from head_support import tiny_head
 from model_support import FOREIGN, NATIVE, random_tokens, tiny
