@@ -62,11 +62,11 @@ def nothing_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rate", [0.8, 0.3])
 def test_rounds_keep_as_many_guesses_as_the_synthetic_acceptance_says(rate: float) -> None:
-    played = stage_of(replace(SETTING, rows=4, rate=rate)).play(3, Effort(rounds=24, chunks=4, seconds=0))
-    assert played.rounds == 96
-    assert played.gained == pytest.approx(tokens_a_round(rate, 3), abs=0.25)
-    assert played.drafted == 96 * 4 * 3
-    assert played.accepted == pytest.approx(96 * 4 * (played.gained - 1))
+    timed = stage_of(replace(SETTING, rows=4, rate=rate)).run(3, Effort(rounds=24, chunks=4, seconds=0))
+    assert timed.rounds == 96
+    assert timed.gained == pytest.approx(tokens_a_round(rate, 3), abs=0.25)
+    assert timed.drafted == 96 * 4 * 3
+    assert timed.accepted == pytest.approx(96 * 4 * (timed.gained - 1))
 
 
 @pytest.mark.parametrize("k", [0, 1, 10])
@@ -109,14 +109,14 @@ def test_all_kinds_of_cells_are_measured() -> None:
 
 @pytest.mark.usefixtures("nothing_interpreted")
 def test_a_cell_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    play = Stage.play
+    run = Stage.run
 
     def broken(stage: Stage, k: int, effort: Effort) -> Any:
         if k == 2 and stage.setting.attention == "padded":
             raise torch.OutOfMemoryError("no more memory\nat all")
-        return play(stage, k, effort)
+        return run(stage, k, effort)
 
-    monkeypatch.setattr(Stage, "play", broken)
+    monkeypatch.setattr(Stage, "run", broken)
     monkeypatch.setattr(gpu, "auto_over_plain", lambda *_: (_ for _ in ()).throw(ValueError("no engine")))
     _, saved, said = run(options())
     failed = {(cell["kind"], cell["k"]): cell["error"] for cell in saved[-1]["failed"] if cell["kind"] != "trace"}

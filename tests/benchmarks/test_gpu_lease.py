@@ -41,10 +41,10 @@ def lease(folder: Path, seconds: float = 100) -> tuple[Lease, list[str]]:
 def test_a_call_takes_up_what_the_last_one_left(tmp_path: Path) -> None:
     first, second = python("first", "print('hello')"), python("second", "raise SystemExit(3)", least=70)
     call, _ = lease(tmp_path / "figures", 60)
-    assert call.play([first, second]) == ["second"]
+    assert call.run([first, second]) == ["second"]
     assert call.done() == {"first": 0}
     call, said = lease(tmp_path / "figures", 100)
-    assert call.play([first, second]) == []
+    assert call.run([first, second]) == []
     assert call.done() == {"first": 0, "second": 3}
     assert [line for line in said if line.startswith("first")] == []
     assert (tmp_path / "figures" / "first.log").read_text() == "hello\n"
@@ -67,7 +67,7 @@ def test_what_was_cut_off_has_another_try_unless_it_had_its_whole_budget(
 
     monkeypatch.setattr(subprocess, "run", slow)
     call, _ = lease(tmp_path, 50)
-    assert call.play([python("tests", "", budget=40 if whole else 60)]) == ([] if whole else ["tests"])
+    assert call.run([python("tests", "", budget=40 if whole else 60)]) == ([] if whole else ["tests"])
     assert call.done() == ({"tests": CUT_OFF} if whole else {})
 
 
@@ -82,7 +82,7 @@ def test_parts_are_commands_that_there_are(small: bool, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(subprocess, "run", note)
     call, _ = lease(tmp_path, 480)
-    assert call.play(parts(tiny=small)) == []
+    assert call.run(parts(tiny=small)) == []
     for _, module, *arguments in commands:
         assert module in ("pytest", "benchmarks.gpu.run")
         if module == "benchmarks.gpu.run":
@@ -161,8 +161,8 @@ def test_the_benchmark_launches_what_the_engine_launches(k: int, monkeypatch: py
 
 def _but_for_the_span(key: Hashable) -> tuple[object, ...]:
     assert isinstance(key, tuple)
-    rows, guesses, _, asks = key
-    return rows, guesses, asks
+    rows, k, _, asks = key
+    return rows, k, asks
 
 
 @pytest.mark.slow

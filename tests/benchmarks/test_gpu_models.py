@@ -128,9 +128,9 @@ def test_work_takes_as_long_as_the_slower_of_moving_and_computing() -> None:
 
 def test_a_round_is_at_least_its_drafts_and_its_verification() -> None:
     target, draft = (Weights(config, "bf16") for config in (PAIRS["gpt-7.8b"].target, PAIRS["gpt-7.8b"].draft))
-    plain, guessing = (round_floor(target, draft, 8, k, 600, H100) for k in (0, 7))
+    plain, speculating = (round_floor(target, draft, 8, k, 600, H100) for k in (0, 7))
     step = pass_work(draft, 8, 1, 600).seconds(H100)
-    assert guessing - plain == pytest.approx(7 * step)
+    assert speculating - plain == pytest.approx(7 * step)
 
 
 def test_tokens_of_a_round() -> None:

@@ -30,8 +30,8 @@ def on_toys(**options: Any) -> LLM:
     return llm
 
 
-def played(sides: Sequence[Side]) -> dict[str, BatchRun]:
-    return {name: play() for name, play in sides}
+def run_sides(sides: Sequence[Side]) -> dict[str, BatchRun]:
+    return {name: run() for name, run in sides}
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -40,7 +40,7 @@ def test_what_answers_and_requests_read_is_what_their_side_says() -> None:
     options = arguments(["separate", "model", "--rows", "4", "--n", "4", "--max-tokens", "12", "--prompts", "1"])
     sides = separate(options, on_toys(), SETS["retrieval"][:1])
     for _ in range(2):
-        runs = played(sides)
+        runs = run_sides(sides)
         assert {run.tokens for run in runs.values()} == {4 * 12}
         assert {name: sum(m.cached_tokens for m in run.metrics) for name, run in runs.items()} == {
             "n = 4": 3 * 60,
@@ -55,6 +55,6 @@ def test_what_answers_and_requests_read_is_what_their_side_says() -> None:
 def test_siblings_are_counted_with_and_without_each_other() -> None:
     """The same answers; whoever copies from siblings guesses more."""
     given = ["siblings", "model", "--rows", "4", "--n", "4", "--max-tokens", "24", "--temperature", "0.5", "--counts"]
-    alone, together = played(siblings(arguments(given), on_toys(), SETS["retrieval"][:1])).values()
+    alone, together = run_sides(siblings(arguments(given), on_toys(), SETS["retrieval"][:1])).values()
     assert alone.token_ids == together.token_ids
     assert sum(m.drafted for m in alone.metrics) < sum(m.drafted for m in together.metrics)

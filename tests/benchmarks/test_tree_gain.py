@@ -18,7 +18,7 @@ from benchmarks.tree_gain import (
     cut,
     likeliest,
     of_all,
-    play,
+    replay,
     rounds,
     survivals_of,
 )
@@ -67,11 +67,11 @@ def test_a_tree_is_the_same_in_whatever_order_places_are_seen(kind: str) -> None
 
 def test_a_model_that_guesses_for_itself_takes_as_few_rounds_as_there_can_be() -> None:
     answer, own = grown("self")
-    played = play([(answer.answer, own.chain)], best(DEEP))
-    assert played.tokens == len(answer.answer)
-    assert played.rounds == -(-len(answer.answer) // (DEEP + 1))
-    assert played.saved == 0
-    assert play([(answer.answer, own.tree)], best(WIDE * DEEP)).rounds == played.rounds
+    totals = replay([(answer.answer, own.chain)], best(DEEP))
+    assert totals.tokens == len(answer.answer)
+    assert totals.rounds == -(-len(answer.answer) // (DEEP + 1))
+    assert totals.saved == 0
+    assert replay([(answer.answer, own.tree)], best(WIDE * DEEP)).rounds == totals.rounds
 
 
 def test_what_is_cut_takes_what_follows_it_along() -> None:

@@ -115,7 +115,7 @@ def columns_of(batch: Mapping[str, object]) -> tuple[str, str]:
         allowed = f"{NAMES!r} or {PLACES!r} as a column: a row's seed comes from its name"
         raise ParameterError("columns", list(batch), allowed)
     if taken := [name for name in GAINED if name in batch]:
-        raise ParameterError("columns", taken, "other names: these are reserved for answers:" + ", ".join(GAINED))
+        raise ParameterError("columns", taken, "other names: these are reserved for answers: " + ", ".join(GAINED))
     return asked[0], named[0]
 
 
@@ -125,7 +125,7 @@ def own_name(cell: object) -> str:
         return f"id {cell}"
     if isinstance(cell, (int, np.integer)) and not isinstance(cell, bool):
         return f"index {int(cell)}"
-    raise RequestError(f"a row's custom_id must be non-empty text, its index a whole number, not{shown(cell)}")
+    raise RequestError(f"a row's custom_id must be non-empty text, its index a whole number, not {shown(cell)}")
 
 
 def _column(cells: list[object], name: str) -> NDArray[Any]:
