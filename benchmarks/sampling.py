@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafters", default="plain,ngram", help="of plain, ngram")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sides", default="", help=f"any of these, separated by ";": {'; '.join(SIDES)}")
+    parser.add_argument("--sides", default="", help=f"any of these, separated by semicolons: {'; '.join(SIDES)}")
     parser.add_argument("--out", type=Path, help="file for the JSON document")
     arguments = parser.parse_args(argv)
     results = []

@@ -1,4 +1,4 @@
-"""What is measured first, and what becomes of it: ratios, and lines that say what was wanted."""
+"""The order of measurements, and the lines that compare them with the wanted figures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_combination_is_planned_once() -> None:
     assert grid <= set(cells)
 
 
-def test_what_the_wanted_figures_need_comes_before_the_sweeps() -> None:
+def test_cells_of_the_requested_figures_precede_the_sweeps() -> None:
     cells = plan(Axes())
     first = cells[: cells.index(Cell(replace(BASE, format="int8"), 0))]
     wanted = [
@@ -68,12 +68,12 @@ def test_what_the_wanted_figures_need_comes_before_the_sweeps() -> None:
     assert max(map(cells.index, shown)) < cells.index(swept)
 
 
-def test_traces_come_apart_from_the_rest() -> None:
+def test_traces_come_last() -> None:
     assert {cell.k for cell in traces(Axes())} == {0, 7}
     assert not set(traces(Axes())) & set(plan(Axes()))
 
 
-def test_a_speed_up_counts_the_tokens_of_the_law() -> None:
+def test_a_speed_up_counts_the_expected_tokens() -> None:
     results = results_of(measured(BASE, 0, 6.0), measured(BASE, 2, 9.0, gained=2.6), measured(BASE, 1, 9.0))
     assert results.speedup(BASE, 2, 0.8) == pytest.approx(6.0 * (1 + 0.8 + 0.64) / 9.0)
     assert results.speedup(BASE, 2, 0.5) == pytest.approx(6.0 * 1.75 / 9.0)
@@ -83,7 +83,7 @@ def test_a_speed_up_counts_the_tokens_of_the_law() -> None:
     assert results.best(replace(BASE, rows=4), 0.8) is None
 
 
-def test_rounds_at_another_acceptance_are_held_against_the_same_plain_decoding() -> None:
+def test_rounds_at_other_acceptance_rates_share_one_plain_baseline() -> None:
     other = replace(BASE, rate=0.9)
     results = results_of(measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), measured(other, 7, 10.0, gained=5.0))
     assert results.speedup(BASE, 7, 0.8) == pytest.approx(6.0 * (1 - 0.8**8) / 0.2 / 9.0)
@@ -91,7 +91,7 @@ def test_rounds_at_another_acceptance_are_held_against_the_same_plain_decoding()
     assert results.measured_speedup(other, 7) == pytest.approx(6.0 * 5.0 / 10.0)
 
 
-def test_what_was_not_measured_is_said_to_be_so() -> None:
+def test_missing_measurements_are_reported() -> None:
     lines = show(Results(), [], AXES)
     assert {line.met for line in lines} == {None}
     assert len(lines) > 12
@@ -119,7 +119,7 @@ def test_lines_say_whether_the_wanted_figures_were_met() -> None:
     assert line.measured == "3.24x (k=7; 3.11x with the measured tokens)"
     assert line_of(lines, "acceptance 0.9, batch 8").measured == "4.43x (k=7)"
     assert line_of(lines, "acceptance 0.8, batch 1").met is None
-    assert line_of(lines, "a token of a sequence").measured == "2.16 ms"
+    assert line_of(lines, "time per token").measured == "2.16 ms"
     assert (line := line_of(lines, "auto over plain")).met is False
     assert line.measured == "0.97x"
 

@@ -1,4 +1,4 @@
-"""Rounds as they were played."""
+"""Recorded rounds."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_tokens_beyond_the_ends_of_answers_are_not_counted() -> None:
 
 def test_recorded_rounds_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def play(*_: object) -> None:
-        raise AssertionError("the host plays a round")
+        raise AssertionError("the host runs a round")
 
     monkeypatch.setattr("paceline.engine.engine.speculative_round", play)
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", num_speculative_tokens=3, rounds="device")
