@@ -389,8 +389,8 @@ inline ValueLayout layout(const Path* path, int begin, int end) {
 
 // Tokens that attend in one call: blocks of keys that lie at their positions for all of them are shared.
 struct TokenGroup {
-  const Path* paths;  // of these tokens, or null
-  int heads;  // queries per token
+  const Path* paths;   // of these tokens, or null
+  int heads;           // queries per token
   int64_t contiguous;  // keys from this position on may lie at other slots
 };
 

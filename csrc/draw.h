@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kStride = 16;
 constexpr int64_t kColumns = 1024;  // columns whose largest logits bound a top-k from below
-constexpr int64_t kFew = 256;  // a top-k of more columns is bounded badly
+constexpr int64_t kFew = 256;       // a top-k of more columns is bounded badly
 constexpr float kTwoTo23 = 8388608.0f;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLargest = 3.40282347e38f;
@@ -227,7 +227,7 @@ inline int64_t keep_side(const DrawScratch& list, int64_t count, float middle, b
 // first `count` of `rest` and `weights`, which it uses up; depths beyond them are infinite.
 inline float deepest_within(const DrawScratch& list, int64_t count, int64_t limit) {
   uint32_t near = 0, far = bits_of(kInfinity);  // near is within the limit, far is not
-  int64_t before = 0;  // weight less deep than near
+  int64_t before = 0;                           // weight less deep than near
   for (int step = 0; count > 0 && far - near > 1; ++step) {
     const uint32_t middle = between(near, far, step);
     const F16 depth = set1(float_of(middle));
@@ -275,7 +275,7 @@ inline int64_t weigh_list(const DrawScratch& list, int64_t count, float depth) {
 
 struct Before {
   int64_t tokens, mass;  // of tokens less deep
-  int64_t listed;  // mass of the whole list
+  int64_t listed;        // mass of the whole list
 };
 
 // Tokens and mass of the list before this depth; prepares the list for a search by mass.

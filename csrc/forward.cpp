@@ -8,8 +8,8 @@
 namespace paceline {
 namespace {
 
-constexpr int kChunk = 256;  // tokens per pass: bounds the buffers; each pass reads the weights once
-constexpr int kRedundant = 16384;  // up to this number of values every thread prepares all rows itself: cheaper than a barrier
+constexpr int kChunk = 256;          // tokens per pass: bounds the buffers; each pass reads the weights once
+constexpr int kRedundant = 16384;    // up to this number of values every thread prepares all rows itself: cheaper than a barrier
 constexpr int kQueriesPerUnit = 48;  // attention: enough to share a key tile, few enough to divide the work
 
 // Tokens of one row that attend in one call.

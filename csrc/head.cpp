@@ -165,7 +165,7 @@ class Drafting {
   const size_t width_;
   HeadTokens fed_;
   std::vector<int64_t> rows_;  // rows that still need draft tokens
-  std::vector<int> lasts_;  // per row: index in the last pass of the token, or mask, before the next draft token
+  std::vector<int> lasts_;     // per row: index in the last pass of the token, or mask, before the next draft token
   std::vector<float> states_;
 
  private:
@@ -298,7 +298,7 @@ class Trees : public Drafting {
   // A new draft token, or a row's text (-1).
   struct Node {
     int64_t row, draft;
-    int read;  // its index in the last pass, or that of the mask behind it
+    int read;    // its index in the last pass, or that of the mask behind it
     int before;  // the same for its parent
   };
 
@@ -416,13 +416,13 @@ class Trees : public Drafting {
 
   size_t place(int64_t row, int64_t draft) const { return static_cast<size_t>(row * call_.draft_stride + draft); }
 
-  std::vector<Node> new_;  // row after row
+  std::vector<Node> new_;       // row after row
   std::vector<int64_t> lines_;  // where their logits are, in the call's
   std::vector<Fork> forks_;
   std::vector<int64_t> tokens_;  // drawn after each node
   std::vector<float> chances_;
-  std::vector<int64_t> chain_;  // per row: the last node of the chain of top-ranked tokens
-  std::vector<double> survivals_;  // per draft token
+  std::vector<int64_t> chain_;      // per row: the last node of the chain of top-ranked tokens
+  std::vector<double> survivals_;   // per draft token
   std::vector<int64_t> fed_index_;  // per draft token: its index among all tokens that were read
 };
 

@@ -10,12 +10,12 @@ namespace paceline {
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
 enum class Epilogue { kStore, kAdd, kSwiglu };
 
-constexpr int kPanel = 32;           // output columns that are packed and computed together
-constexpr int kInputMultiple = 64;   // inputs are padded to it: the depth of an AMX tile of bytes
-constexpr int kRowMultiple = 16;     // memory of rows is padded to it: the height of an AMX tile
-constexpr int kKeyBlock = 256;       // keys, aligned to absolute positions, that share one softmax partial
+constexpr int kPanel = 32;            // output columns that are packed and computed together
+constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
+constexpr int kRowMultiple = 16;      // memory of rows is padded to it: the height of an AMX tile
+constexpr int kKeyBlock = 256;        // keys, aligned to absolute positions, that share one softmax partial
 constexpr int kActivationGroup = 64;  // inputs of a row that share a scale, so that an outlier costs accuracy only within its group
-constexpr int kInt8Zero = 128;       // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
+constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
 
 // Packed weights: panels of 32 columns, each read sequentially.
 // int8  [inputs / 4][32][4] bytes, w + 128
@@ -36,7 +36,7 @@ struct Linear {
 // The input rows of a linear layer, quantised once.
 struct Activations {
   uint8_t* data;  // int8 or int4 weights: int8; bf16 weights: bf16, or fp32 rounded to bf16 where the ISA lacks bf16
-  size_t stride;     // bytes from row to row
+  size_t stride;  // bytes from row to row
   float* scales;  // per row and group of 64
   int32_t* sums;  // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
   size_t scale_stride, sum_stride;
@@ -83,8 +83,8 @@ struct Attention {
   size_t out_stride;
   const int64_t* positions;
   const int64_t* slots;  // null: equal to positions
-  const Path* paths;  // per token; null: keys lie at their positions
-  uint8_t* keys;  // of this layer: [row][head][position][dim]
+  const Path* paths;     // per token; null: keys lie at their positions
+  uint8_t* keys;         // of this layer: [row][head][position][dim]
   uint8_t* values;
   size_t row_stride, head_stride, position_stride;  // in elements
   bool bf16;
@@ -111,16 +111,16 @@ struct Draw {
   int64_t vocabulary;
   float temperature;  // 0: the largest logit's token, whatever the other settings
   uint32_t key[2];    // of the noise
-  float deepest;  // deeper tokens are cut (min-p); infinity: none
-  int64_t top_k;  // a token stays if fewer than top_k tokens are less deep; 0: all
-  float top_p;  // a remaining token stays if less than this fraction of the mass is less deep; 1: all
+  float deepest;      // deeper tokens are cut (min-p); infinity: none
+  int64_t top_k;      // a token stays if fewer than top_k tokens are less deep; 0: all
+  float top_p;        // a remaining token stays if less than this fraction of the mass is less deep; 1: all
   DrawScratch scratch;
 };
 
 struct Kernels {
   const char* name;
   bool fp32_activations;  // bf16 weights meet activations that are rounded to bf16 but stored as fp32
-  int max_queries;  // queries per call of attend
+  int max_queries;        // queries per call of attend
 
   void (*linear)(const LinearCall& call, int first_panel, int last_panel);
   // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has
@@ -167,7 +167,7 @@ static inline size_t attend_scratch_floats(int queries, int dim) {
 }
 
 const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();      // VNNI, without bf16 instructions
+const Kernels* avx512_kernels();  // VNNI, without bf16 instructions
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();           // in builds with PL_WITH_AMX
 const Kernels* emulated_amx_kernels();  // tiles in memory, for tests

@@ -10,8 +10,8 @@
 namespace paceline {
 namespace {
 
-constexpr int kTileBlock = 2 * kTileRows;  // rows
-constexpr int kFewByteRows = 4;  // up to these AVX-512 is faster: a tile takes as long for 1 row as for 16
+constexpr int kTileBlock = 2 * kTileRows;             // rows
+constexpr int kFewByteRows = 4;                       // up to these AVX-512 is faster: a tile takes as long for 1 row as for 16
 constexpr size_t kTileStep = kTileRows * kStepBytes;  // bytes of a panel that two tiles hold: one group of bytes
 
 // A panel's part of prefetching, per step: as far as the only pass reads, or half of the next panel.

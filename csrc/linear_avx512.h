@@ -9,9 +9,9 @@ namespace paceline {
 namespace {
 
 constexpr int kMostRows = 12;        // of bf16: 24 sums, 2 weights, 1 activation: 27 of the 32 registers
-constexpr int kMostByteRows = 6;  // half of the registers are the sums over groups: in memory they cost 10 % of the time
-constexpr int kNearRows = 8;  // of bf16: up to these only memory limits, beyond them arithmetic does, too
-constexpr int kNearByteRows = 4;  // the same for bytes and nibbles
+constexpr int kMostByteRows = 6;     // half of the registers are the sums over groups: in memory they cost 10 % of the time
+constexpr int kNearRows = 8;         // of bf16: up to these only memory limits, beyond them arithmetic does, too
+constexpr int kNearByteRows = 4;     // the same for bytes and nibbles
 constexpr size_t kAhead = 4096;      // bytes that the only pass over a panel prefetches ahead for few rows
 constexpr size_t kFarAhead = 16384;  // and for more rows
 constexpr size_t kStepBytes = 128;   // of weights: 32 columns of 4 bytes

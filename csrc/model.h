@@ -21,25 +21,25 @@ struct Layer {
   const float* post_norm;
   const float* q_norm;  // or null
   const float* k_norm;
-  int64_t window;       // 0: unlimited
+  int64_t window;  // 0: unlimited
 };
 
 // The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
 // layer reads the normed embedding of a token beside the normed state that enters with it: the fused hidden states of
 // the target, or the head's own last state.
 struct Fusion {
-  Linear fuse;  // of all hidden states side by side
+  Linear fuse;                // of all hidden states side by side
   const float* stream_norms;  // [streams][padded stream width], or null
-  const float* joint_norm;  // of all hidden states side by side, or null
+  const float* joint_norm;    // of all hidden states side by side, or null
   const float* hidden_norm;
   const int64_t* targets;  // the target's token id of each of the head's tokens
-  const float* mask;  // [width], read in place of hidden states with a draft token that does not exist yet; null: the head
-                              // reads its own draft tokens
-  int64_t mask_token;  // and in place of the draft token
-  int64_t vocabulary;         // the target's
+  const float* mask;       // [width], read in place of hidden states with a draft token that does not exist yet; null: the head
+                           // reads its own draft tokens
+  int64_t mask_token;      // and in place of the draft token
+  int64_t vocabulary;      // the target's
   int32_t streams, stream_width;
   int32_t normed_residual;  // whether the first layer adds to the normed state
-  int32_t normed_state;  // whether the next step reads the output of the last norm
+  int32_t normed_state;     // whether the next step reads the output of the last norm
 };
 
 struct ModelSpec {
@@ -47,7 +47,7 @@ struct ModelSpec {
   Linear head;                // its packed columns are the embedding too, unless `embedding` is given
   const uint16_t* embedding;  // bf16 [vocabulary][padded width], or null
   const float* final_norm;
-  const float* cosine;        // [positions][rotary_half]
+  const float* cosine;  // [positions][rotary_half]
   const float* sine;
   int64_t positions;
   int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
@@ -82,27 +82,27 @@ struct DrawRows {
 // Logits at places: place j of a row follows the first `first` + j of its draft tokens.
 struct DrawCall {
   DrawRows by;
-  float* logits;  // row after row, `stride` floats from place to place; changed while they are read, then restored
-  float* const* instead;  // per row: other logits to read in place of these, or null; or null for all rows
+  float* logits;                // row after row, `stride` floats from place to place; changed while they are read, then restored
+  float* const* instead;        // per row: other logits to read in place of these, or null; or null for all rows
   const int64_t* draft_tokens;  // [rows][draft_stride], or null
-  const int64_t* counts;  // number of draft tokens per row, or null
-  const int64_t* parents;  // [rows][draft_stride]: each draft token's parent, -1: the row's last token; null: chains
-  int64_t rows, block;  // block: places per row
+  const int64_t* counts;        // number of draft tokens per row, or null
+  const int64_t* parents;       // [rows][draft_stride]: each draft token's parent, -1: the row's last token; null: chains
+  int64_t rows, block;          // block: places per row
   int64_t stride, vocabulary, draft_stride, first;
   int32_t packed;  // whether a row has only counts[row] + 1 places
   uint32_t purpose;
 };
 
 struct LogprobCall {
-  const float* logits;  // as above
+  const float* logits;      // as above
   const int64_t* tokens;    // [rows][block]
   const int64_t* accepted;  // per row: places up to this one are wanted
-  const int64_t* wanted;  // per row: number of most likely tokens; -1: nothing at all
+  const int64_t* wanted;    // per row: number of most likely tokens; -1: nothing at all
   const int64_t* counts;
   int64_t rows, block, stride, vocabulary, most;
   int32_t packed;
-  float* own;       // [rows][block]
-  int64_t* ids;     // [rows][block][most]
+  float* own;    // [rows][block]
+  int64_t* ids;  // [rows][block][most]
   float* values;
 };
 
@@ -118,28 +118,28 @@ struct Kept {
 // A call in which a head first reads the tokens of each row's text that it has not computed, then drafts: the tokens
 // start .. stop - 1, each at the place before its own, with the states that are kept there.
 struct DraftCall {
-  DrawRows by;  // sampling settings of the draft tokens
-  const int64_t* text;     // [place][text_stride]
+  DrawRows by;          // sampling settings of the draft tokens
+  const int64_t* text;  // [place][text_stride]
   int64_t text_stride;
   Kept kept;
   int64_t rows;
   const int64_t* places;  // the rows' numbers in the text, in `kept` and in the cache
   const int64_t *start, *stop;
   const int64_t* counts;  // draft tokens wanted per row, at most `draft_stride`; a row that wants none reads nothing.
-                           // Null: all rows read, and no row drafts
+                          // Null: all rows read, and no row drafts
   int64_t draft_stride;
-  int64_t* draft_tokens;        // [rows][draft_stride]
-  int64_t* drawn;  // per row: draft tokens drawn; none after a text of one token, which has no hidden states yet
-  float* chances;  // [rows][draft_stride], or null: softmax at each draft token; never null in trees
-  float* probabilities;  // [draft_stride][rows][vocabulary], or null: the distribution that each was drawn from
-  float* logits;  // [rows][width][vocabulary]; initialised to a probability of 0, as the head writes only its own tokens
-  float* const* instead;  // [rows][width], or null: other logits to use in their place, or null; set by `before_draw`
-  int32_t (*before_draw)();  // called before each draw of all rows, or null; returns 0 to stop
+  int64_t* draft_tokens;           // [rows][draft_stride]
+  int64_t* drawn;                  // per row: draft tokens drawn; none after a text of one token, which has no hidden states yet
+  float* chances;                  // [rows][draft_stride], or null: softmax at each draft token; never null in trees
+  float* probabilities;            // [draft_stride][rows][vocabulary], or null: the distribution that each was drawn from
+  float* logits;                   // [rows][width][vocabulary]; initialised to a probability of 0, as the head writes only its own tokens
+  float* const* instead;           // [rows][width], or null: other logits to use in their place, or null; set by `before_draw`
+  int32_t (*before_draw)();        // called before each draw of all rows, or null; returns 0 to stop
   int32_t (*continue_drafting)();  // called after each draft token of all rows, or null; returns 0 to stop
   uint32_t purpose;
-  int64_t width;  // 1: chains. Else trees: top-ranked tokens drawn per node, and draft tokens kept per row and depth.
-                           // counts are then depths, and a row's draft tokens of the last depth have its logits in
-                           // their order
+  int64_t width;             // 1: chains. Else trees: top-ranked tokens drawn per node, and draft tokens kept per row and depth.
+                             // counts are then depths, and a row's draft tokens of the last depth have its logits in
+                             // their order
   int64_t *parents, *ranks;  // [rows][draft_stride], of trees: each draft token's parent, -1: the text; its rank among its siblings
 };
 
@@ -148,16 +148,16 @@ struct DraftCall {
 struct RoundCall {
   DrawRows by;
   TextRows text;
-  const int64_t* places;  // the rows' numbers in the cache
+  const int64_t* places;        // the rows' numbers in the cache
   const int64_t* draft_tokens;  // [rows][draft_stride]
-  const int64_t* counts;   // less than `block`
-  const int64_t* parents;  // [rows][draft_stride]: each draft token's parent, an earlier one, -1: the row's last token; null: chains
+  const int64_t* counts;        // less than `block`
+  const int64_t* parents;       // [rows][draft_stride]: each draft token's parent, an earlier one, -1: the row's last token; null: chains
   int64_t draft_stride, rows, block;
-  int64_t* tokens;  // [rows][block]: the target's draws, up to the first that matches no draft token
+  int64_t* tokens;    // [rows][block]: the target's draws, up to the first that matches no draft token
   int64_t* accepted;  // per row: draft tokens accepted
-  int64_t* gained;  // per row: tokens appended (TextRows::gain)
-  int64_t* path;  // [rows][draft_stride], of trees: the accepted draft tokens, in order
-  float* hidden;  // hidden [room][width] and logits [room][vocabulary]: scratch memory
+  int64_t* gained;    // per row: tokens appended (TextRows::gain)
+  int64_t* path;      // [rows][draft_stride], of trees: the accepted draft tokens, in order
+  float* hidden;      // hidden [room][width] and logits [room][vocabulary]: scratch memory
   float* logits;
   int64_t room;  // at least the number of last tokens and draft tokens of all rows
   uint32_t purpose;
@@ -165,7 +165,7 @@ struct RoundCall {
   Kept kept;
   const int64_t* taps;
   int64_t tap_count;
-  float* features;    // [room][tap_count][width]
+  float* features;  // [room][tap_count][width]
 };
 
 struct Cache {
@@ -185,12 +185,12 @@ struct Tokens {
   const int64_t* parents;  // index of each token's parent, -1: the row's text; null: chains
   int count;
   const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens
-  int read = 0;  // number of leading tokens that an earlier pass computed; they only serve as parents
+  int read = 0;                     // number of leading tokens that an earlier pass computed; they only serve as parents
 };
 
 // The outputs of a forward pass.
 struct PassOutputs {
-  float* hidden;  // [tokens][width]
+  float* hidden;        // [tokens][width]
   const int64_t* taps;  // layers
   int tap_count;
   float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output
@@ -231,7 +231,7 @@ class Model {
 
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
-  void fuse(Pool& pool, const float* features, int rows, float* out);  // for a head: [rows][streams][stream width] -> [rows][width]
+  void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][streams][stream width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t vocabulary() const { return spec.head.outputs; }
   int64_t read_vocabulary() const { return spec.fusion ? spec.fusion->vocabulary : vocabulary(); }

@@ -45,9 +45,9 @@ class Workspace {
     return counts_.data();
   }
 
-  std::vector<int64_t> seen;  // tokens with a count
+  std::vector<int64_t> seen;                      // tokens with a count
   std::vector<std::pair<int64_t, float>> before;  // original logits
-  std::vector<std::pair<int64_t, float>> taken;  // the same for tokens that were drawn
+  std::vector<std::pair<int64_t, float>> taken;   // the same for tokens that were drawn
 
   static Workspace& own() {
     static thread_local Workspace workspace;

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_device_round import EOS, PARAMS, PROMPTS, engine_on
 
 from batches import new_batch
+from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, Asks
 from paceline.engine.device_round import MISSED, DeviceRound, Rule

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 TABLE = ROOT / "docs" / "gpu-kernels.md"
 MAY_SPILL = "*fp32"  # float32 is for comparisons; its products have no tensor cores
 

@@ -75,12 +75,12 @@ def test_without_a_drafter_there_is_nothing_to_profile() -> None:
         run_profile(toy_llm(drafter=None), PROMPTS, Sweep.quick(), no_bar)
 
 
-def played(k: int, *accepted: int) -> Round:
+def round_with(k: int, *accepted: int) -> Round:
     return Round(0.0, 1.0, k, accepted, (k,) * len(accepted))
 
 
 def test_acceptance_by_position_is_conditional_on_earlier_positions() -> None:
-    rounds = [played(2, 0, 1), played(2, 2, 2), played(1, 1, 1)]
+    rounds = [round_with(2, 0, 1), round_with(2, 2, 2), round_with(1, 1, 1)]
     assert acceptance_by_position(rounds, 2) == (3 / 4, 2 / 3)
 
 
@@ -91,7 +91,7 @@ def test_rows_with_more_accepted_tokens_take_less_time_per_token() -> None:
 
 
 def test_the_longest_stretch_of_a_batch_size() -> None:
-    rounds = [played(1, 0), played(1, 0, 0), played(1, 0), played(2, 0), played(1, 0, 0)]
+    rounds = [round_with(1, 0), round_with(1, 0, 0), round_with(1, 0), round_with(2, 0), round_with(1, 0, 0)]
     assert [r.k for r in longest_stretch(rounds, 1)] == [1, 2]
     assert longest_stretch(rounds, 3) == []
 

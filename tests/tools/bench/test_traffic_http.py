@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.errors import PacelineError, ParameterError
 from paceline.tools.bench.traffic import PROMPTS, Load
-from paceline.tools.bench.traffic_http import MOST_GUESSES, Served, compared, draw, measure, served
+from paceline.tools.bench.traffic_http import MAX_DRAFT_TOKENS, Served, compared, draw, measure, served
 from polling import PATIENCE
 
 LOAD = Load(requests=4, interval=0.01, cv=1.0, tokens=6, max_batch_size=0)
@@ -89,7 +89,7 @@ def fake() -> Iterator[Fake]:
 
 def test_every_policy_sends_every_request_with_its_own_limit(fake: Fake, tmp_path: Path) -> None:
     results = list(measure(served([fake.url]), ["steady", "busy"], LOAD, 1, lambda steps: steps, api_key="secret"))
-    assert [(r.trace, r.policy) for r in results] == [(t, p) for t in ("steady", "busy") for p in MOST_GUESSES]
+    assert [(r.trace, r.policy) for r in results] == [(t, p) for t in ("steady", "busy") for p in MAX_DRAFT_TOKENS]
     assert [body.get("num_speculative_tokens") for body in fake.bodies] == [0] * 4 + [2] * 4 + [4] * 4 + [None] * 4 + [
         0
     ] * 4 + [2] * 4 + [4] * 4 + [None] * 4
@@ -130,7 +130,7 @@ def test_addresses_are_policies() -> None:
         Served("auto", "http://host:1"),
         Served("at most 4", "http://host:2", 4),
     ]
-    assert [policy.most for policy in served(["https://host"])] == list(MOST_GUESSES.values())
+    assert [policy.most for policy in served(["https://host"])] == list(MAX_DRAFT_TOKENS.values())
 
 
 @pytest.mark.parametrize("wrong", [["host:8000"], ["auto=ftp://host"], ["http://host@two"], ["http://a", "http://b"]])
@@ -169,7 +169,7 @@ def test_the_command_ends_with_one_json_document(fake: Fake, tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads(file.read_text())
-    assert [r["policy"] for r in document["results"]] == list(MOST_GUESSES)
+    assert [r["policy"] for r in document["results"]] == list(MAX_DRAFT_TOKENS)
     assert document["compared"]["policy"] == "the server's"
     assert document["compared"]["mean_latency_over"]["busy"]["the server's"] == 1
     assert all(r["latency"]["first"] > 0 for r in document["results"])

@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs, each with a plain torch reference. Importing a module with kernels needs triton."""
+"""Operations of a round on a device: Triton kernels, each beside its torch reference, and captured graphs."""

@@ -40,7 +40,7 @@ class Fellows(Protocol):
         ...
 
 
-class Nobody:
+class NoFellows:
     """The ``Fellows`` of a process without other ranks."""
 
     def capturing(self) -> AbstractContextManager[int]:
@@ -76,7 +76,7 @@ class Graphs:
         fellows: Fellows | None = None,
     ) -> None:
         self.device, self.captures = device, capture and device.type == "cuda"
-        self._idle, self._fellows = idle, fellows or Nobody()
+        self._idle, self._fellows = idle, fellows or NoFellows()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, int]] = {}
         self._pool: object = None
 

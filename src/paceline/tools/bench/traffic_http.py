@@ -28,7 +28,7 @@ from paceline.tools.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
 if TYPE_CHECKING:
     import httpx
 
-MOST_GUESSES: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
+MAX_DRAFT_TOKENS: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
 _ADDRESS = re.compile(r"(?:(?P<name>[^=]*)=)?(?P<url>https?://[^@]+)(?:@(?P<most>\d+))?")
 _TIMEOUT = 600.0  # seconds without a byte
 
@@ -61,7 +61,7 @@ def _served_at(address: str) -> list[Served]:
         raise ParameterError("servers", address, "URL, NAME=URL or NAME=URL@MOST, with http:// or https://")
     name, url, most = parts.group("name", "url", "most")
     if name is None and most is None:
-        return [Served(limit, url, most) for limit, most in MOST_GUESSES.items()]
+        return [Served(limit, url, most) for limit, most in MAX_DRAFT_TOKENS.items()]
     return [Served(name or f"at most {most}", url, None if most is None else int(most))]
 
 
