@@ -166,7 +166,7 @@ def test_memory_ends_it(graphs: Graphs, machine: Machine) -> None:
     machine.memory = 10
     done = ahead.capture_ahead(graphs, programs(9), PLENTY)
     assert (done.captured, done.left) == (6, 3), "the one that takes it below half is the last"
-    assert "less than 50% is left of the memory" in str(done)
+    assert "less than 50% of the memory" in str(done)
 
 
 def test_nothing_is_forgotten_for_what_nobody_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
