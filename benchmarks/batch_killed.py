@@ -1,10 +1,10 @@
-"""A file of requests, killed at random and resumed, beside an unbroken run; and the memory that both take meanwhile.
+"""A batch file whose process is killed at random and resumed, compared with an unbroken run; and memory use.
 
     python -m benchmarks.batch_killed smollm2-135m --quantization int8 --lines 1000 --kills 5
 
-Every line has to be answered once, and as in the unbroken run. Memory is what is resident of the process, read once a
-second and told for every tenth of the file: it must not grow with the lines that are done. The first seconds, in which
-weights are read, are not counted.
+Every line must be answered exactly once, with the unbroken run's answer. Memory is the process's resident set, sampled
+once a second and reported for every tenth of the file: it must not grow with the number of finished lines. The first
+seconds, in which weights are read, are not counted.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def write_lines(path: Path, lines: int) -> None:
 
 
 def lines_in(path: Path) -> int:
-    """That have been finished."""
+    """Number of finished lines."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def answers(output: str) -> dict[str, str]:
-    """The lines of output: custom_id -> the answer. Raises ValueError if one is there twice."""
+    """The output's lines: custom_id -> the answer. Raises ValueError if one occurs twice."""
     entries = [json.loads(line) for line in output.splitlines()]
     twice = [name for name, times in Counter(entry["custom_id"] for entry in entries).items() if times > 1]
     if twice:
@@ -67,7 +67,7 @@ class Run:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def until(self, lines: int) -> None:
-        """So many lines are done, or the process has ended."""
+        """Wait until this number of lines is done, or the process has ended."""
         resident, looked = psutil.Process(self._process.pid), 0.0
         while self._process.poll() is None and lines_in(self._output) < lines:
             if time.monotonic() - looked >= 1:
@@ -80,7 +80,7 @@ class Run:
         self._process.communicate()
 
     def finish(self, lines: int) -> None:
-        """Raises RuntimeError if it fails."""
+        """Wait for the end. Raises RuntimeError if the process fails."""
         self.until(lines + 1)
         _, errors = self._process.communicate()
         if self._process.returncode != 0:
@@ -88,7 +88,7 @@ class Run:
 
 
 def by_tenths(memory: list[tuple[int, int]], lines: int) -> list[int | None]:
-    """The most bytes seen in each tenth of the file; None where nobody looked."""
+    """The largest resident size in each tenth of the file, in bytes; None without a sample."""
     tenths = [[resident for done, resident in memory if done and done * TENTHS // lines == n] for n in range(TENTHS)]
     return [max(seen) if seen else None for seen in tenths]
 

@@ -1,14 +1,13 @@
-"""Are a sequence's tokens the same whatever shares its batch and however it was speculated? Bit for bit.
+"""Compare tokens bit for bit: they must not depend on the batch or on the way of speculating.
 
     python benchmarks/bits.py smollm2-135m --prompts 64 --max-tokens 128
     python benchmarks/bits.py qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --prompts 16 --max-tokens 64
-
     python benchmarks/bits.py smollm2-135m --draft-model smollm2-135m-head --drafter hybrid --widths 1,2,4
 
-The reference is plain decoding, each prompt alone. Against it: batches of random size in random order, each of one of
-the widths, a random speculation length every round (0 included), greedy and coupled sampling at temperature 0.8, in
-every precision asked for. `--precisions` and `--temperatures` cut a long run into calls whose outcomes are those of
-one. The last line is one JSON document; the exit code is 1 if any sequence differs.
+The reference is plain decoding, each prompt alone. It is compared with batches of random size in random order, each of
+one of the widths, with a random speculation length every round (0 included), greedy and with coupled sampling at
+temperature 0.8, in every precision given. `--precisions` and `--temperatures` split a long run into calls with the same
+outcomes. The last line is one JSON document; the exit code is 1 if any sequence differs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TEXTS = [*COPYING, *OPEN]
 
 
 class RandomLength(LengthPolicy):
-    """Another length every round, 0 included."""
+    """A random length every round, 0 included."""
 
     name = "random"
 
@@ -47,7 +46,7 @@ class RandomLength(LengthPolicy):
 
 @dataclass
 class Outcome:
-    """One precision, one way of sampling: sequences compared and equal, and what speculation did."""
+    """One precision and sampling mode: sequences compared and equal, and acceptance."""
 
     precision: str
     sampling: str
@@ -65,7 +64,7 @@ def _texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
 def compare(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], seed: int, widths: Sequence[int] = (1,)
 ) -> tuple[int, float | None]:
-    """Sequences equal to plain decoding alone, and the acceptance rate."""
+    """Count sequences equal to plain decoding alone; also returns the acceptance rate."""
     alone = llm.plain().with_options(max_batch_size=1)
     reference = [_texts(alone, [prompt], [p])[0] for prompt, p in zip(prompts, params, strict=True)]
     order = list(range(len(prompts)))
@@ -131,8 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--draft-model")
-    parser.add_argument("--drafter", help="default: the draft model, or copies without one")
-    parser.add_argument("--widths", default="1", help="of trees: several numbers take turns")
+    parser.add_argument("--drafter", help="default: the draft model, or n-gram lookup without one")
+    parser.add_argument("--widths", default="1", help="tree widths; batches take turns")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--precisions", default="int8,bfloat16")

@@ -5,7 +5,7 @@
 ``isinstance`` on concrete drafters and policies, which ought to be 0.
 And the files in which something runs during some steps of the engine (admission, a round, settling), warmed up: with a
 fixed length and a draft model, with ``auto`` and one, with ``auto`` and copies. Of these it tells those that decide
-something about guesses (what to draft, to verify, to keep) from those that carry it out or go with any engine:
+something about draft tokens (what to draft, to verify, to keep) from those that carry it out or go with any engine:
 ``CARRIES`` says which and why. MODEL is its own draft model.
 """
 
@@ -50,7 +50,7 @@ CARRIES = {
 
 
 def concrete_classes(source: Path) -> set[str]:
-    """Of all drafters and length policies."""
+    """Names of all classes of drafters and length policies."""
     bases = {
         node.name: {ast.unparse(base) for base in node.bases}
         for path in source.rglob("*.py")
@@ -64,7 +64,7 @@ def concrete_classes(source: Path) -> set[str]:
 
 
 def questions(source: Path) -> Iterator[str]:
-    """Where ``isinstance`` asks for one of them."""
+    """Places where ``isinstance`` is called with one of them."""
     concrete = concrete_classes(source)
     for path in sorted(source.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -92,7 +92,7 @@ def files_of(run: Callable[[], Any]) -> dict[str, set[str]]:
 
 
 def files_of_steps(engine: Engine, prompt: list[int]) -> dict[str, set[str]]:
-    """Some in which nobody comes or goes."""
+    """The files of some steps in which no row is added or removed."""
     engine.add(Request(prompt, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)))
     for _ in range(WARM_UP):
         engine.step()
@@ -102,18 +102,18 @@ def files_of_steps(engine: Engine, prompt: list[int]) -> dict[str, set[str]]:
 
 
 def carries(file: str) -> bool:
-    """Whether a file decides nothing about guesses."""
+    """Whether a file makes no decision about draft tokens."""
     return any(file == known or (known.endswith("/") and file.startswith(known)) for known in CARRIES)
 
 
 def describe_step(name: str, files: dict[str, set[str]]) -> str:
-    """Both kinds of files."""
+    """The files of both kinds, as text."""
     decide, other = ([file for file in sorted(files) if carries(file) == kind] for kind in (False, True))
     return f"{name}: {len(decide)} files decide ({', '.join(decide)}); {len(other)} carry out ({', '.join(other)})\n"
 
 
 def describe_steps(model: str) -> Iterator[str]:
-    """Of the three engines."""
+    """The descriptions for the three engines."""
     from paceline import LLM
 
     for name, options in {

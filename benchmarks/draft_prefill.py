@@ -1,9 +1,9 @@
-"""What it takes a trained head to read prompts along: prefill with it over prefill without, in turn.
+"""The cost of prefill with a trained head: prefill with the head over prefill without, in turn.
 
     python -m benchmarks.draft_prefill smollm2-135m smollm2-135m-head
 
-Random prompts of each length, one at a time, each read for the first time; one token is drawn. The last line is one
-JSON document: milliseconds of both sides, medians, and the median of the pairs' ratios.
+Random prompts of each length run one at a time, each for the first time; one token is drawn. The last line is one JSON
+document: milliseconds of both sides, medians, and the median of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 def milliseconds(llm: LLM, prompt: list[int]) -> float:
-    """Of one prompt."""
+    """Milliseconds for one prompt."""
     began = time.perf_counter()
     llm.generate([prompt], ONE, use_tqdm=False)
     return 1000 * (time.perf_counter() - began)

@@ -1,11 +1,11 @@
-"""Greedy answers to HumanEval's problems beside the same checkpoint's in transformers, in float32, token by token.
+"""Greedy answers to HumanEval's problems compared with transformers on the same checkpoint, in float32, token by token.
 
     PYTHONPATH=src:. python -m benchmarks.greedy MODEL.gguf --limit 40
 
-Ours are generated eight at a time: an answer's bits do not depend on its neighbours. Transformers reads each of them in
-one pass, which tells its own choice at every place; from where that is another token it goes on by itself.
-Two programs add in different orders, so where two tokens are nearly as likely their answers may part: how near they are
-is shown. The last line is one JSON document.
+Our answers are generated eight at a time: an answer's bits do not depend on its neighbours. Transformers computes each
+    of them in one pass, which gives its own choice at every place; from the first difference on it generates its own
+    answer. The two programs add in different orders, so answers may part where two tokens are nearly equally likely:
+    the gap is reported. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ MOST_TOKENS = 1024  # of a prompt and its answer: the longest problem has less t
 
 @dataclass(frozen=True)
 class Pair:
-    """One problem. parted: the first token that differs; None where none does. gap: between transformers' two, in nats.
+    """One problem. parted: place of the first different token, or None. gap: between transformers' two
+    log-probabilities, in nats.
 
-    text_equal: what the answers say, up to where they end.
+    text_equal: whether the texts are equal, up to where they end.
     """
 
     task_id: str
@@ -42,7 +43,7 @@ class Pair:
 
 
 def compare(path: Path, limit: int, max_tokens: int) -> list[Pair]:
-    """The first problems."""
+    """Compare the first problems."""
     llm = LLM(path, dtype="float32", max_batch_size=ROWS, max_model_len=MOST_TOKENS, drafter=None)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
@@ -71,7 +72,7 @@ def _in_transformers(path: Path) -> Any:
 
 @torch.inference_mode()
 def _follow(model: Any, prompt: list[int], ours: Sequence[int]) -> tuple[int | None, float | None, list[int]]:
-    """Where its own greedy answer parts from ours, how near the two tokens are there; that answer, as long as ours."""
+    """The place where transformers' greedy answer parts from ours, the gap there, and that answer, as long as ours."""
     logits = model(torch.tensor([[*prompt, *ours[:-1]]])).logits[0, len(prompt) - 1 :]
     own = logits.argmax(dim=1).tolist()
     parted = next((i for i, (a, b) in enumerate(zip(own, ours, strict=True)) if a != b), None)

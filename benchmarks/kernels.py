@@ -1,10 +1,11 @@
-"""The CPU kernels beside their floor: ``PYTHONPATH=src:. python -m benchmarks.kernels``; its last line is one document.
+"""The CPU kernels compared with their floor: ``PYTHONPATH=src:. python -m benchmarks.kernels``; prints a JSON document
+last.
 
-First the machine: read bandwidth, and multiply-adds a second of the kernels on weights that lie in the cache. Then
-whole decode steps (forward and head) with random weights: the floor of a step is the larger of reading its weights,
-keys and values once, and of its arithmetic. A shared machine's memory is faster in one minute than in the next, so
-every step takes turns with a read of plain memory; step and bandwidth are medians of these turns, the parts of a step
-its fastest times.
+First the machine is measured: read bandwidth, and the kernels' multiply-adds per second on cached weights. Then come
+    whole decode steps (forward and head) with random weights: the floor of a step is the larger of the time to read its
+    weights, keys and values once, and of its arithmetic. The memory speed of a shared machine varies from minute to
+    minute, so every step takes turns with a read of plain memory; step and bandwidth are medians of these turns, the
+    parts of a step its fastest times.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _READ_BYTES = 1 << 29
 _LEAST_TURNS = 5
 _TURN_SECONDS = 0.05
 _FORMATS: dict[str, Format] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
-_STEPS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 4), (16, 4))  # rows, tokens a row
+_STEPS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 4), (16, 4))  # rows, tokens per row
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's measures."""
+    """The sizes of a decoder."""
 
     width: int
     layers: int
@@ -61,17 +62,19 @@ class Reader:
         self._library, self._arena = kernels.library, native.Arena(kernels.library, _READ_BYTES)
         memory = self._arena.take(_READ_BYTES).fill_(1)
         self._place = native.pool(kernels, threads).handle, memory.data_ptr(), _READ_BYTES // 8
-        time.sleep(0.2)  # torch's own threads spin for a while after filling the memory, in the place of ours
+        time.sleep(0.2)  # torch's threads spin for a while after filling the memory, and occupy the cores
 
     def seconds(self) -> float:
-        """Of one read of everything."""
+        """Seconds to read all of the memory."""
         start = time.perf_counter()
         self._library.pl_read(*self._place)
         return time.perf_counter() - start
 
 
 def in_turn(step: Callable[[], object], reader: Reader, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of a step and of a read, turn by turn; short steps come several a turn, for a read empties the caches."""
+    """Seconds of a step and of a read, in turn; short steps run several times per turn, because a read empties the
+    caches.
+    """
     several = max(1, round(_TURN_SECONDS / fastest(step, 0)))
     steps: list[float] = []
     reads: list[float] = []
@@ -87,7 +90,7 @@ def in_turn(step: Callable[[], object], reader: Reader, seconds: float) -> tuple
 
 @dataclass(frozen=True)
 class Machine:
-    """What the kernels may hope for."""
+    """The machine's rates."""
 
     kernels: str
     threads: int
@@ -97,7 +100,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """One measured step beside its floor, in milliseconds; phases is the forward pass by parts, on the first thread.
+    """One step and its floor, in milliseconds; phases: parts of the forward pass, on the first thread.
 
     read_gb_s: of plain memory, in turn with the steps. of_memory_floor: the median of the turns' own ratios.
     """
@@ -122,14 +125,14 @@ class Step:
 
 
 def measure_machine(kernels: native.Kernels, reader: Reader, threads: int, seconds: float) -> Machine:
-    """Bandwidth of all threads, and the kernels' rate on weights in the cache."""
+    """Bandwidth of all threads, and the kernels' rate on cached weights."""
     read = _READ_BYTES / fastest(reader.seconds, max(seconds, 0.5)) / 1e9
     rates = {name: round(kernel_rate(kernels, to, threads, seconds) / 1e9, 1) for name, to in _FORMATS.items()}
     return Machine(kernels.name, threads, round(read, 1), rates)
 
 
 def random_spec(shape: Shape, positions: int) -> NativeSpec:
-    """Random weights of a shape; all layers share one, which packing then multiplies."""
+    """Random weights of a shape; all layers share one, of which packing then makes copies."""
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
 
     def linear(outputs: int, inputs: int) -> LinearWeights:
@@ -169,7 +172,7 @@ def measure_step(
     context: int,
     seconds: float,
 ) -> Step:
-    """One step of ``tokens`` a row over a cache of ``context`` positions."""
+    """One step of ``tokens`` tokens per row over a cache of ``context`` positions."""
     cache = KVCache(model.layers, rows, model.kv_heads, context + tokens, model.head_dim, dtype=model.dtype)
     flat = torch.randint(0, model.vocab_size, (rows * tokens,))
     place = torch.arange(rows).repeat_interleave(tokens)
@@ -227,7 +230,7 @@ def _line(step: Step) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="The CPU kernels beside their floor.")
+    parser = argparse.ArgumentParser(description="The CPU kernels compared with their floor.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m"])
     parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=["int8", "bf16"])
     parser.add_argument("--context", type=int, default=128)

@@ -1,10 +1,10 @@
-"""Memory that rows take: resident bytes of this process while many short rows of a long-context model decode at once.
+"""Memory of rows: resident bytes of this process while many short rows of a long-context model decode at once.
 
     python benchmarks/memory_rows.py --rows 64 --max-model-len 8192 --output rows.json
 
-Linux only: /proc/self/smaps_rollup says what is resident. Resident before the rows begin is subtracted, so what is told
-are caches and workspace. The answers' digest is equal wherever the same weights run on the same kernels. The last line
-is one JSON document.
+Linux only: it reads /proc/self/smaps_rollup. Memory that is resident before the rows begin is subtracted, which leaves
+    caches and workspace. The answers' digest is equal on any machine with the same weights and kernels. The last line
+    is one JSON document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline import LLM, SamplingParams
 
 
 def resident() -> int:
-    """Bytes."""
+    """Resident memory in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return 1024 * int(line.split()[1])

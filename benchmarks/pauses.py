@@ -1,4 +1,4 @@
-"""How long a stream pauses, and a short request waits, while long prompts are prefilled; in one process.
+"""Pauses of a stream, and the waiting time of short requests, while long prompts are prefilled; in one process.
 
     python benchmarks/pauses.py --quantization int8 --prompts 4 --tokens 6000
 
@@ -19,13 +19,13 @@ from paceline.engine.engine import Request
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Below which this share of the values lies."""
+    """The value below which this fraction of the values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class Run:
-    """An engine played step by step; notes when the watched request gains tokens."""
+    """An engine run step by step; records when the watched request gains tokens."""
 
     def __init__(self, llm: LLM, seed: int = 0) -> None:
         self.engine, self.rng = llm.engine, random.Random(seed)
@@ -47,7 +47,7 @@ class Run:
 
 
 def warm_up(run: Run) -> None:
-    """As the server does it: the first token of a row touches all of the row's memory, which takes 0.2 s here."""
+    """Warm up as the server does: a row's first token touches all of the row's memory, which takes 0.2 s here."""
     for _ in range(run.engine.config.max_batch_size):
         run.add(2, 2, "warm-up")
     while run.engine.busy:
@@ -55,7 +55,7 @@ def warm_up(run: Run) -> None:
 
 
 def measure(llm: LLM, options: argparse.Namespace) -> dict[str, object]:
-    """Pauses in milliseconds, waits in seconds."""
+    """Measure pauses in milliseconds and waits in seconds."""
     run = Run(llm)
     warm_up(run)
     stream = run.add(64, llm.engine.max_model_len - 64, "stream")

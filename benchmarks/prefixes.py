@@ -1,11 +1,11 @@
-"""Time to first token with prefix reuse and without, in turn: a chat's turns, and questions about one document.
+"""Time to first token with and without prefix reuse, in turn: a chat's turns, and questions about one document.
 
     python benchmarks/prefixes.py --output benchmarks/results/prefixes-smollm2-int8.json
 
-Both engines run the same weights, greedy, one request at a time, and get the same prompts: each turn of the chat goes
-on from the answer that came before. Every prompt's answers are compared token by token, and so are their
-log-probabilities, digit by digit. The last line says of each set whether all were equal, and the medians; everything is
-in the JSON document.
+Both engines run the same weights, greedy, one request at a time, and get the same prompts: each turn of the chat
+    continues the previous answer. Every prompt's answers are compared token by token, and their log-probabilities digit
+    by digit. The last line reports for each set whether all were equal, and the medians; everything is in the JSON
+    document.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WINDS = ("the north", "the east", "the south-west", "the sea", "nowhere at all")
 
 @dataclass
 class Run:
-    """One side's run: seconds to the first token, prompt by prompt, and how many tokens were copied."""
+    """One side's run: seconds to the first token, prompt by prompt, and the number of tokens that were copied."""
 
     seconds: list[float] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Run:
 
 
 def ask_in_turn(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Run]:
-    """Each prompt on one side, then on the other; both engines hold nothing at the beginning."""
+    """Run each prompt on one side, then on the other; both caches are empty at the beginning."""
     runs, params = {name: Run() for name in llms}, SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
     for llm in llms.values():
         llm.engine.clear()
@@ -74,7 +74,7 @@ def ask_in_turn(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: 
 
 
 def chat(llm: LLM, tokens: int) -> list[list[int]]:
-    """The prompts of a chat: each turn goes on from what the model said."""
+    """The prompts of a chat: each turn continues the model's answer."""
     messages = [{"role": "system", "content": "You are a patient teacher. Answer in a few sentences."}]
     prompts = []
     for line in ASKED:
@@ -94,7 +94,7 @@ def questions(llm: LLM, size: int, count: int) -> list[list[int]]:
 
 
 def compare(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int, repeats: int) -> dict[str, Any]:
-    """All prompts on both sides in turn, ``repeats`` times."""
+    """Run all prompts on both sides in turn, ``repeats`` times."""
     runs: dict[str, list[Run]] = {name: [] for name in llms}
     for _ in range(repeats):
         for name, run in ask_in_turn(llms, prompts, tokens).items():
@@ -111,7 +111,7 @@ def compare(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int,
 
 
 def summary(runs: Sequence[Run]) -> dict[str, float]:
-    """Milliseconds to the first token, medians of the repeats: of the first prompt, the last, all but the first."""
+    """Milliseconds to the first token, medians of the repeats: of the first prompt, the last, and all but the first."""
     middle = [statistics.median(values) for values in zip(*(run.seconds for run in runs), strict=True)]
     found = {"first": middle[0], "last": middle[-1], "median_after_the_first": statistics.median(middle[1:])}
     return {name: round(1000 * seconds, 1) for name, seconds in found.items()}

@@ -1,8 +1,8 @@
-"""Python's share of a round: ``PYTHONPATH=src:. python -m benchmarks.python_share MODEL``; the last line is a document.
+"""Python's share of a round: ``PYTHONPATH=src:. python -m benchmarks.python_share MODEL``; prints a JSON document last.
 
-A batch of the built-in prompts is decoded with n-gram guesses and ``auto`` lengths. A round's time is that of
-``Engine.step``; what passes outside of calls of the CPU kernels' library is Python's (torch's operators included). Only
-rounds in which every row decodes count; of these the faster half, in which nothing else wanted the machine.
+A batch of the built-in prompts is decoded with n-gram drafts and ``auto`` lengths. A round's time is that of
+``Engine.step``; time outside of calls of the CPU kernels' library is Python's (torch's operators included). Only rounds
+in which every row decodes count, and of these only the faster half, which other processes disturbed least.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NativeTime:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed."""
+        """Wrap the function so that its calls are timed."""
 
         def timed(*arguments: Any) -> Any:
             began = time.perf_counter()
@@ -53,7 +53,7 @@ class NativeTime:
 
 @contextmanager
 def timed_library() -> Iterator[NativeTime]:
-    """Inside, whoever looks a function of the library up gets one that is timed."""
+    """Within the context, functions looked up in the library are timed."""
     kernels = native.select()
     if kernels is None:
         raise ParameterError("PACELINE_KERNELS", "off", f"the CPU kernels; {native.why_none() or 'they are off'}")
@@ -70,7 +70,7 @@ def timed_library() -> Iterator[NativeTime]:
 
 @dataclass(frozen=True)
 class Share:
-    """Of a run's rounds: milliseconds a round, in the library by function and outside; tokens a round, all rows."""
+    """Per round of a run: milliseconds in the library by function and outside; tokens per round, all rows."""
 
     rows: int
     rounds: int
@@ -87,7 +87,7 @@ class Share:
         inside = ", ".join(f"{name} {ms:.3f}" for name, ms in self.native_ms.items())
         return (
             f"{self.rows} rows: Python's share {self.python:.1%} ({self.python_ms:.3f} of {self.round_ms:.3f} ms), "
-            f"{self.tokens_a_round} tokens a round, {self.rounds} rounds ({inside})"
+            f"{self.tokens_a_round} tokens per round, {self.rounds} rounds ({inside})"
         )
 
 
@@ -101,26 +101,26 @@ def share_of(llm: LLM, rows: int, params: SamplingParams, clock: NativeTime) -> 
     for _ in range(WARM_UP_ROUNDS):
         engine.step()
     before = sum(len(output.outputs[0].token_ids) for output in outputs)
-    played: list[dict[str, float]] = []
+    rounds: list[dict[str, float]] = []
     while len(engine.scheduler.running) == rows:
         clock.seconds.clear()
         began = time.perf_counter()
         engine.step()
-        played.append(clock.seconds | {"step": time.perf_counter() - began})
+        rounds.append(clock.seconds | {"step": time.perf_counter() - began})
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs) - before
     engine.clear()
-    return _mean(rows, played, tokens)
+    return _mean(rows, rounds, tokens)
 
 
-def _mean(rows: int, played: list[dict[str, float]], tokens: int) -> Share:
-    """Of the half with the least time outside of the library."""
-    quiet = sorted(played, key=lambda parts: 2 * parts["step"] - sum(parts.values()))[: (len(played) + 1) // 2]
+def _mean(rows: int, rounds: list[dict[str, float]], tokens: int) -> Share:
+    """The mean over the half of the rounds with the least time outside of the library."""
+    quiet = sorted(rounds, key=lambda parts: 2 * parts["step"] - sum(parts.values()))[: (len(rounds) + 1) // 2]
     mean = {
         name: round(1e3 * statistics.fmean(parts.get(name, 0.0) for parts in quiet), 4) for name in set().union(*quiet)
     }
     step = mean.pop("step")
     outside = round(step - sum(mean.values()), 4)
-    return Share(rows, len(played), round(tokens / len(played), 2), step, outside, mean)
+    return Share(rows, len(rounds), round(tokens / len(rounds), 2), step, outside, mean)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,18 +1,18 @@
-"""What references of one's own and siblings' answers bring n-gram lookup: tokens a round, and time.
+"""The effect of reference texts and of sibling samples on n-gram lookup: tokens per round, and time.
 
     python benchmarks/references.py edits qwen-coder-1.5b.gguf --rows 4 --prompts 20 --quantization int8
     python benchmarks/references.py siblings qwen-coder-1.5b.gguf --rows 8 --prompts 4 --n 8 -k 8 --counts
     python benchmarks/references.py separate qwen-coder-1.5b.gguf --rows 8 --prompts 1 --n 8 --max-tokens 48
 
-edits: programs with a small change to be made (`paceline bench offline --prompts edits` has them), greedy: plain
-decoding, lookup in the prompt (where the original stands, too), lookup with the original as reference.
-siblings: n sampled answers of one prompt: as one request, the same with nobody copying from siblings, as n requests.
-They copy from each other while they live side by side, so there have to be n rows.
-separate: n answers of one prompt, all of them as long: as one request, as n requests at once and one after the other,
-with and without copies of what another request has read. Nothing is left from the side before.
---counts: guesses and what became of them, no times; with a number for -k they depend on no clock.
-Sides take turns, the median of the repeats counts. Prompts are read once per answer or request, as the engine does it.
-The last line of the standard output is the result as one JSON document.
+edits: programs with a small change to make (`paceline bench offline --prompts edits` has them), greedy: plain decoding,
+    lookup in the prompt (which contains the original, too), lookup with the original as reference.
+siblings: n samples of one prompt: as one request, as one request without copying from siblings, as n requests. Siblings
+    copy from each other while they run at the same time, so n rows are needed.
+separate: n samples of one prompt, all equally long: as one request, as n requests at once and one after the other, with
+    and without prefix reuse between requests. Each side starts with an empty cache. --counts: acceptance counts instead
+    of times; with a number for -k they do not depend on timing. Sides take turns, the median of the repeats counts.
+    Prompts are computed once per sample or request, as in the engine. The last line of stdout is the result as one JSON
+    document.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1e6, help="no further repeat is begun that would end later")
+    parser.add_argument("--seconds", type=float, default=1e6, help="no repeat starts that would end later")
     parser.add_argument("-k", default="auto", help="speculation length")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--counts", action="store_true", help="each side once, no times")
@@ -70,7 +70,7 @@ def timed(run: Callable[[], list[RequestOutput]]) -> BatchRun:
 
 
 def edits(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
-    """The three sides."""
+    """The three sides of ``edits``."""
     plain = llm.plain()
     prompts = [llm.tokens_of_chat(each.messages) for each in asked]
     originals = [each.references for each in asked]
@@ -83,33 +83,33 @@ def edits(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list
 
 
 def siblings(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
-    """Likewise; each prompt is played alone."""
+    """The sides of ``siblings``; each prompt runs alone."""
     alone = llm.with_options(max_batch_size=options.rows)
     alone.engine.parts.drafter = NgramDrafter(siblings=False)
     prompts = [llm.tokens_of_chat(each.messages) for each in asked]
     one = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1)
     many = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, n=options.n)
 
-    def play(engine: LLM, params: SamplingParams, times: int) -> list[RequestOutput]:
+    def call(engine: LLM, params: SamplingParams, times: int) -> list[RequestOutput]:
         rounds = [engine.generate([prompt] * times, _seeds(params, times), use_tqdm=False) for prompt in prompts]
         return [output for outputs in rounds for output in outputs]
 
     sides = [
-        (f"{options.n} requests", lambda: timed(lambda: play(llm, one, options.n))),
-        (f"n = {options.n}, no siblings", lambda: timed(lambda: play(alone, many, 1))),
-        (f"n = {options.n}", lambda: timed(lambda: play(llm, many, 1))),
+        (f"{options.n} requests", lambda: timed(lambda: call(llm, one, options.n))),
+        (f"n = {options.n}, no siblings", lambda: timed(lambda: call(alone, many, 1))),
+        (f"n = {options.n}", lambda: timed(lambda: call(llm, many, 1))),
     ]
-    return sides[1:] if options.counts else sides  # requests guess as answers without siblings do
+    return sides[1:] if options.counts else sides  # with counts, separate requests equal samples without siblings
 
 
 def separate(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
-    """Likewise."""
+    """The sides of ``separate``."""
     prompts = [llm.tokens_of_chat(each.messages) for each in asked]
     one = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, ignore_eos=True)
     copying = llm.with_options(prefix_cache=True)
 
-    def play(engine: LLM, params: SamplingParams, calls: int, rows: int) -> BatchRun:
-        """Of each prompt so many calls, for so many requests each."""
+    def call(engine: LLM, params: SamplingParams, calls: int, rows: int) -> BatchRun:
+        """For each prompt, ``calls`` calls of ``rows`` requests each."""
         seeds = [_seeds(params, rows, first=rows * call) for call in range(calls)]
         engine.engine.scheduler.forget()
         rounds = [(prompt, each) for prompt in prompts for each in seeds]
@@ -118,10 +118,10 @@ def separate(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> l
         )
 
     n = options.n
-    sides: list[Side] = [(f"n = {n}", lambda: play(llm, replace(one, n=n), 1, 1))]
-    for engine, how in ((llm, "reading all"), (copying, "copying what was read")):
-        sides.append((f"{n} requests at once, {how}", lambda e=engine: play(e, one, 1, n)))  # type: ignore[misc]
-        sides.append((f"{n} requests in turn, {how}", lambda e=engine: play(e, one, n, 1)))  # type: ignore[misc]
+    sides: list[Side] = [(f"n = {n}", lambda: call(llm, replace(one, n=n), 1, 1))]
+    for engine, how in ((llm, "reading all"), (copying, "with prefix reuse")):
+        sides.append((f"{n} requests at once, {how}", lambda e=engine: call(e, one, 1, n)))  # type: ignore[misc]
+        sides.append((f"{n} requests in turn, {how}", lambda e=engine: call(e, one, n, 1)))  # type: ignore[misc]
     return sides
 
 
@@ -130,7 +130,7 @@ def _seeds(params: SamplingParams, times: int, first: int = 0) -> list[SamplingP
 
 
 def summary(name: str, runs: Sequence[BatchRun], first: Sequence[BatchRun]) -> dict[str, Any]:
-    """Of one side; speed-ups over the first side, turn by turn."""
+    """The results of one side; speed-ups over the first side, turn by turn."""
     one = runs[0]
     drafted, accepted = (sum(getattr(m, kind) for m in one.metrics) for kind in ("drafted", "accepted"))
     return {
@@ -164,18 +164,18 @@ def main() -> None:
         max_batch_size=options.rows,
         quantization=options.quantization,
         max_model_len=1024,
-        prefix_cache=False,  # what prompts take to read is part of what is measured
+        prefix_cache=False,  # the time of prefill is part of the measurement
     )
     sides = {"edits": edits, "siblings": siblings, "separate": separate}[options.what](options, llm, asked)
     runs: dict[str, list[BatchRun]] = {name: [] for name, _ in sides}
-    llm.generate([llm.tokens_of_chat(asked[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # a warm-up
+    llm.generate([llm.tokens_of_chat(asked[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # warm-up
     started, longest = time.monotonic(), 0.0
     for turn in turns(sides, 1 if options.counts else options.repeats):
         began = time.monotonic()
         if began - started + longest > options.seconds:
             break
-        for name, play in turn:
-            runs[name].append(play())
+        for name, run in turn:
+            runs[name].append(run())
         longest = max(longest, time.monotonic() - began)
     first = next(iter(runs.values()))
     results = [summary(name, each, first) for name, each in runs.items()]

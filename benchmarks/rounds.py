@@ -1,9 +1,9 @@
-"""Where a round's time goes: ``PYTHONPATH=src:. python -m benchmarks.rounds MODEL``; its last line is one document.
+"""The parts of a round's time: ``PYTHONPATH=src:. python -m benchmarks.rounds MODEL``; prints a JSON document last.
 
-A batch of the built-in prompts is decoded, plainly or with n-gram guesses, and every part of the loop is timed, each
-without the parts inside it: rounds are the host's, whose parts can be told apart. The forward pass is told apart by the
-kernels' own clocks (of the first thread). What is shown is the mean of the faster half of the rounds: those in which
-nothing else wanted the machine.
+A batch of the built-in prompts is decoded, plainly or with n-gram drafts, and every part of the loop is timed without
+the parts inside it. Rounds run on the host, where parts can be separated; the forward pass is divided by the kernels'
+own clocks (of the first thread). Results are the mean of the faster half of the rounds, which other processes disturbed
+least.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from paceline.tools.bench.prompts import COPYING
 PRODUCTS, ATTENTION = native.PHASES[2], native.PHASES[4]
 HEAD, CALL = "matrix products (head)", "call of the forward pass"
 WARM_UP_ROUNDS = 4
-MOST_OUTSIDE = 0.15  # of a round's time outside of matrix products and attention
+MOST_OUTSIDE = 0.15  # of a round's time, outside of matrix products and attention
 
 
 class Clock:
-    """Times nested calls, each without what it calls: ``seconds`` by name."""
+    """Times nested calls, each without the calls inside it: ``seconds`` by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -59,7 +59,7 @@ class Clock:
             self._inside[-1] += took
 
     def watch(self, owner: object, method: str, name: str) -> None:
-        """From now on calls of this object's method count as ``name``."""
+        """Count all further calls of this object's method under ``name``."""
         inner: Callable[..., Any] = getattr(owner, method)
 
         @wraps(inner)
@@ -92,7 +92,7 @@ def watch_engine(engine: Engine, clock: Clock) -> None:
 
 @dataclass(frozen=True)
 class Profile:
-    """Milliseconds a round, by part; tokens a round over all rows."""
+    """Milliseconds per round, by part; tokens per round over all rows."""
 
     model: str
     kernels: str
@@ -107,7 +107,7 @@ class Profile:
 
     @property
     def outside(self) -> float:
-        """The share of a round's time outside of matrix products and attention."""
+        """Fraction of a round's time outside of matrix products and attention."""
         inside = sum(self.parts_ms.get(name, 0.0) for name in (PRODUCTS, ATTENTION, HEAD))
         return 1 - inside / self.round_ms
 
@@ -116,7 +116,7 @@ class Profile:
 
 
 def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profile:
-    """Decode ``batch_size`` prompts; the rounds in which all of them decode are the ones that count."""
+    """Decode ``batch_size`` prompts; only rounds in which all of them decode count."""
     drafter: DrafterName | None = "ngram" if k else None
     engine = llm.with_options(drafter=drafter, num_speculative_tokens=k, max_batch_size=batch_size).engine
     engine.parts.native = None
@@ -132,9 +132,9 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
     for _ in range(WARM_UP_ROUNDS):
         engine.step()
     before = sum(len(output.outputs[0].token_ids) for output in outputs)
-    played = _play(engine, model, batch_size)
+    rounds = _run_rounds(engine, model, batch_size)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs) - before
-    parts = _faster_half(played)
+    parts = _faster_half(rounds)
     return Profile(
         model=Path(model.name).name,
         kernels=model.kernels,
@@ -142,15 +142,15 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
         batch_size=batch_size,
         k=k,
         temperature=params.temperature,
-        rounds=len(played),
-        tokens_a_round=round(tokens / len(played), 2),
+        rounds=len(rounds),
+        tokens_a_round=round(tokens / len(rounds), 2),
         round_ms=round(sum(parts.values()), 3),
         parts_ms=dict(sorted(parts.items(), key=lambda part: -part[1])),
     )
 
 
-def _play(engine: Engine, model: NativeModel, batch_size: int) -> list[dict[str, float]]:
-    """Rounds until the first row has finished: the seconds of each one's parts."""
+def _run_rounds(engine: Engine, model: NativeModel, batch_size: int) -> list[dict[str, float]]:
+    """Run rounds until the first row has finished: the seconds of each round's parts."""
     clock, rounds = Clock(), []
     watch_engine(engine, clock)
     model.timed = True
@@ -173,10 +173,10 @@ def _faster_half(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def table(profile: Profile) -> str:
-    """One line a part: milliseconds a round and its share."""
+    """One line per part: milliseconds per round and fraction."""
     head = (
         f"{profile.model} {profile.precision} on {profile.kernels}, {profile.batch_size} rows, k = {profile.k}, "
-        f"temperature {profile.temperature:g}: {profile.round_ms:.2f} ms and {profile.tokens_a_round} tokens a round"
+        f"temperature {profile.temperature:g}: {profile.round_ms:.2f} ms and {profile.tokens_a_round} tokens per round"
     )
     lines = [f"  {ms:9.3f} ms {ms / profile.round_ms:6.1%}  {name}" for name, ms in profile.parts_ms.items()]
     return "\n".join([head, *lines, f"  outside of matrix products and attention: {profile.outside:.1%}"])
@@ -184,11 +184,13 @@ def table(profile: Profile) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Load, decode, print; exit code 1 if more than 15 % of any round lies outside of products and attention."""
-    parser = argparse.ArgumentParser(description="Where the time of a round goes.")
+    parser = argparse.ArgumentParser(description="The parts of a round's time.")
     parser.add_argument("model")
     parser.add_argument("--quantization", choices=[*get_args(QuantizationName), "none"], default="int8")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 2], help="speculation lengths; guesses by n-gram")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[0, 2], help="speculation lengths; drafts by n-gram lookup"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -1,14 +1,13 @@
-"""What sampling parameters cost a round, each beside temperature alone, in turn in one process.
+"""The cost of sampling parameters per round, each compared with temperature alone, in turn in one process.
 
     python benchmarks/sampling.py smollm2-135m --rows 1,8,64
     python benchmarks/sampling.py qwen-coder-0.5b.gguf --rows 1,8 --drafters ngram --out results.json
 
-Other parameters draw other tokens, and other tokens are guessed better or worse: so rounds are compared, not answers.
-A round's time is that between the ends of two judgements while all rows decode, none leaves and none joins; of a run
-the median counts, of the runs of a side again the median. With n-gram guesses `auto` verifies more or fewer tokens a
-round, depending on the text; `tokens` says how many logits a round judged on average, and `judging` what the call took
-that judged and drew (log-probabilities included), whatever the rest of the round did. The last line is one JSON
-document.
+Other parameters sample other tokens, which are predicted better or worse; therefore rounds are compared, not answers. A
+round's time is the time between the ends of two acceptance steps while all rows decode, none leaves and none joins; the
+median of a run counts, and the median of a side's runs. With n-gram drafts `auto` verifies more or fewer tokens per
+round, depending on the text; `tokens` is the mean number of logits per round, and `judging` the time of the call that
+sampled and accepted (log-probabilities included), without the rest of the round. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Watch:
-    """Stands before a rule and notes when it was asked."""
+    """Wraps an acceptance rule and records the times of its calls."""
 
     rule: AcceptanceRule
     rows: int
@@ -75,7 +74,7 @@ class Watch:
 
 @dataclass
 class Run:
-    """Of one run: medians of a round and of its judging in ms; tokens: mean number that a round judged."""
+    """Medians of a run: a round and its acceptance step in ms; tokens: mean number of logits per round."""
 
     round_ms: float
     judging_ms: float
@@ -84,9 +83,9 @@ class Run:
 
 @dataclass
 class Result:
-    """One side. ratio: its round to that of temperature alone (of 0.8); judging is part of the round.
+    """One side. ratio: its round over that of temperature alone (of 0.8).
 
-    by_judging: the ratio if everything but judging took the same time: on a busy machine the steadier number.
+    by_judging: the ratio if everything but the acceptance step took the same time, which is steadier on a busy machine.
     """
 
     rows: int
@@ -100,8 +99,8 @@ class Result:
     runs: list[Run]
 
 
-def play(llm: LLM, rows: int, side: str, max_tokens: int) -> Run:
-    """All rows, from prompt to end."""
+def run_batch(llm: LLM, rows: int, side: str, max_tokens: int) -> Run:
+    """Run all rows, from prompt to end."""
     engine = llm.engine
     watch = Watch(engine.parts.accept, rows)
     engine.parts.accept = watch
@@ -115,13 +114,13 @@ def play(llm: LLM, rows: int, side: str, max_tokens: int) -> Run:
 
 
 def compare(llm: LLM, rows: int, drafter: str, arguments: argparse.Namespace) -> list[Result]:
-    """All sides, in turn."""
+    """Run all sides, in turn."""
     sides = [side for side in SIDES if not arguments.sides or side in (ALONE, *arguments.sides.split(";"))]
     runs: dict[str, list[Run]] = {side: [] for side in sides}
-    play(llm, rows, ALONE, arguments.max_tokens)
+    run_batch(llm, rows, ALONE, arguments.max_tokens)
     for order in turns(sides, arguments.repeats):
         for side in order:
-            runs[side].append(play(llm, rows, side, arguments.max_tokens))
+            runs[side].append(run_batch(llm, rows, side, arguments.max_tokens))
 
     def median(side: str, name: str) -> float:
         return float(statistics.median(getattr(run, name) for run in runs[side]))
@@ -151,12 +150,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafters", default="plain,ngram", help="of plain, ngram")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sides", default="", help=f"some of them, with ; between: {'; '.join(SIDES)}")
-    parser.add_argument("--out", type=Path, help="a file for the JSON document")
+    parser.add_argument("--sides", default="", help=f"any of these, separated by semicolons: {'; '.join(SIDES)}")
+    parser.add_argument("--out", type=Path, help="file for the JSON document")
     arguments = parser.parse_args(argv)
     results = []
     rows = [int(number) for number in arguments.rows.split(",")]
-    # Prompts all at once: rows that join late would leave few rounds with all of them.
+    # All prompts are prefilled at once: rows that join late would leave few rounds with all of them.
     options: dict[str, Any] = {"max_batch_size": max(rows), "max_model_len": 512, "longest_pause": None}
     llm = LLM(arguments.model, drafter="ngram", quantization="int8", **options)
     for drafter in arguments.drafters.split(","):

@@ -1,8 +1,8 @@
-"""Ten continuations of each of fifty prompts: what is read once, beside every text read from its beginning.
+"""Scoring ten continuations of each of fifty prompts: with prefix reuse, and every text from its beginning.
 
     python -m benchmarks.scoring smollm2-135m --quantization int8
 
-The sides take turns; the last line is one JSON document. Scores have to be equal: to the bit on the CPU kernels.
+The sides take turns; the last line is one JSON document. Scores must be equal, on the CPU kernels to the bit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ FEW_SHOT = "\n".join(f"Question: What comes after {n}?\nAnswer: {n + 1}" for n i
 
 
 def texts(prompts: int, choices: int) -> tuple[list[str], list[str]]:
-    """Prompts that all begin with the same examples, each with so many continuations."""
+    """Prompts that all begin with the same examples, each with ``choices`` continuations."""
     asked = [f"{FEW_SHOT}\nQuestion: What comes after {37 * n % 1000}?\nAnswer:" for n in range(prompts)]
     pairs = [(text, f" {37 * n % 1000 + c}") for n, text in enumerate(asked) for c in range(choices)]
     return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 
 
 def one_by_one(llm: LLM, prompts: list[str], continuations: list[str]) -> list[Score]:
-    """Each in a call of its own."""
+    """Score each continuation in a call of its own."""
     pairs = zip(prompts, continuations, strict=True)
     return [score for pair in pairs for score in llm.score([pair[0]], [pair[1]], use_tqdm=False)]
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("model")
     parser.add_argument("--quantization", choices=("int8", "int4"))
@@ -57,10 +57,10 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     scores: dict[str, list[Score]] = {}
     for _ in range(asked.repeats):
-        for name, (reuse, play) in sides.items():
-            fresh = llm.with_options(prefix_cache=reuse)  # it holds nothing of what was scored before
+        for name, (reuse, run) in sides.items():
+            fresh = llm.with_options(prefix_cache=reuse)  # starts with an empty cache
             started = time.perf_counter()
-            scores[name] = play(fresh)
+            scores[name] = run(fresh)
             seconds[name].append(time.perf_counter() - started)
     ratios = [slow / fast for fast, slow in zip(seconds["shared"], seconds["one by one"], strict=True)]
     document = {

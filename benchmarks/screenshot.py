@@ -1,5 +1,5 @@
-"""``make screenshot``: docs/img/playground.png, the page at / while SmolLM2 answers, and docs/img/trace.png, that of
-``paceline trace``, and docs/img/site.png, the first page of what ``make docs`` has built. Needs chromium on the path.
+"""``make screenshot``: docs/img/playground.png (the page at / while SmolLM2 answers), docs/img/trace.png (the page of
+``paceline trace``) and docs/img/site.png (the first page built by ``make docs``). Needs chromium on the path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT = (
 
 @contextmanager
 def served() -> Iterator[str]:
-    """The address of a server of its own."""
+    """The address of a server started for this run."""
     port = free_port()
     program = Path(sys.executable).with_name("paceline")
     command = [str(program), "serve", MODEL, "--port", str(port), "--max-batch-size", "8", "--max-model-len", "1024"]
@@ -35,8 +35,8 @@ def served() -> Iterator[str]:
         yield url
 
 
-def play(page: Page) -> None:
-    """Requests enough for the charts to have something to show; of the last one's answers some still run."""
+def send_requests(page: Page) -> None:
+    """Send enough requests for the charts; some answers of the last one are still running."""
     page.get_by_role("textbox", name="Message", exact=True).fill(PROMPT)
     page.get_by_label("Seed").fill("5")
     for n, tokens, ended in ((1, 200, 1), (6, 200, 6), (3, 420, 1)):
@@ -47,7 +47,7 @@ def play(page: Page) -> None:
 
 
 def traced(folder: Path) -> Path:
-    """The page of an answer whose guesses branched."""
+    """The trace page of an answer with draft trees."""
     out = folder / "trace.html"
     program = str(Path(sys.executable).with_name("paceline"))
     options = ["--speculation-width", "3", "--chat", "--max-tokens", "160", "--temperature", "0.4", "--seed", "1", "-q"]
@@ -60,12 +60,12 @@ def playground(browser: Browser) -> None:
     page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
     with served() as url:
         page.goto(url)
-        play(page)
+        send_requests(page)
         page.screenshot(path=PICTURES / "playground.png", full_page=True)
 
 
 def trace(browser: Browser) -> None:
-    """Its top: the answer, the tables, the first rounds."""
+    """The top of the trace page: the answer, the tables, the first rounds."""
     page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
     with tempfile.TemporaryDirectory() as scratch:
         page.goto(traced(Path(scratch)).as_uri())
@@ -87,7 +87,7 @@ PAGES = {"playground": playground, "trace": trace, "site": site}
 
 
 def main() -> None:
-    """Of all pages, or of those that are named."""
+    """Take all screenshots, or those named on the command line."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("no chromium on the path: apt-get install chromium")

@@ -1,10 +1,11 @@
-"""A batch over HTTP whose server is killed at random and started again, beside an unbroken one; and its memory.
+"""A batch over HTTP whose server is killed at random and restarted, compared with an unbroken one; and memory use.
 
     python -m benchmarks.served_batch_killed smollm2-135m --quantization int8 --lines 1000 --kills 3
 
 The file goes through /v1/files and /v1/batches of ``paceline serve``. SIGKILL ends the server in the middle of it, and
-the next one on the same directory goes on; nobody tells it of the batch. Every line has to be answered once, and as in
-the unbroken batch, which has a server and a directory of its own. Memory is as ``benchmarks.batch_killed`` tells it.
+the next one on the same directory resumes the batch by itself. Every line must be answered exactly once, with the
+answer of the unbroken batch, which has a server and a directory of its own. Memory is reported as in
+``benchmarks.batch_killed``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 class Server:
-    """``paceline serve`` on a port of its own, ready. Raises RuntimeError if it ends before it is."""
+    """``paceline serve`` on a free port, ready. Raises RuntimeError if it ends before it is ready."""
 
     def __init__(self, model: str, options: list[str], kept: Path) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", model, "--port", "0", "--batch-dir", str(kept)]
@@ -57,7 +58,7 @@ class Server:
             time.sleep(LOOK_SECONDS)
 
     def _ready(self) -> bool:
-        """It says where it is before it listens there."""
+        """Whether the server answers; its log names the address before it listens there."""
         found = re.search(r"http://127\.0\.0\.1:\d+", self._log.read_text())
         if found is None:
             return False
@@ -68,7 +69,7 @@ class Server:
             return False
 
     def begin(self, source: Path) -> str:
-        """The name of the batch that answers a file's lines."""
+        """Start a batch for a file's lines; returns the batch's name."""
         with source.open("rb") as lines:
             form = {"file": (source.name, lines)}
             file = _good(self._http.post("/v1/files", files=form, data={"purpose": "batch"}))
@@ -79,11 +80,11 @@ class Server:
         return _good(self._http.get(f"/v1/batches/{name}"))
 
     def done(self, name: str) -> int:
-        """Lines that are answered."""
+        """Number of answered lines."""
         return int(self.batch(name)["request_counts"]["completed"])
 
     def watch(self, name: str, lines: int) -> list[tuple[int, int]]:
-        """Until so many lines are answered, or the batch has ended: (lines, resident bytes), about once a second."""
+        """Wait until ``lines`` lines are answered or the batch has ended: (lines, resident bytes) each second."""
         memory, looked, resident = list[tuple[int, int]](), 0.0, psutil.Process(self._process.pid)
         while (batch := self.batch(name))["status"] not in ENDED:
             done = int(batch["request_counts"]["completed"])
@@ -96,7 +97,7 @@ class Server:
         return memory
 
     def output(self, name: str) -> str:
-        """All lines of a batch that is completed. Raises RuntimeError if it is not, or if a line failed."""
+        """All lines of a completed batch. Raises RuntimeError if it is not completed, or if a line failed."""
         batch = self.batch(name)
         if batch["status"] != "completed" or batch["error_file_id"] is not None:
             raise RuntimeError(f"the batch ended badly: {batch}")
@@ -113,7 +114,7 @@ def _good(reply: httpx.Response) -> dict[str, Any]:
 
 
 def unbroken(start: Callable[[Path], Server], source: Path, kept: Path, lines: int) -> dict[str, Any]:
-    """One server from the first line to the last."""
+    """Run one server from the first line to the last."""
     server = start(kept)
     try:
         begun = time.monotonic()
@@ -126,7 +127,7 @@ def unbroken(start: Callable[[Path], Server], source: Path, kept: Path, lines: i
 
 
 def broken(start: Callable[[Path], Server], source: Path, kept: Path, lines: int, kills: int) -> dict[str, Any]:
-    """A server after the other; all but the last are killed after some lines more."""
+    """Run one server after another; each but the last is killed after some more lines."""
     chance, killed_at, memory, name = random.Random(), list[int](), list[tuple[int, int]](), ""
     for life in range(kills + 1):
         server = start(kept)
@@ -143,7 +144,7 @@ def broken(start: Callable[[Path], Server], source: Path, kept: Path, lines: int
 
 
 def measure(model: str, options: list[str], lines: int, kills: int, folder: Path) -> dict[str, Any]:
-    """Both, and what differs."""
+    """Run both and count the differences."""
     source = folder / "lines.jsonl"
     write_lines(source, lines)
 

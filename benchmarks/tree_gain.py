@@ -1,4 +1,4 @@
-"""What guesses that branch can gain, counted without a clock on recorded answers; the last line is one document.
+"""The possible gain of draft trees, counted without timing on recorded answers; the last line is one document.
 
     python -m benchmarks.tree_gain record qwen-coder-1.5b.gguf --quantization int8 --output answers.json
     python -m benchmarks.tree_gain ngram --answers answers.json --output trees-ngram.json
@@ -6,21 +6,21 @@
     python -m benchmarks.tree_gain rounds qwen-coder-0.5b.gguf --quantization int8 --answers answers.json --output r
     python -m benchmarks.tree_gain rounds HEAD --target MODEL --answers answers.json --output r.json
 
-record: answers to the bench's sets of prompts, greedy and at temperature 0.8; they do not depend on who guesses.
-ngram: each answer is played again, round by round, with chains and with trees of copies.
+record: answers to the bench's sets of prompts, greedy and at temperature 0.8; they do not depend on the drafter.
+ngram: each answer is replayed, round by round, with chains and with trees of n-gram drafts.
 draft: how often the target's own draw is the draft model's first, second, third ... candidate under the same noise, all
-before it being right; and tokens a round of chains and of chains with leaves beside their guesses. Leaves are what is
-known of a tree without drafting behind wrong guesses: trees can do better.
-rounds: trees drafted in full at every place of an answer, 4 guesses wide and 6 deep, by a draft model, by a trained
-head (which torch runs) or, without a model, of copies. Of them are verified: chains of a fixed length; chains and trees
-as far as guesses survive with a given chance; and EAGLE-2's shape (2406.16858; theirs is 10 wide): every round as many,
-the best by the product of the draft's probabilities, of its likeliest tokens and not of the leaders under the target's
-noise. All are read off at equal mean numbers of guesses verified. What --output has already is not counted again: it
-may be ended and go on.
+    before it being right; and tokens per round of chains and of chains with leaves beside their tokens. Leaves are the
+    part of a tree that is known without drafting behind wrong tokens: full trees can do better.
+rounds: trees drafted in full at every place of an answer, 4 wide and 6 deep, by a draft model, by a trained head (run
+    by torch) or, without a model, by n-gram lookup. Verified are chains of a fixed length; chains and trees of the
+    draft tokens whose acceptance probability exceeds a limit; and EAGLE-2's shape (2406.16858; theirs is 10 wide): a
+    fixed number per round, the best by the product of the draft's probabilities, among its most likely tokens instead
+    of those ranked first under the target's noise. All are interpolated at equal mean numbers of verified draft tokens.
+    Results that --output already holds are kept: the command may be interrupted and resumed.
 
-Guesses are ranked by what ``auto``'s belief has learned so far. Of each round the best n are verified ("apart": one row
-by itself), or all that survive with at least a given chance ("together": a large batch, whose guesses compete); of the
-latter tokens a round are read off at equal mean numbers of guesses.
+Draft tokens are ranked by what ``auto``'s belief has learned so far. Per round the best n are verified ("apart": each
+row by itself), or all whose acceptance probability exceeds a limit ("together": a large batch, whose draft tokens
+compete); for the latter, tokens per round are interpolated at equal mean numbers of draft tokens.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from paceline.tools.bench.sets import SETS, SetName
 
 SEED, DEPTH = 1, 8
 WIDTHS = (1, 2, 4)
-BUDGETS = (1, 2, 3, 4, 6, 8)  # guesses verified a round
-CHANCES = (0.6, 0.4, 0.25, 0.15, 0.1, 0.06, 0.03)  # with which a guess must survive at least
+BUDGETS = (1, 2, 3, 4, 6, 8)  # draft tokens verified per round
+CHANCES = (0.6, 0.4, 0.25, 0.15, 0.1, 0.06, 0.03)  # lowest acceptance probability of a verified draft token
 
 
 class Answer(NamedTuple):
-    """To one prompt; all in tokens."""
+    """An answer to one prompt; all in tokens."""
 
     prompts: str
     temperature: float
@@ -66,7 +66,7 @@ class Answer(NamedTuple):
 
 
 def record(options: argparse.Namespace) -> Any:
-    """The answers, one dictionary each."""
+    """Generate the answers, one dictionary each."""
     llm = LLM(options.model, quantization=options.quantization, max_batch_size=8, max_model_len=2048)
     assert llm.tokenizer is not None
     answers = []
@@ -83,15 +83,15 @@ def record(options: argparse.Namespace) -> Any:
     return answers
 
 
-# --- playing answers again --------------------------------------------------------------------------------------------
+# --- replaying answers ------------------------------------------------------------------------------------------------
 
-Guess = Callable[[int, int], Branches]  # the tree after so many tokens of an answer, and its greatest depth
-Choose = Callable[[list[float]], list[int]]  # from survivals to the guesses that are verified
+MakeTree = Callable[[int, int], Branches]  # (tokens of the answer so far, greatest depth) -> the draft tree
+Choose = Callable[[list[float]], list[int]]  # from acceptance probabilities to the indices of the verified draft tokens
 
 
 @dataclass
-class Played:
-    """Sums over rounds. saved: those whose path left the first candidates."""
+class Totals:
+    """Sums over rounds. saved: rounds whose accepted path left the first candidates."""
 
     rounds: int = 0
     tokens: int = 0
@@ -100,54 +100,56 @@ class Played:
 
     @property
     def means(self) -> tuple[float, float]:
-        """Of a round: guesses verified, tokens."""
+        """Means per round: draft tokens verified, tokens gained."""
         return self.nodes / self.rounds, self.tokens / self.rounds
 
 
-def play(drafts: Sequence[tuple[list[int], Guess]], choose: Choose) -> Played:
-    """Answers one after the other, with one belief."""
-    belief, played = Belief(), Played()
-    for answer, guess in drafts:
+def replay(drafts: Sequence[tuple[list[int], MakeTree]], choose: Choose) -> Totals:
+    """Replay answers one after the other, with one belief."""
+    belief, totals = Belief(), Totals()
+    for answer, make_tree in drafts:
         belief.rows.clear()
         place = 0
         while place < len(answer):
             left = len(answer) - place - 1
-            tree = guess(place, min(DEPTH, left))
+            tree = make_tree(place, min(DEPTH, left))
             bins = bins_of(len(tree.tokens), tree.scores, tree.follows, tree.kinds)
             verified = set(choose(belief.survivals(0, bins, tree.follows)))
             path = tree.path(answer[place : place + left])
             kept = next((n for n, each in enumerate(path) if each not in verified), len(path))
-            belief.learn([[(bins[each], right) for each, right in judged(tree, path[: kept + 1], answer, place, kept)]])
-            played.rounds += 1
-            played.tokens += kept + 1
-            played.nodes += len(verified)
-            played.saved += any(tree.kinds[each] >= BESIDE for each in path[:kept])
+            belief.learn(
+                [[(bins[each], right) for each, right in checked(tree, path[: kept + 1], answer, place, kept)]]
+            )
+            totals.rounds += 1
+            totals.tokens += kept + 1
+            totals.nodes += len(verified)
+            totals.saved += any(tree.kinds[each] >= BESIDE for each in path[:kept])
             place += kept + 1
-    return played
+    return totals
 
 
-def judged(
+def checked(
     tree: Branches, path: Sequence[int], answer: Sequence[int], place: int, kept: int
 ) -> Iterator[tuple[int, bool]]:
-    """The guesses that come after right ones, as far as what was gained reaches, and whether they are right."""
+    """Draft tokens whose parent was accepted and gained, and whether each is right."""
     reached = [-1, *path[:kept]]
-    for guess, parent in enumerate(tree.follows):
+    for node, parent in enumerate(tree.follows):
         if parent in reached:
-            yield guess, tree.tokens[guess] == answer[place + reached.index(parent)]
+            yield node, tree.tokens[node] == answer[place + reached.index(parent)]
 
 
 def best(count: int) -> Choose:
-    """The guesses that most likely survive, so many."""
-    return lambda survivals: sorted(range(len(survivals)), key=lambda guess: -survivals[guess])[:count]
+    """Verify the ``count`` draft tokens with the highest acceptance probability."""
+    return lambda survivals: sorted(range(len(survivals)), key=lambda node: -survivals[node])[:count]
 
 
 def likely(chance: float) -> Choose:
-    """Those that survive with at least this chance."""
-    return lambda survivals: [guess for guess, each in enumerate(survivals) if each >= chance]
+    """Verify the draft tokens with at least this acceptance probability."""
+    return lambda survivals: [node for node, each in enumerate(survivals) if each >= chance]
 
 
 def read_off(curve: Sequence[tuple[float, float]], nodes: float) -> float | None:
-    """Between the points of a curve; None beyond its ends."""
+    """Interpolate between the points of a curve; None beyond its ends."""
     points = sorted(curve)
     for (a, low), (b, high) in pairwise(points):
         if a <= nodes <= b and a < b:
@@ -155,13 +157,13 @@ def read_off(curve: Sequence[tuple[float, float]], nodes: float) -> float | None
     return None
 
 
-def compared(drafts_of: Callable[[int], Sequence[tuple[list[int], Guess]]]) -> list[dict[str, Any]]:
-    """By width: tokens a round at equal guesses verified."""
+def compared(drafts_of: Callable[[int], Sequence[tuple[list[int], MakeTree]]]) -> list[dict[str, Any]]:
+    """By width: tokens per round at equal numbers of verified draft tokens."""
     lines = []
     for width in WIDTHS:
         drafts = drafts_of(width)
-        apart = {n: play(drafts, best(n)) for n in BUDGETS}
-        curve = [play(drafts, likely(chance)).means for chance in CHANCES]
+        apart = {n: replay(drafts, best(n)) for n in BUDGETS}
+        curve = [replay(drafts, likely(chance)).means for chance in CHANCES]
         lines.append(
             {
                 "width": width,
@@ -175,7 +177,7 @@ def compared(drafts_of: Callable[[int], Sequence[tuple[list[int], Guess]]]) -> l
 
 
 def by_set(answers: Sequence[Answer]) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
-    """What the answers of one set and temperature are, and these."""
+    """The answers grouped by set and temperature, with a description of each group."""
     for name in get_args(SetName):
         for temperature in (0.0, 0.8):
             chosen = [each for each in answers if (each.prompts, each.temperature) == (name, temperature)]
@@ -184,43 +186,43 @@ def by_set(answers: Sequence[Answer]) -> Iterator[tuple[dict[str, Any], list[Ans
                 yield {"prompts": name, "temperature": temperature, "tokens": tokens}, chosen
 
 
-# --- who guesses ------------------------------------------------------------------------------------------------------
+# --- drafters --------------------------------------------------------------------------------------------------------
 
 
-def copies(answer: Answer, width: int) -> Guess:
-    """From the row's own text and its references."""
+def lookup_trees(answer: Answer, width: int) -> MakeTree:
+    """Trees by n-gram lookup in the row's own text and its references."""
     lookup: Any = make_lookup([])
     text, first = torch.tensor([[*answer.prompt, *answer.answer]]), len(answer.prompt)
     beside = [Beside(lookup.texts(answer.references))] if answer.references else None
 
-    def guess(place: int, depth: int) -> Branches:
+    def tree_at(place: int, depth: int) -> Branches:
         size = first + place
         if depth == 0:
             return Branches()
         return merged(lookup.find_all(text, torch.tensor([size]), 1, size, depth, width, beside)[0])
 
-    return guess
+    return tree_at
 
 
 def ngram(options: argparse.Namespace) -> Any:
-    """By set of prompts and temperature."""
+    """Results by set of prompts and temperature."""
     results = []
     for about, answers in by_set(read(options.answers)):
         print(about, file=sys.stderr)
-        drafts = lambda width, chosen=answers: [(each.answer, copies(each, width)) for each in chosen]  # noqa: E731
+        drafts = lambda width, chosen=answers: [(each.answer, lookup_trees(each, width)) for each in chosen]  # noqa: E731
         results.append(about | {"widths": compared(drafts)})
     return results
 
 
 @dataclass
 class Candidates:
-    """At each place of an answer, all before it being right: the draft model's best, and their chances."""
+    """The draft model's best tokens and their probabilities at each place of an answer, given the answer before it."""
 
     tokens: list[list[int]] = field(default_factory=list)
     chances: list[list[float]] = field(default_factory=list)
 
-    def guess(self, width: int) -> Guess:
-        """A chain of the first candidates with the others beside them."""
+    def tree_maker(self, width: int) -> MakeTree:
+        """Makes chains of the first candidates with the others beside them."""
 
         def tree(place: int, depth: int) -> Branches:
             made, parent = Branches(), -1
@@ -236,7 +238,7 @@ class Candidates:
 
 
 def candidates_of(llm: LLM, answer: Answer) -> Candidates:
-    """In one pass over prompt and answer."""
+    """Compute the candidates in one pass over prompt and answer."""
     decoder, text, size = llm.engine.parts.target, [*answer.prompt, *answer.answer], len(answer.prompt)
     hidden = decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
     logits = decoder.logits(hidden[0, size - 1 : -1])
@@ -255,7 +257,7 @@ def candidates_of(llm: LLM, answer: Answer) -> Candidates:
 
 
 def draft(options: argparse.Namespace) -> Any:
-    """Likewise."""
+    """Results by set of prompts and temperature."""
     llm = LLM(options.model, quantization=options.quantization, max_batch_size=1, max_model_len=2048, drafter=None)
     results = []
     for about, answers in by_set(read(options.answers)):
@@ -263,14 +265,14 @@ def draft(options: argparse.Namespace) -> Any:
         with torch.inference_mode():
             found = [candidates_of(llm, each) for each in answers]
         drafts = lambda width, a=answers, f=found: [  # noqa: E731
-            (each.answer, known.guess(width)) for each, known in zip(a, f, strict=True)
+            (each.answer, known.tree_maker(width)) for each, known in zip(a, f, strict=True)
         ]
         results.append(about | {"ranks": ranks(answers, found), "widths": compared(drafts)})
     return results
 
 
 def ranks(answers: Sequence[Answer], found: Sequence[Candidates]) -> dict[str, list[float]]:
-    """By depth, where the first candidates of all places before were right: shares of first, second ... candidates."""
+    """By depth, given that all first candidates before were right: fractions of first, second ... candidates."""
     shares = {}
     for depth in range(4):
         hits, places = [0] * max(WIDTHS), 0
@@ -288,33 +290,33 @@ def ranks(answers: Sequence[Answer], found: Sequence[Candidates]) -> dict[str, l
 
 # --- whole trees ------------------------------------------------------------------------------------------------------
 
-WIDE, DEEP, HOPELESS = 4, 6, 0.01  # no draft goes on when nothing survives with such a chance
+WIDE, DEEP, HOPELESS = 4, 6, 0.01  # drafting stops when no draft token has such a chance of acceptance
 
 
 class Grown:
     """The trees at the places of one answer, each drafted once."""
 
     def __init__(self, drafter: ModelDrafter, batch: Batch, row: int, answer: Answer, *, noise: bool) -> None:
-        """row: of the batch and the cache. noise: candidates are the leaders under the target's; else the likeliest."""
+        """row: of the batch and the cache. noise: rank candidates under the target's noise; else by probability."""
         self._drafter, self._batch, self._row = drafter, batch, row
         self._text, self._first = [*answer.prompt, *answer.answer], len(answer.prompt)
         self._params = SamplingParams(temperature=answer.temperature if noise else 0.0)
         self._trees: dict[int, Branches] = {}
 
     def tree(self, place: int, depth: int) -> Branches:
-        """After so many tokens of the answer."""
+        """The tree after ``place`` tokens of the answer."""
         if place not in self._trees:
             self._trees[place] = self._grow(self._first + place)
         return cut(self._trees[place], lambda way: len(way) <= depth)
 
     def chain(self, place: int, depth: int) -> Branches:
-        """Of the tree the first candidates alone."""
+        """The first candidates of the tree only."""
         return cut(self.tree(place, depth), lambda way: all(self._trees[place].kinds[at] < BESIDE for at in way))
 
     @torch.inference_mode()
     def _grow(self, size: int) -> Branches:
         self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
-        self._drafter.decoders[0].cut_row(self._row, size - 1)  # guesses lie where the text goes on
+        self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
         part = self._batch.part(self._row, self._row + 1)
         draft = self._drafter.propose(part, Wish(DEEP, enough=_is_hopeless))
         follows = list(range(-1, draft.k - 1)) if draft.follows is None else draft.follows[0]
@@ -325,12 +327,12 @@ class Grown:
 
 def _is_hopeless(_batch: Batch, scores: Sequence[Sequence[float]], follows: Any = None) -> bool:
     products = survivals_of(scores[0], follows[0])
-    ends = [each for guess, each in enumerate(products) if guess not in follows[0]]
+    ends = [each for node, each in enumerate(products) if node not in follows[0]]
     return max(ends, default=0.0) < HOPELESS
 
 
 def survivals_of(scores: Sequence[float], follows: Sequence[int]) -> list[float]:
-    """By the draft's own chances alone."""
+    """Acceptance probabilities by the draft's own probabilities."""
     products: list[float] = []
     for score, parent in zip(scores, follows, strict=True):
         products.append(score if parent < 0 else score * products[parent])
@@ -338,20 +340,22 @@ def survivals_of(scores: Sequence[float], follows: Sequence[int]) -> list[float]
 
 
 def cut(tree: Branches, stays: Callable[[list[int]], bool]) -> Branches:
-    """What stays of a tree; asked of the way to each guess, itself last; what is left out takes its followers along."""
+    """The part of a tree that ``stays`` keeps. It gets the path to each node; descendants of a removed node are
+    removed.
+    """
     made, new, ways = Branches(), {-1: -1}, dict[int, list[int]]({-1: []})
-    for guess, parent in enumerate(tree.follows):
-        ways[guess] = [*ways[parent], guess]
-        if parent in new and stays(ways[guess]):
-            new[guess] = made.add(new[parent], tree.tokens[guess], tree.scores[guess], tree.kinds[guess])
+    for node, parent in enumerate(tree.follows):
+        ways[node] = [*ways[parent], node]
+        if parent in new and stays(ways[node]):
+            new[node] = made.add(new[parent], tree.tokens[node], tree.scores[node], tree.kinds[node])
     return made
 
 
-def likeliest(guess: Guess, count: int) -> Guess:
-    """Of each tree the best so many by the draft's own chances."""
+def likeliest(make_tree: MakeTree, count: int) -> MakeTree:
+    """Cut each tree to the ``count`` best nodes by the draft's own probabilities."""
 
     def best_of(place: int, depth: int) -> Branches:
-        tree = guess(place, depth)
+        tree = make_tree(place, depth)
         products = survivals_of(tree.scores, tree.follows)
         chosen = set(sorted(range(len(products)), key=lambda each: -products[each])[:count])
         return cut(tree, lambda way: way[-1] in chosen)
@@ -360,7 +364,7 @@ def likeliest(guess: Guess, count: int) -> Guess:
 
 
 def rounds(options: argparse.Namespace) -> Any:
-    """By set of prompts and temperature, and by temperature alone: tokens a round at equal guesses verified a round."""
+    """By set and temperature, and by temperature: tokens per round at equal numbers of verified draft tokens."""
     results = json.loads(options.output.read_text())["results"] if options.output and options.output.exists() else []
     results = [each for each in results if each["prompts"] != ALL]
     known = [(each["prompts"], each["temperature"]) for each in results]
@@ -377,7 +381,7 @@ def rounds(options: argparse.Namespace) -> Any:
 
 
 ALL = "all"
-Curve = list[tuple[float, float]]  # guesses verified, tokens; of a mean round
+Curve = list[tuple[float, float]]  # mean draft tokens verified and tokens gained per round
 
 
 def _counted(about: dict[str, Any], curves: dict[str, Curve]) -> dict[str, Any]:
@@ -386,39 +390,41 @@ def _counted(about: dict[str, Any], curves: dict[str, Curve]) -> dict[str, Any]:
 
 
 def of_all(results: Sequence[dict[str, Any]], temperature: float) -> dict[str, Any]:
-    """All sets side by side: each plays by the same number of guesses, or the same least chance."""
+    """All sets together: each uses the same number of draft tokens, or the same lowest probability."""
     sets = [each for each in results if each["temperature"] == temperature]
     total = sum(each["tokens"] for each in sets)
     curves: dict[str, Curve] = {}
     for name in sets[0]["curves"]:
         curves[name] = []
         for points in zip(*(each["curves"][name] for each in sets), strict=True):
-            played = [each["tokens"] / tokens for each, (_, tokens) in zip(sets, points, strict=True)]  # rounds
-            nodes = sum(count * nodes for count, (nodes, _) in zip(played, points, strict=True))
-            curves[name].append((nodes / sum(played), total / sum(played)))
+            counts = [
+                each["tokens"] / tokens for each, (_, tokens) in zip(sets, points, strict=True)
+            ]  # rounds of each set
+            nodes = sum(count * nodes for count, (nodes, _) in zip(counts, points, strict=True))
+            curves[name].append((nodes / sum(counts), total / sum(counts)))
     return _counted({"prompts": ALL, "temperature": temperature, "tokens": total}, curves)
 
 
 class Drafts(NamedTuple):
-    """Of one answer. shaped: the trees of which EAGLE-2 verifies the best."""
+    """Draft trees of one answer. shaped: the trees of which EAGLE-2 verifies the best nodes."""
 
     answer: list[int]
-    chain: Guess
-    tree: Guess
-    shaped: Guess
+    chain: MakeTree
+    tree: MakeTree
+    shaped: MakeTree
 
 
 def _curves(drafts: Sequence[Drafts]) -> dict[str, Curve]:
-    """Of each way to choose guesses: verified and tokens, a round."""
+    """For each way of choosing: draft tokens verified and tokens gained per round."""
     chains = [(each.answer, each.chain) for each in drafts]
     trees = [(each.answer, each.tree) for each in drafts]
     shaped = [(each.answer, each.shaped) for each in drafts]
     every = best(WIDE * DEEP)
     return {
-        "chain": [play([(a, _at_most(guess, n)) for a, guess in chains], every).means for n in range(DEEP + 1)],
-        "chain by survival": [play(chains, likely(chance)).means for chance in _FINER],
-        "tree by survival": [play(trees, likely(chance)).means for chance in _FINER],
-        "EAGLE-2's shape": [play([(a, likeliest(guess, n)) for a, guess in shaped], every).means for n in _SIZES],
+        "chain": [replay([(a, _at_most(make, n)) for a, make in chains], every).means for n in range(DEEP + 1)],
+        "chain by survival": [replay(chains, likely(chance)).means for chance in _FINER],
+        "tree by survival": [replay(trees, likely(chance)).means for chance in _FINER],
+        "EAGLE-2's shape": [replay([(a, likeliest(make, n)) for a, make in shaped], every).means for n in _SIZES],
     }
 
 
@@ -426,22 +432,22 @@ _FINER = (1.0, 0.98, 0.95, 0.9, 0.8, 0.7, *CHANCES, 0.015)
 _SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
-def _at_most(guess: Guess, count: int) -> Guess:
-    """No deeper than that."""
-    return lambda place, depth: guess(place, min(depth, count))
+def _at_most(make_tree: MakeTree, count: int) -> MakeTree:
+    """Limit the depth of the trees."""
+    return lambda place, depth: make_tree(place, min(depth, count))
 
 
 def _copied(answers: Sequence[Answer]) -> list[Drafts]:
-    """Without a model."""
+    """Drafts without a model."""
     drafts = []
     for each in answers:
-        chain, tree = (_at_most(copies(each, width), DEEP) for width in (1, WIDE))
+        chain, tree = (_at_most(lookup_trees(each, width), DEEP) for width in (1, WIDE))
         drafts.append(Drafts(each.answer, chain, tree, tree))
     return drafts
 
 
 def _grown(options: argparse.Namespace, answers: Sequence[Answer]) -> list[Drafts]:
-    """A row for each answer, of a draft model; or of a head, beside the target whose streams it reads."""
+    """One row per answer, with a draft model, or with a head and the target whose hidden states it reads."""
     llm = _llm(options, len(answers))
     target, drafter = llm.engine.parts.target, llm.engine.parts.drafter
     if not isinstance(drafter, ModelDrafter):
@@ -493,7 +499,7 @@ def main() -> None:
 
 
 def _write(options: argparse.Namespace, found: Any) -> Any:
-    """What was found, with what brought it."""
+    """Write the results, with the command and its options."""
     document = found
     if options.what != "record":
         command = "python -m benchmarks.tree_gain " + " ".join(sys.argv[1:])

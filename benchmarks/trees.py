@@ -1,10 +1,10 @@
-"""Trees beside chains on a clock, the same drafter, ``auto`` choosing how far to go; the last line is one document.
+"""Trees compared with chains by time: the same drafter, ``auto`` choosing the length; the last line is one document.
 
     python -m benchmarks.trees qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --quantization int8
     python -m benchmarks.trees smollm2-135m --quantization int8 --widths 1 2 4
 
-Plain decoding, and speculation with each ``speculation_width``, take turns; medians count. Every answer of every side
-must be the same. Times are of whole calls, whose prompts were read before and are copied.
+Plain decoding, and speculation with each ``speculation_width``, take turns; medians count. All sides must give the same
+answers. Times are of whole calls, whose prompts are already cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.tools.bench.sets import SETS, SetName
 
 
 def compared(llm: LLM, rows: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of so many rows: each side over plain decoding and over chains, turn by turn."""
+    """For this number of rows: each side over plain decoding and over chains, turn by turn."""
     asked = [SETS[name][place] for place in range(rows) for name in options.sets][:rows]
     prompts = [llm.tokens_of_chat(each.messages) for each in asked]
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True)
@@ -42,14 +42,14 @@ def compared(llm: LLM, rows: int, options: argparse.Namespace) -> list[dict[str,
         llms[f"width {width}"] = llm.with_options(speculation_width=width, max_batch_size=rows)
     runs: dict[str, list[BatchRun]] = {name: [] for name in llms}
     sides = [(name, side(engine)) for name, engine in llms.items()]
-    for _, play in sides:  # prompts are read for the first time, costs are learnt
-        play()
+    for _, run in sides:  # the first run prefills the prompts and learns the costs
+        run()
     for turn in turns(sides, options.repeats):
-        for name, play in turn:
-            runs[name].append(play())
+        for name, run in turn:
+            runs[name].append(run())
     plain = runs["plain"]
     chains = runs[f"width {options.widths[0]}"]
-    assert all(run.token_ids == plain[0].token_ids for each in runs.values() for run in each), "an answer was changed"
+    assert all(run.token_ids == plain[0].token_ids for each in runs.values() for run in each), "an answer has changed"
     return [{"rows": rows, **_summary(name, each, plain, chains)} for name, each in runs.items()]
 
 
@@ -81,9 +81,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--draft-quantization", default="same")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument(
-        "--widths", type=int, nargs="+", default=[1, 2, 3], help="the first is what others stand beside"
-    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 3], help="the first one is the baseline")
     parser.add_argument("--sets", nargs="+", default=["chat"], choices=get_args(SetName), help="prompts, in turn")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -1,4 +1,4 @@
-// Everything but the matrix products: written once over F16, compiled once for each instruction set.
+// All operations except the matrix products: written once over F16, compiled once per instruction set.
 #pragma once
 
 #include "kernels.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr float kSmallestAmplitude = 1e-30f;  // rows below it count as zero: 127 / amplitude must stay finite
 
-// What is quantised: values as they are, or after an RMS norm, which is never written out.
+// Inputs to quantise: values as they are, or after an RMS norm, which is never written out.
 struct Plain {
   const float* x;
   F16 at(int i) const { return load(x + i); }
@@ -22,7 +22,7 @@ struct Normed {
   F16 at(int i) const { return load(x + i) * inverse * load(weight + i); }
 };
 
-// One group of 64; returns its scale. Sums go out by `span` values (32 or 64), times `factor`.
+// Quantises one group of 64 and returns its scale. Sums are written per `span` values (32 or 64), times `factor`.
 template <class Values>
 inline float quantise_group(const Values& values, int start, int8_t* out, int32_t* sums, int span, int factor) {
   constexpr int kVectors = kActivationGroup / 16;
@@ -139,7 +139,7 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   float* k = q + static_cast<size_t>(a.heads) * static_cast<size_t>(a.dim);
   const float* v = k + static_cast<size_t>(a.kv_heads) * static_cast<size_t>(a.dim);
   const int64_t position = a.positions[token];
-  const int64_t angle = position < rotary.positions ? position : rotary.positions - 1;  // beyond: padding, nobody looks
+  const int64_t angle = position < rotary.positions ? position : rotary.positions - 1;  // padding: its result is not used
   const float* cosine = rotary.cosine + angle * rotary.half;
   const float* sine = rotary.sine + angle * rotary.half;
   const F16 scale = set1(a.scale);
@@ -159,12 +159,13 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   }
 }
 
-// --- attention ---------------------------------------------------------------------------------------------------------
-// Per query and block of 256 keys: scores, their maximum, exponentials, weighted values, all from zero; then the block is
-// merged into the query's running result. Blocks are aligned to absolute positions and merged in order, so neither the
-// number of queries nor the work split changes a bit. A hidden key has weight exactly zero, and adding zero changes none.
-// The cache is read from memory in many short pieces: values are fetched while keys are scored, the next keys while values
-// are weighed.
+// --- attention
+// ---------------------------------------------------------------------------------------------------------
+// Per query and block of 256 keys: scores, their maximum, exponentials, weighted values, all from zero; then the block
+// is merged into the query's running result. Blocks are aligned to absolute positions and merged in order, so neither
+// the number of queries nor the division of the work changes a bit. A hidden key has weight exactly zero, and adding
+// zero changes no bit. The cache is read from memory in many short pieces: values are prefetched while keys are scored,
+// the next keys while values are weighed.
 
 struct Query {
   const float* q;
@@ -172,7 +173,7 @@ struct Query {
   int low, high;  // visible keys
 };
 
-struct Partial {  // the running result of one query
+struct Partial {  // running result of one query
   float top, total;
 };
 
@@ -224,12 +225,12 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
 }
 
-// The slot of a key of a tree; of keys that lie beyond what a token sees any one will do.
+// The slot of a key on a tree token's path; arbitrary for keys beyond what the token sees.
 inline int64_t slot_of(const Path& path, int64_t key) {
   return key < path.from ? key : path.slots[(key < path.last ? key : path.last) - path.from];
 }
 
-// What is rare stands apart, so that the common loops stay as fast as they can be.
+// Rare cases are separate functions, so that the common loops stay fast.
 template <class T>
 __attribute__((noinline)) void transpose_along(const Attention& a, const T* keys, const Path& path, int first, float* out) {
   const T* rows[16];
@@ -237,8 +238,8 @@ __attribute__((noinline)) void transpose_along(const Attention& a, const T* keys
   transpose_keys(rows, a.dim, out);
 }
 
-// Scores of all queries against the keys [begin, end) of one block, begin and the block's start multiples of 16. path: that of
-// the one token whose queries they are; null: keys lie at their positions.
+// Scores of all queries against the keys [begin, end) of one block; begin and the block's start are multiples of 16.
+// path: the path of the one token whose queries these are; null: keys lie at their positions.
 template <class T>
 inline void score_block(const Attention& a, const T* keys, const Query* queries, int count, int start, int begin, int end,
                         float* scores, float* tile, const T* values, const Path* path) {
@@ -265,7 +266,7 @@ inline void score_block(const Attention& a, const T* keys, const Query* queries,
   }
 }
 
-// Scores become weights e^(score - top); hidden keys get zero. Returns top and the sum of the weights.
+// Replaces scores by weights e^(score - top); hidden keys get zero. Returns top and the sum of the weights.
 inline Partial soften(float* scores, int start, int begin, int end, int low, int high) {
   F16 top = set1(kMinusInfinity);
   for (int key = begin; key < end; key += 16) {
@@ -289,18 +290,18 @@ struct Merge {  // running = running * old + block * fresh
   float old, fresh;
 };
 
-// Values in the order of positions: `straight` of them lie side by side from the slot `begin` on, then `count` at `slots`.
-struct Lying {
-  int straight, count;
+// Layout of values in the order of positions: `contiguous` of them from the slot `begin` on, then `count` at `slots`.
+struct ValueLayout {
+  int contiguous, count;
   int64_t begin;
   const int64_t* slots;
 };
 
-// The loop of weigh_values over what does not lie side by side.
+// weigh_values for the values at `slots`.
 template <class T, int Q, int V>
-__attribute__((noinline)) void weigh_tail(const float* weights, const T* values, size_t stride, const Lying& lying, F16 (&s)[Q][V]) {
-  for (int key = 0; key < lying.count; ++key) {
-    const T* value = values + (lying.slots[key] - lying.begin) * static_cast<int64_t>(stride);
+__attribute__((noinline)) void weigh_tail(const float* weights, const T* values, size_t stride, const ValueLayout& layout, F16 (&s)[Q][V]) {
+  for (int key = 0; key < layout.count; ++key) {
+    const T* value = values + (layout.slots[key] - layout.begin) * static_cast<int64_t>(stride);
     for (int v = 0; v < V; ++v) {
       const F16 x = load_cached<T>(value + 16 * v);
       for (int i = 0; i < Q; ++i) s[i][v] = fma(set1(weights[i * kKeyBlock + key]), x, s[i][v]);
@@ -309,12 +310,12 @@ __attribute__((noinline)) void weigh_tail(const float* weights, const T* values,
 }
 
 template <class T, int Q, int V>
-inline void weigh_values(const float* weights, const T* values, size_t stride, const Lying& lying, const Merge* merge,
+inline void weigh_values(const float* weights, const T* values, size_t stride, const ValueLayout& layout, const Merge* merge,
                          float* running, int dim, const T* upcoming) {
   F16 s[Q][V];
   for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
-  const int straight = lying.straight;
-  for (int key = 0; key < straight; ++key) {
+  const int contiguous = layout.contiguous;
+  for (int key = 0; key < contiguous; ++key) {
     if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
     F16 x[V];
     for (int v = 0; v < V; ++v) x[v] = load_cached<T>(values + static_cast<size_t>(key) * stride + 16 * v);
@@ -323,7 +324,7 @@ inline void weigh_values(const float* weights, const T* values, size_t stride, c
       for (int v = 0; v < V; ++v) s[i][v] = fma(w, x[v], s[i][v]);
     }
   }
-  if (lying.count) weigh_tail<T, Q, V>(weights + straight, values, stride, lying, s);
+  if (layout.count) weigh_tail<T, Q, V>(weights + contiguous, values, stride, layout, s);
   for (int i = 0; i < Q; ++i) {
     for (int v = 0; v < V; ++v) {
       float* to = running + i * dim + 16 * v;
@@ -332,7 +333,7 @@ inline void weigh_values(const float* weights, const T* values, size_t stride, c
   }
 }
 
-template <class T> using WeighValues = void (*)(const float*, const T*, size_t, const Lying&, const Merge*, float*, int, const T*);
+template <class T> using WeighValues = void (*)(const float*, const T*, size_t, const ValueLayout&, const Merge*, float*, int, const T*);
 
 template <class T, int V>
 inline WeighValues<T> weigh_for(int queries) {
@@ -352,14 +353,14 @@ inline WeighValues<T> weigh_function(int queries, int vectors) {
 }
 
 template <class T>
-inline void weigh_block(const Attention& a, const T* values, int count, const Lying& lying, const float* weights,
+inline void weigh_block(const Attention& a, const T* values, int count, const ValueLayout& layout, const float* weights,
                         const Merge* merge, float* running, const T* upcoming) {
   for (int i = 0; i < count; i += kQueryBlock) {
     const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
     for (int d = 0; d < a.dim; d += 16 * kVectorBlock) {
       const int left = (a.dim - d) / 16;
       weigh_function<T>(n, left < kVectorBlock ? left : kVectorBlock)(
-          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, lying, merge + i,
+          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, layout, merge + i,
           running + static_cast<size_t>(i) * static_cast<size_t>(a.dim) + d, a.dim, i + d == 0 ? upcoming : nullptr);
     }
   }
@@ -380,21 +381,21 @@ inline Merge merge_block(Partial& running, float* scores, const Query& query, in
   return {scales[0], scales[1]};
 }
 
-inline Lying lying(const Path* path, int begin, int end) {
+inline ValueLayout layout(const Path* path, int begin, int end) {
   if (!path || path->from >= end) return {end - begin, 0, begin, nullptr};
   const int from = static_cast<int>(path->from), first = from > begin ? from : begin;
   return {first - begin, end - first, begin, path->slots + (first - from)};
 }
 
-// Tokens that attend together: blocks of keys that lie at their positions for all of them are shared, others are not.
-struct Together {
-  const Path* paths;  // of these tokens, or null
-  int heads;          // queries of one token
-  int64_t straight;   // the position from which on keys may lie elsewhere
+// Tokens that attend in one call: blocks of keys that lie at their positions for all of them are shared.
+struct TokenGroup {
+  const Path* paths;   // of these tokens, or null
+  int heads;           // queries per token
+  int64_t contiguous;  // keys from this position on may lie at other slots
 };
 
 template <class T>
-inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const Together& together,
+inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const TokenGroup& group,
                         float* scratch, const uint8_t* then) {
   constexpr int kMost = 64;
   float* scores = scratch;
@@ -415,10 +416,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   for (int start = low / kKeyBlock * kKeyBlock; start < high; start += kKeyBlock) {
     const int begin = start > low ? start : low / 16 * 16;
     const int end = start + kKeyBlock < high ? start + kKeyBlock : high;
-    const bool shared = end <= together.straight;
-    const int step = shared ? count : together.heads;
+    const bool shared = end <= group.contiguous;
+    const int step = shared ? count : group.heads;
     for (int first = 0; first < count; first += step) {
-      const Path* path = shared ? nullptr : together.paths + first / step;
+      const Path* path = shared ? nullptr : group.paths + first / step;
       const int stop = shared || queries[first].high > end ? end : queries[first].high;
       if (stop <= begin) continue;
       float* s = scores + static_cast<size_t>(first) * kKeyBlock;
@@ -427,7 +428,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
         merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop);
       }
       const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
-      weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, step, lying(path, begin, stop), s + (begin - start),
+      weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, step, layout(path, begin, stop), s + (begin - start),
                   merge + first, running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), upcoming);
     }
   }
@@ -441,10 +442,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
 inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
   Query queries[64];
   const int shared = a.heads / a.kv_heads;
-  Together together = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
+  TokenGroup group = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
   int n = 0;
   for (int token = first; token < first + count; ++token) {
-    if (a.paths && a.paths[token].from < together.straight) together.straight = a.paths[token].from;
+    if (a.paths && a.paths[token].from < group.contiguous) group.contiguous = a.paths[token].from;
     const int64_t position = a.positions[token];
     const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
@@ -454,11 +455,12 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
                       static_cast<int>(low), static_cast<int>(high)};
     }
   }
-  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, together, scratch, then);
-  else attend_over<float>(a, row, kv_head, queries, n, together, scratch, then);
+  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);
+  else attend_over<float>(a, row, kv_head, queries, n, group, scratch, then);
 }
 
-// --- the embedding, read from the packed head ----------------------------------------------------------------------------
+// --- embedding, read from the packed head
+// ------------------------------------------------------------------------------
 
 inline void embed(const Linear& table, int64_t token, float* out) {
   const size_t column = static_cast<size_t>(token) % kPanel;
@@ -478,7 +480,8 @@ inline void embed(const Linear& table, int64_t token, float* out) {
   }
 }
 
-// --- the end of a matrix product -----------------------------------------------------------------------------------------
+// --- end of a matrix product
+// -------------------------------------------------------------------------------------------
 
 // y: the 32 sums of one row and panel.
 inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
@@ -512,7 +515,7 @@ inline int32_t sum_of(const Activations& a, int row, int group) {
   return a.sums[static_cast<size_t>(row) * a.sum_stride + static_cast<size_t>(group)];
 }
 
-// Rows are cut into equal blocks of at most `most`: a block of one row is then as rare as can be.
+// Rows are cut into equal blocks of at most `most`, so that blocks of a single row are rare.
 struct RowBlocks {
   int rows, blocks;
   RowBlocks(int rows_, int most) : rows(rows_), blocks((rows_ + most - 1) / most) {}

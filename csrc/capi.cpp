@@ -1,4 +1,4 @@
-// The C interface: what src/paceline/kernels calls. Functions that can fail return null or a message.
+// The C interface that src/paceline/kernels calls. Functions that can fail return null or a message.
 #include <sys/mman.h>
 
 #include "cpu.h"
@@ -17,7 +17,7 @@ PL_EXPORT int pl_multiplies_correctly(const Kernels* kernels) { return multiplie
 PL_EXPORT Pool* pl_pool_new(int threads) { return new Pool(threads); }
 PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
 
-// Memory for weights: huge pages, so that a linear stream over gigabytes does not stop for address translation.
+// Memory for weights in huge pages, so that reading gigabytes sequentially does not stop for address translation.
 PL_EXPORT void* pl_arena_new(size_t bytes) {
   constexpr size_t kHuge = size_t{2} << 20;
   bytes = (bytes + kHuge - 1) / kHuge * kHuge;
@@ -45,9 +45,9 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
   nodes.read = read;
   if (const char* problem = model->problem_with(nodes, *cache)) return problem;
   if (parents && !slots) return "a tree needs slots";
-  if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been read before";
+  if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been computed before";
   if (const char* problem = parents ? problem_with_trees(nodes, cache->capacity) : nullptr) return problem;
-  model->forward(*pool, nodes, *cache, Streams{hidden, taps, tap_count, features}, seconds);
+  model->forward(*pool, nodes, *cache, PassOutputs{hidden, taps, tap_count, features}, seconds);
   return nullptr;
 }
 
@@ -68,7 +68,7 @@ PL_EXPORT void pl_linear(const Kernels* kernels, Pool* pool, const Linear* linea
   });
 }
 
-// int8 values [padded inputs], the scales of their groups, their sums as the consumer wants them.
+// int8 values [padded inputs], the scales of their groups, and the sums that the consumer needs.
 PL_EXPORT void pl_quantise(const Kernels* kernels, const Linear* consumer, const float* x, int8_t* values, float* scales, int32_t* sums) {
   const Activations to = {reinterpret_cast<uint8_t*>(values), 0, scales, sums, 0, 0};
   kernels->quantise(x, nullptr, *consumer, to, {0, 1});
@@ -80,7 +80,7 @@ PL_EXPORT void pl_rms_norm(const Kernels* kernels, const float* x, const float* 
 
 PL_EXPORT void pl_embed(const Kernels* kernels, const Linear* table, int64_t token, float* out) { kernels->embed(*table, token, out); }
 
-// Rotary, cache write and attention of one layer, single-threaded; `tokens` are all of one row.
+// Rotary, cache write and attention of one layer, single-threaded; all `tokens` belong to one row.
 PL_EXPORT void pl_attend(const Kernels* kernels, const Attention* attention, const Rotary* rotary, int64_t row, int tokens) {
   for (int i = 0; i < tokens; ++i) kernels->rotate_and_write(*attention, *rotary, i, row);
   Buffer scratch;
@@ -93,7 +93,8 @@ PL_EXPORT void pl_attend(const Kernels* kernels, const Attention* attention, con
   }
 }
 
-// Reads the memory once on all threads: what any kernel can hope for. The sum keeps the compiler honest.
+// Reads the memory once on all threads: an upper bound on any kernel's speed. The sum keeps the reads from being
+// optimised away.
 PL_EXPORT uint64_t pl_read(Pool* pool, const uint64_t* memory, size_t words) {
   std::vector<uint64_t> sums(static_cast<size_t>(pool->threads()) * 8);
   in_parallel(*pool, [&](int thread) {

@@ -44,7 +44,7 @@ const char* find_amx_obstacle() {
 #ifndef PL_WITH_AMX
   return "this build has no AMX kernels: the compiler does not know the instructions";
 #else
-  if (!system_saves_tiles()) return "the operating system does not keep AMX tiles";
+  if (!system_saves_tiles()) return "the operating system does not save AMX tiles";
   if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return "the operating system does not grant AMX to this process";
   if (!multiplies_correctly(*amx_kernels())) return "AMX did not pass its self-check";
   return "";
@@ -55,7 +55,7 @@ const char* find_amx_obstacle() {
 
 constexpr int kRows = 37, kInputs = 192, kOutputs = 64;  // two blocks of rows, one with two tiles of them
 
-uint16_t to_bf16(float x) {  // values that are exact in it
+uint16_t to_bf16(float x) {  // for values that are exact in bf16
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return static_cast<uint16_t>(bits >> 16);
@@ -100,7 +100,7 @@ std::vector<float> multiply(const Kernels& kernels, const Linear& linear, int fi
   return out;
 }
 
-// All products and sums here are whole numbers below 2^24: every order of additions gives the same.
+// All products and sums here are whole numbers below 2^24: the order of additions does not matter.
 bool right(const std::vector<float>& out) {
   for (int row = 0; row < kRows; ++row) {
     for (int output = 0; output < kOutputs; ++output) {

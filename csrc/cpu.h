@@ -5,10 +5,10 @@
 
 namespace paceline {
 
-// The kernels of that name, or null if they cannot run here.
+// The kernels of this name, or null if they cannot run here.
 const Kernels* kernels_named(const char* name);
 
-// Why a CPU that has AMX does not use it; empty if it does, or has none.
+// Why a CPU with AMX does not use it; empty if it does, or has none.
 const char* amx_obstacle();
 
 // Whether the kernels' matrix products, in bytes and in bf16, equal those of plain loops.

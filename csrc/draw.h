@@ -1,17 +1,17 @@
 // A token from a row of logits: the largest, or the largest after temperature, cuts and Gumbel noise
-// (src/paceline/core/sampling.py says what the noise is and what the cuts are). Without cuts two passes over the row: one finds
-// the leader, one asks of every token whether its noise could carry it past the best so far; the few of which that may be
-// so are computed exactly, in the twin's arithmetic. Cuts are found by selection, never by sorting, and only where they may
-// matter: top-k makes a short list first, top-p asks of the token drawn whether it may stay. A token's mass is a whole
-// number, so sums of masses have no order.
+// (src/paceline/core/sampling.py defines the noise and the cuts). Without cuts there are two passes over the row: one
+// finds the largest logit, one tests every token whether its noise could carry it past the best so far; the few
+// candidates are computed exactly, in the reference implementation's arithmetic. Cuts are found by selection, without
+// sorting, and only where they may matter: top-k makes a short list first, top-p tests whether the drawn token may
+// stay. A token's mass is an integer, so sums of masses do not depend on order.
 #pragma once
 
 #include <cmath>
 
 #include "body.h"
 
-// glibc 2.29 gave log a second version, which differs in how errors are reported alone. The first one lets a library that was
-// built on a new system load on an old one (manylinux_2_28).
+// glibc 2.29 added a second version of log, which differs only in how errors are reported. The first version lets a
+// library built on a new system load on an old one (manylinux_2_28).
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver log, log@GLIBC_2.2.5");
 #endif
@@ -20,7 +20,7 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kStride = 16;
-constexpr int64_t kColumns = 1024;  // whose largest logits bound a top-k from below
+constexpr int64_t kColumns = 1024;  // columns whose largest logits bound a top-k from below
 constexpr int64_t kFew = 256;       // a top-k of more columns is bounded badly
 constexpr float kTwoTo23 = 8388608.0f;
 constexpr float kInfinity = __builtin_inff();
@@ -35,7 +35,7 @@ inline I16 mix_lanes(I16 x) {  // mix of kernels.h
   return x ^ shift_right<16>(x);
 }
 
-// Sixteen logits from `at` on; beyond the end: -infinity.
+// Sixteen logits from `at` on; -infinity beyond the end.
 inline F16 logits_at(const Draw& draw, int64_t at) {
   if (at + kStride <= draw.vocabulary) return load(draw.logits + at);
   float rest[kStride];
@@ -44,7 +44,7 @@ inline F16 logits_at(const Draw& draw, int64_t at) {
 }
 
 struct Leader {
-  int64_t token;  // the first of equals
+  int64_t token;  // the first of equal ones
   float logit;
 };
 
@@ -53,10 +53,10 @@ inline int64_t first_with(const Draw& draw, float value, int64_t from) {
     const uint32_t equal = lanes_at_least(logits_at(draw, at), set1(value));
     if (equal && at + __builtin_ctz(equal) < draw.vocabulary) return at + __builtin_ctz(equal);
   }
-  return 0;  // nothing but NaN
+  return 0;  // every logit is NaN
 }
 
-// One pass: it remembers the first block that holds the largest logit, and looks into that one alone.
+// One pass that remembers the first block holding the largest logit; only that block is searched again.
 inline Leader find_leader(const Draw& draw) {
   constexpr int64_t kBlock = 8 * kStride;
   constexpr uint32_t kAll = 0xffff;
@@ -79,7 +79,7 @@ inline Leader find_leader(const Draw& draw) {
   return {first_with(draw, logit, best), logit};
 }
 
-// How far logits lie below the leader, after temperature: sampling.scaled, with the sign turned.
+// Depth of logits: their distance below the largest one, after temperature (sampling.scaled with the sign flipped).
 class Depths {
  public:
   Depths(float top, float temperature) : top_(set1(top)), temperature_(set1(temperature)), as_they_are_(temperature == 1.0f) {}
@@ -103,12 +103,12 @@ class Depths {
 
 // --- noise ---------------------------------------------------------------------------------------------------------------
 
-// The best token so far, and what another one must reach.
-class Contest {
+// The best token so far, and the bound that another one must reach.
+class NoisyBest {
  public:
-  // Distances below the leader times `slope` are differences of depth in units of float bits. Until a token has entered
-  // any within 50 of the leader may win; deeper ones never do.
-  Contest(const Draw& draw, float temperature) : draw_(draw), slope_(steepness(temperature)) {}
+  // Distances below the largest logit times `slope` are differences of depth in units of float bits. Until a token has
+  // entered any within 50 of the largest may win; deeper ones never do.
+  NoisyBest(const Draw& draw, float temperature) : draw_(draw), slope_(steepness(temperature)) {}
 
   void enter(int64_t token, float depth) {
     const uint32_t hash = mix(mix(draw_.key[0] ^ static_cast<uint32_t>(token)) ^ draw_.key[1]) >> 8;
@@ -125,14 +125,15 @@ class Contest {
     }
   }
 
-  // Lanes that may win, of tokens so far above the leader (below: negative). Winning takes 1 - uniform <= e^(score - best);
-  // its right side is bounded from above by the float whose bits grow linearly with the exponent, a chord of the exponential.
+  // Lanes that may win, of tokens so far above the largest logit (below: negative). Winning takes 1 - uniform <=
+  // e^(score - best); its right side is bounded from above by the float whose bits grow linearly with the exponent, a
+  // chord of the exponential.
   uint32_t may_win(F16 distance, I16 tokens) const {
     const F16 bits = max(fma(distance, set1(slope_), set1(offset_)), zero());
     if (!lanes_at_least(bits, set1(kLeastBits))) return 0;
     const I16 hash = shift_right<8>(mix_lanes(mix_lanes(iset1(static_cast<int32_t>(draw_.key[0])) ^ tokens) ^
                                               iset1(static_cast<int32_t>(draw_.key[1]))));
-    const F16 least = to_float(iset1(0xffffff) - hash) * set1(0x1p-24f);  // 1 - uniform, or a little less
+    const F16 least = to_float(iset1(0xffffff) - hash) * set1(0x1p-24f);  // 1 - uniform, rounded down
     return lanes_at_least(bits_as_float(round_to_int(bits)), least);
   }
 
@@ -143,7 +144,7 @@ class Contest {
   static constexpr float kLeastBits = 101.9f * kTwoTo23;  // of 2^-25, the least that 1 - uniform can be
   static float steepness(float temperature) {
     const float slope = 1.4426950408889634f * kTwoTo23 / temperature;
-    return slope < 1e30f ? slope : 1e30f;  // infinite, it would make the leader's equals NaN
+    return slope < 1e30f ? slope : 1e30f;  // an infinite slope would make tokens equal to the largest NaN
   }
 
   const Draw& draw_;
@@ -156,7 +157,7 @@ class Contest {
 
 // --- cuts ----------------------------------------------------------------------------------------------------------------
 
-// e^-depth in units of 2^-30, rounded: sampling.masses. Nothing is fused, so that torch computes the same bits.
+// e^-depth in units of 2^-30, rounded (sampling.masses). Nothing is fused, so that torch computes the same bits.
 inline I16 mass(F16 depth) {
   const F16 exponent = max(depth * set1(-kLog2E), set1(-64.0f));
   const I16 whole = round_to_int(exponent);
@@ -166,7 +167,7 @@ inline I16 mass(F16 depth) {
   return round_to_int(scale_by_power_of_two(p, whole + iset1(30)));
 }
 
-// A sum of numbers from 0 to 2^30: lanes hold their halves, for up to 2^21 numbers.
+// A sum of up to 2^21 numbers from 0 to 2^30: lanes hold their halves.
 class Total {
  public:
   void add(I16 x) {
@@ -197,7 +198,7 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-// Halves of what is left, by turns of depth and of float bits: the first are few where depths are spread evenly, the second
+// Bisects alternately by depth and by float bits: the first needs few steps where depths are spread evenly, the second
 // never more than 31.
 inline uint32_t between(uint32_t near, uint32_t far, int step) {
   const uint32_t half = near + (far - near) / 2;
@@ -206,7 +207,7 @@ inline uint32_t between(uint32_t near, uint32_t far, int step) {
   return middle <= near ? near + 1 : middle >= far ? far - 1 : middle;
 }
 
-// Of `rest` and `weights` those at `middle` or deeper, or else those less deep; returns how many.
+// Keeps the entries of `rest` and `weights` at `middle` or deeper, or else those less deep; returns their number.
 inline int64_t keep_side(const DrawScratch& list, int64_t count, float middle, bool deeper) {
   int64_t kept = 0;
   for (int64_t i = 0; i < count; i += kStride) {
@@ -222,11 +223,11 @@ inline int64_t keep_side(const DrawScratch& list, int64_t count, float middle, b
   return kept;
 }
 
-// The largest depth before which less than `limit` of the weight lies; infinity if all of it is less. Of the first `count` of
-// `rest` and `weights`, which it uses up; depths beyond them are infinite.
+// The largest depth before which less than `limit` of the weight lies; infinity if the total is less. Searches the
+// first `count` of `rest` and `weights`, which it uses up; depths beyond them are infinite.
 inline float deepest_within(const DrawScratch& list, int64_t count, int64_t limit) {
-  uint32_t near = 0, far = bits_of(kInfinity);  // near stays, far does not
-  int64_t before = 0;                            // weight less deep than near
+  uint32_t near = 0, far = bits_of(kInfinity);  // near is within the limit, far is not
+  int64_t before = 0;                           // weight less deep than near
   for (int step = 0; count > 0 && far - near > 1; ++step) {
     const uint32_t middle = between(near, far, step);
     const F16 depth = set1(float_of(middle));
@@ -241,7 +242,7 @@ inline float deepest_within(const DrawScratch& list, int64_t count, int64_t limi
   return far == bits_of(kInfinity) ? kInfinity : float_of(near);
 }
 
-// Lists the tokens of at most this depth; returns how many. Behind them depths are infinite.
+// Lists the tokens of at most this depth; returns their number. Depths behind them are infinite.
 inline int64_t list_within(const Draw& draw, const Depths& depths, float depth) {
   const F16 most = set1(depth < kLargest ? depth : kLargest), reach = depths.reach(depth);
   int64_t count = 0;
@@ -258,7 +259,7 @@ inline int64_t list_within(const Draw& draw, const Depths& depths, float depth) 
   return count;
 }
 
-// Depths of the list and their masses, those deeper than `depth` having none, ready for a search; returns the sum.
+// Prepares the list for a search by mass; tokens deeper than `depth` have no mass. Returns the sum.
 inline int64_t weigh_list(const DrawScratch& list, int64_t count, float depth) {
   Total total;
   for (int64_t i = 0; i < count; i += kStride) {
@@ -273,12 +274,12 @@ inline int64_t weigh_list(const DrawScratch& list, int64_t count, float depth) {
 }
 
 struct Before {
-  int64_t tokens, mass;  // less deep
-  int64_t listed;        // the mass of the whole list
+  int64_t tokens, mass;  // of tokens less deep
+  int64_t listed;        // mass of the whole list
 };
 
-// What of the list lies before this depth; it is ready for a search by mass then.
-inline Before lying_before(const DrawScratch& list, int64_t count, float depth) {
+// Tokens and mass of the list before this depth; prepares the list for a search by mass.
+inline Before count_before(const DrawScratch& list, int64_t count, float depth) {
   Before before = {0, 0, weigh_list(list, count, depth)};
   Total mass;
   for (int64_t i = 0; i < count; i += kStride) {
@@ -311,7 +312,7 @@ inline int64_t weigh_all(const Draw& draw, const Depths& depths, float depth) {
   return total.sum();
 }
 
-// What must lie before a token for it to be out; the leader stays, however small top_p.
+// The mass before a token from which on it is cut; the most likely token stays, however small top_p is.
 inline int64_t nucleus(float top_p, int64_t mass) {
   const double limit = static_cast<double>(top_p) * static_cast<double>(mass);
   return limit > 1.0 ? static_cast<int64_t>(std::ceil(limit)) : 1;
@@ -335,8 +336,8 @@ struct Listed {
   float deepest;
 };
 
-// Lists the top_k tokens and their equals. So many columns hold a token that is no deeper than the top_k-th column's: few
-// others are as good as that, and only they are looked at. `columns` is used up.
+// Lists the top_k tokens and those equal to the last one. The top_k best columns each hold a token at least as good as
+// the top_k-th column's maximum; few other tokens are as good, and only those are examined. `columns` is used up.
 inline Listed list_top_k(const Draw& draw, const Depths& depths, const float* columns) {
   for (int64_t c = 0; c < kColumns; c += kStride) {
     store(draw.scratch.depths + c, depths.of(load(columns + c)));
@@ -350,7 +351,7 @@ inline Listed list_top_k(const Draw& draw, const Depths& depths, const float* co
   return {count, exact < most ? exact : most};
 }
 
-// Top-p among what is listed.
+// Top-p among the listed tokens.
 inline Listed cut_to_nucleus(const Draw& draw, Listed listed) {
   if (!(draw.top_p < 1.0f)) return listed;
   const int64_t mass = weigh_list(draw.scratch, listed.count, listed.deepest);
@@ -364,17 +365,17 @@ inline bool finite(float x) { return x - x == 0.0f; }
 // --- the draw ------------------------------------------------------------------------------------------------------------
 
 inline int64_t draw_from_list(const Draw& draw, Listed listed) {
-  Contest contest(draw, 1.0f);
+  NoisyBest best(draw, 1.0f);
   for (int64_t i = 0; i < listed.count; i += kStride) {
     const F16 depths = load(draw.scratch.depths + i);
     const uint32_t stay = lanes_of(at_most(depths, set1(listed.deepest < kLargest ? listed.deepest : kLargest)));
     if (!stay) continue;
-    for (uint32_t lanes = stay & contest.may_win(zero() - depths, load(draw.scratch.tokens + i)); lanes; lanes &= lanes - 1) {
+    for (uint32_t lanes = stay & best.may_win(zero() - depths, load(draw.scratch.tokens + i)); lanes; lanes &= lanes - 1) {
       const int64_t at = i + __builtin_ctz(lanes);
-      contest.enter(draw.scratch.tokens[at], draw.scratch.depths[at]);
+      best.enter(draw.scratch.tokens[at], draw.scratch.depths[at]);
     }
   }
-  return contest.winner();
+  return best.winner();
 }
 
 inline int64_t draw_from_few(const Draw& draw) {
@@ -384,21 +385,21 @@ inline int64_t draw_from_few(const Draw& draw) {
   return draw_from_list(draw, cut_to_nucleus(draw, list_top_k(draw, Depths(top, draw.temperature), columns)));
 }
 
-// The winner of all, if it may stay: so it is mostly, whatever the temperature. Else the winner of those that may, which lie
-// before it. What lies before it is a short list, and mostly says enough.
-inline int64_t within_cuts(const Draw& draw, const Depths& depths, const Contest& contest) {
+// The winner of all tokens, if the cuts keep it, which is the usual case at any temperature. Otherwise the winner of
+// the tokens that the cuts keep, all of which lie before it: a short list, which usually suffices.
+inline int64_t within_cuts(const Draw& draw, const Depths& depths, const NoisyBest& best) {
   const bool few = cuts_to_few(draw);
-  if ((!few && !(draw.top_p < 1.0f)) || contest.depth() == 0.0f) return contest.winner();
-  const int64_t count = list_within(draw, depths, contest.depth());
-  const Before before = lying_before(draw.scratch, count, contest.depth());
+  if ((!few && !(draw.top_p < 1.0f)) || best.depth() == 0.0f) return best.winner();
+  const int64_t count = list_within(draw, depths, best.depth());
+  const Before before = count_before(draw.scratch, count, best.depth());
   if (few && before.tokens >= draw.top_k) {
     count_list(draw.scratch, count);
     return draw_from_list(draw, cut_to_nucleus(draw, {count, deepest_within(draw.scratch, count, draw.top_k)}));
   }
-  if (before.mass < nucleus(draw.top_p, before.listed)) return contest.winner();
+  if (before.mass < nucleus(draw.top_p, before.listed)) return best.winner();
   if (few) return draw_from_few(draw);
   const int64_t limit = nucleus(draw.top_p, weigh_all(draw, depths, draw.deepest));
-  if (before.mass < limit) return contest.winner();
+  if (before.mass < limit) return best.winner();
   return draw_from_list(draw, {count, deepest_within(draw.scratch, count, limit)});
 }
 
@@ -406,25 +407,26 @@ inline int64_t draw_from_all(const Draw& draw) {
   const Leader leader = find_leader(draw);
   if (!(draw.temperature > 0.0f) || !finite(leader.logit)) return leader.token;
   const Depths depths(leader.logit, draw.temperature);
-  Contest contest(draw, draw.temperature);
-  contest.enter(leader.token, 0.0f);
+  NoisyBest best(draw, draw.temperature);
+  best.enter(leader.token, 0.0f);
   for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
     const F16 distance = logits_at(draw, at) - set1(leader.logit);
-    for (uint32_t lanes = contest.may_win(distance, sixteen_from(static_cast<int32_t>(at))); lanes; lanes &= lanes - 1) {
+    for (uint32_t lanes = best.may_win(distance, sixteen_from(static_cast<int32_t>(at))); lanes; lanes &= lanes - 1) {
       const int64_t token = at + __builtin_ctz(lanes);
       if (token >= draw.vocabulary) break;
       const float depth = (leader.logit - draw.logits[token]) / draw.temperature;
-      if (depth <= draw.deepest) contest.enter(token, depth);
+      if (depth <= draw.deepest) best.enter(token, depth);
     }
   }
-  return within_cuts(draw, depths, contest);
+  return within_cuts(draw, depths, best);
 }
 
 inline int64_t draw(const Draw& draw) {
   return draw.temperature > 0.0f && cuts_to_few(draw) && draw.top_k <= kFew ? draw_from_few(draw) : draw_from_all(draw);
 }
 
-// --- laws and likelihoods ------------------------------------------------------------------------------------------------
+// --- probabilities and likelihoods
+// ---------------------------------------------------------------------------------------
 
 inline float likelihood(const Draw& draw, int64_t token) {
   const F16 top = set1(find_leader(draw).logit);
@@ -440,8 +442,8 @@ inline float likelihood(const Draw& draw, int64_t token) {
   return own[0] / sum(sums[0] + sums[1]);
 }
 
-// How deep a token may lie, after all cuts.
-inline float deepest_of_law(const Draw& draw, const Depths& depths, const float* columns) {
+// The depth of the deepest token that the cuts keep.
+inline float deepest_kept(const Draw& draw, const Depths& depths, const float* columns) {
   if (cuts_to_few(draw)) return cut_to_nucleus(draw, list_top_k(draw, depths, columns)).deepest;
   if (!(draw.top_p < 1.0f)) return draw.deepest;
   const float most = draw.deepest < kWeightless ? draw.deepest : kWeightless;
@@ -453,7 +455,7 @@ inline void put(const Draw& draw, float* out, int64_t at, F16 x) {
   store_first(out + at, x, static_cast<int>(draw.vocabulary - at));
 }
 
-inline void law(const Draw& draw, float* out) {
+inline void probabilities(const Draw& draw, float* out) {
   float columns[kColumns];
   const float top = column_maxima(draw, columns);
   if (!(draw.temperature > 0.0f) || !finite(top)) {
@@ -462,7 +464,7 @@ inline void law(const Draw& draw, float* out) {
     return;
   }
   const Depths depths(top, draw.temperature);
-  const float most = deepest_of_law(draw, depths, columns);
+  const float most = deepest_kept(draw, depths, columns);
   const F16 deepest = set1(most < 87.0f ? most : 87.0f);  // deeper ones would not be normal numbers
   F16 total = zero();
   for (int64_t at = 0; at < draw.vocabulary; at += kStride) {
@@ -476,7 +478,7 @@ inline void law(const Draw& draw, float* out) {
   for (int64_t at = draw.vocabulary / kStride * kStride; at < draw.vocabulary; ++at) out[at] /= sum(total);
 }
 
-// 2^x for x of at most 0, relative error 2e-7; nothing below 2^-126.
+// 2^x for x of at most 0, relative error 2e-7; zero below 2^-126.
 inline F16 two_to(F16 x) {
   x = max(x, set1(-126.0f));
   const I16 whole = round_to_int(x);
@@ -488,7 +490,7 @@ inline F16 two_to(F16 x) {
 
 // The logarithm of the sum of e^logit.
 inline double log_sum(const Draw& draw, float top) {
-  const float shift = top * kLog2E;  // whatever it is rounded to, it is added again
+  const float shift = top * kLog2E;  // its rounding cancels: it is added again
   F16 sums[2] = {zero(), zero()};
   const F16 scale = set1(kLog2E), least = set1(-shift);
   int64_t at = 0;
@@ -500,7 +502,7 @@ inline double log_sum(const Draw& draw, float top) {
   return std::log(static_cast<double>(sum(sums[0] + sums[1]))) + static_cast<double>(shift) / static_cast<double>(kLog2E);
 }
 
-// Puts a token where it belongs among the `count` best so far, less deep ones first: it comes after its equals.
+// Inserts a token into the `count` best so far, less deep ones first, after equal ones.
 inline void rank(int64_t token, float depth, int64_t count, int64_t* ids, float* depths) {
   if (!(depth < depths[count - 1])) return;
   int64_t place = count - 1;
@@ -524,7 +526,7 @@ inline float logprobs(const Draw& draw, int64_t token, int64_t count, int64_t* i
   }
   const int64_t listed = count > 0 ? list_top_k(draw, depths, columns).count : 0;
   for (int64_t i = 0; i < listed; ++i) rank(draw.scratch.tokens[i], draw.scratch.depths[i], count, ids, values);
-  for (int64_t i = listed, next = 0; i < count && next < draw.vocabulary; ++next) {  // too few that are likely at all
+  for (int64_t i = listed, next = 0; i < count && next < draw.vocabulary; ++next) {  // fewer than `count` tokens are listed
     if (!(draw.logits[next] > kMinusInfinity)) ids[i++] = next;
   }
   const auto logarithm = [&](float depth) { return static_cast<float>(static_cast<double>(top) - static_cast<double>(depth) - total); };

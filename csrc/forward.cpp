@@ -8,11 +8,11 @@
 namespace paceline {
 namespace {
 
-constexpr int kChunk = 256;              // tokens a pass: bounds the buffers, costs one more reading of the weights each
-constexpr int kRedundant = 16384;        // values up to which every thread prepares all rows itself: cheaper than meeting
-constexpr int kQueriesPerUnit = 48;      // of attention: enough to share a key tile, few enough to share the work
+constexpr int kChunk = 256;          // tokens per pass: bounds the buffers; each pass reads the weights once
+constexpr int kRedundant = 16384;    // up to this number of values every thread prepares all rows itself: cheaper than a barrier
+constexpr int kQueriesPerUnit = 48;  // attention: enough to share a key tile, few enough to divide the work
 
-// Tokens of one row that attend together.
+// Tokens of one row that attend in one call.
 struct Unit {
   int64_t row;
   int first, count;
@@ -28,7 +28,7 @@ std::vector<Unit> cut_into_units(const Tokens& tokens, int most) {
   return units;
 }
 
-// Every token's way from its row's text. As long as slots are positions a way is as straight as the text.
+// The path of every token from its row's text. While slots equal positions, a token needs no list of slots.
 class Paths {
  public:
   explicit Paths(const Tokens& tokens) {
@@ -42,7 +42,7 @@ class Paths {
       from[i] = parent < 0 ? tokens.positions[i] : from[static_cast<size_t>(parent)];
       total += static_cast<size_t>(tokens.positions[i] - from[i]) + 1;
     }
-    slots_.reserve(total);  // what points into it stays where it is
+    slots_.reserve(total);  // pointers into it must stay valid
     for (size_t i = 0; i < count; ++i) {
       const Path* before = tokens.parents[i] < 0 ? nullptr : &paths_[static_cast<size_t>(tokens.parents[i])];
       const int64_t* start = slots_.data() + slots_.size();
@@ -87,7 +87,7 @@ class Stopwatch {
 
 class Pass {
  public:
-  Pass(Model& model, Pool& pool, const Tokens& tokens, const Path* paths, const Cache& cache, const Streams& out, double* seconds)
+  Pass(Model& model, Pool& pool, const Tokens& tokens, const Path* paths, const Cache& cache, const PassOutputs& out, double* seconds)
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
         seconds_(seconds) {
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
@@ -116,10 +116,10 @@ class Pass {
     watch.lap(kPrepare);
   }
 
-  // Whether nobody asks what the tokens lead to: then the last layer's keys and values are the last that counts.
+  // Whether no outputs are wanted: then the pass ends with the last layer's keys and values.
   bool keys_alone() const { return !out_.hidden; }
 
-  // What enters a tapped layer goes out; nobody changes it before all threads have met within the layer.
+  // Writes the input of a tapped layer; it does not change before all threads have met within the layer.
   void tap(size_t layer, int thread) const {
     const size_t width = static_cast<size_t>(s_.width);
     for (int t = 0; t < out_.tap_count; ++t) {
@@ -181,7 +181,7 @@ class Pass {
     }
   }
 
-  // A head's first layer reads the normed embedding and, behind it, the normed hidden state that enters.
+  // A head's first layer reads the normed embedding and, behind it, the normed state that enters.
   void join(int i) const {
     const size_t width = static_cast<size_t>(s_.width), stride = static_cast<size_t>(m_.padded_width);
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
@@ -194,7 +194,8 @@ class Pass {
     if (s_.fusion->normed_residual) std::memcpy(residual(i), hidden, sizeof(float) * stride);
   }
 
-  // Norm (if any) and quantisation of every row. Few rows: each thread makes its own copy and need not wait for others.
+  // Norm (if any) and quantisation of every row. With few rows each thread makes its own copy and need not wait for
+  // others.
   Activations prepare(const float* x, int inputs, const Norm* norm, const Linear& consumer, int thread) const {
     const bool redundant = tokens_.count * inputs <= kRedundant;
     const Activations to = redundant ? m_.scratch_[static_cast<size_t>(thread)]->rows.view : m_.shared_.view;
@@ -271,7 +272,7 @@ class Pass {
   const Tokens& tokens_;
   const Path* const paths_;
   const Cache& cache_;
-  const Streams out_;
+  const PassOutputs out_;
   double* seconds_;
   std::vector<Unit> units_;
 };
@@ -296,7 +297,7 @@ void Model::grow(int threads, int tokens) {
   }
 }
 
-void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds) {
+void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
   const size_t width = static_cast<size_t>(spec.width);
   const Paths paths(tokens);
@@ -306,7 +307,7 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start - tokens.read) * width;
-    const Streams here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
+    const PassOutputs here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
     Pass pass(*this, pool, chunk, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);
   }
@@ -343,7 +344,7 @@ class HeadPass {
   float* logits_;
 };
 
-// A target's streams to what a head reads of them.
+// A target's hidden states to a head's input.
 class FusePass {
  public:
   FusePass(Model& model, Pool& pool, const float* features, int rows, float* out)
@@ -364,7 +365,7 @@ class FusePass {
     m_.kernels.linear(call, share.first, share.last);
   }
 
-  // One token's streams side by side, each normed where that is asked for.
+  // One token's hidden states side by side, each normed if there are stream norms.
   void lay(int i, float* own) const {
     const size_t width = static_cast<size_t>(f_.stream_width), all = width * static_cast<size_t>(f_.streams);
     const size_t inputs = static_cast<size_t>(f_.fuse.inputs);

@@ -1,4 +1,4 @@
-// Commit: rows gain the tokens that a round gave them. The twin of src/paceline/core/rows.py's RowState.gain.
+// Commit: append a round's tokens to the rows. Reference implementation: RowState.gain in src/paceline/core/rows.py.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 namespace paceline {
 
-// The rows' text and what ends them: stops [row][stop_count], -1 where there is none; limit: the length at which a row ends.
+// The rows' text and limits: stops [row][stop_count], -1 for none; limit: the length at which a row ends.
 struct TextRows {
   int64_t* text;
   int64_t* length;
@@ -26,7 +26,8 @@ struct TextRows {
     return before >= limit[row] || (before > prompt_length[row] && stops_at(row, text[row * text_stride + before - 1]));
   }
 
-  // Gives a row `count` tokens, cut behind its first stop token and at its limit; returns how many it gained.
+  // Appends up to `count` tokens to a row, cut behind the first stop token and at its limit; returns the number
+  // appended.
   int64_t gain(int64_t row, const int64_t* tokens, int64_t count) const {
     if (ended(row)) return 0;
     const int64_t most = std::min(count, limit[row] - length[row]);

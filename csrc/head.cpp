@@ -1,6 +1,7 @@
-// A trained head drafts: what it lacks of every row's text is read, then guess after guess is drawn, in one call, as chains or as
-// trees. A parallel one reads masks behind the text in the same pass. What is read and said is src/paceline/drafters/heads/feature.py's; how
-// guesses are drawn is sampling.cpp's; how trees grow is src/paceline/drafters/growth.py's.
+// Drafting with a trained head in one call: it reads the tokens of every row's text that it has not computed, then
+// draws draft tokens one after another, as chains or as trees. A parallel head reads masks behind the text in the same
+// pass. Inputs and outputs are defined in src/paceline/drafters/heads/feature.py, drawing in sampling.cpp, growing
+// trees in src/paceline/drafters/growth.py.
 #include <algorithm>
 #include <cstring>
 
@@ -24,35 +25,35 @@ float from_bf16(uint16_t x) {
   return value;
 }
 
-// Where the streams of a row's place lie, as numbers from the first.
-size_t place_of(const Kept& kept, int64_t row, int64_t slot, size_t width) {
+// Offset of a place's states from the first, in numbers.
+size_t state_offset(const Kept& kept, int64_t row, int64_t slot, size_t width) {
   return (static_cast<size_t>(row) * static_cast<size_t>(kept.capacity + 1) + static_cast<size_t>(std::min(slot, kept.capacity))) * width;
 }
 
-void keep(const Kept& kept, size_t at, const float* from, size_t width) {
+void store_state(const Kept& kept, size_t at, const float* from, size_t width) {
   if (!kept.bf16) {
-    std::memcpy(reinterpret_cast<float*>(kept.streams) + at, from, sizeof(float) * width);
+    std::memcpy(reinterpret_cast<float*>(kept.states) + at, from, sizeof(float) * width);
     return;
   }
-  uint16_t* to = reinterpret_cast<uint16_t*>(kept.streams) + at;
+  uint16_t* to = reinterpret_cast<uint16_t*>(kept.states) + at;
   for (size_t i = 0; i < width; ++i) to[i] = to_bf16(from[i]);
 }
 
-void recall(const Kept& kept, size_t at, float* to, size_t width) {
+void load_state(const Kept& kept, size_t at, float* to, size_t width) {
   if (!kept.bf16) {
-    std::memcpy(to, reinterpret_cast<const float*>(kept.streams) + at, sizeof(float) * width);
+    std::memcpy(to, reinterpret_cast<const float*>(kept.states) + at, sizeof(float) * width);
     return;
   }
-  const uint16_t* from = reinterpret_cast<const uint16_t*>(kept.streams) + at;
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(kept.states) + at;
   for (size_t i = 0; i < width; ++i) to[i] = from_bf16(from[i]);
 }
 
-// Some tokens for a head's pass, and what it made of them.
-class Fed {
+// Tokens of a head's pass, and its results.
+class HeadTokens {
  public:
-  Fed(Model& head, Pool& pool, const Cache& cache) : head_(head), pool_(pool), cache_(cache), width_(static_cast<size_t>(head.spec.width)) {}
+  HeadTokens(Model& head, Pool& pool, const Cache& cache) : head_(head), pool_(pool), cache_(cache), width_(static_cast<size_t>(head.spec.width)) {}
 
-  // A place for the hidden state that enters with the token.
+  // Adds a token; returns the memory for the state that enters with it.
   float* add(int64_t token, int64_t row, int64_t position) {
     tokens_.push_back(token);
     rows_.push_back(row);
@@ -61,7 +62,7 @@ class Fed {
     return entering_.data() + entering_.size() - width_;
   }
 
-  // Likewise, of a tree: where it goes, and which of these tokens it follows (-1: the row's text).
+  // Adds a token of a tree, with its slot and the index of its parent among these tokens (-1: the row's text).
   float* branch(int64_t token, int64_t row, int64_t position, int64_t slot, int64_t parent) {
     slots_.push_back(slot);
     parents_.push_back(parent);
@@ -80,40 +81,40 @@ class Fed {
 
   int count() const { return static_cast<int>(tokens_.size()); }
 
-  // keys_alone: nothing follows, so that nobody asks for hidden states.
+  // keys_alone: no draft follows, so hidden states are not computed.
   const char* run(double* seconds, bool keys_alone = false) {
     const bool tree = !parents_.empty();
     const Tokens tokens = {tokens_.data(), rows_.data(), positions_.data(), tree ? slots_.data() : nullptr,
                            tree ? parents_.data() : nullptr, count(), entering_.data(), read_};
     if (const char* problem = head_.problem_with(tokens, cache_)) return problem;
     if (keys_alone) {
-      head_.forward(pool_, tokens, cache_, Streams{nullptr, nullptr, 0, nullptr}, seconds);
+      head_.forward(pool_, tokens, cache_, PassOutputs{nullptr, nullptr, 0, nullptr}, seconds);
       return nullptr;
     }
     const int64_t last = head_.spec.layer_count;
     hidden_.resize(entering_.size());
-    left_.resize(entering_.size());
-    head_.forward(pool_, tokens, cache_, Streams{hidden_.data(), &last, 1, left_.data()}, seconds);
-    if (tree) read_ = count();  // what comes next follows these
+    unnormed_.resize(entering_.size());
+    head_.forward(pool_, tokens, cache_, PassOutputs{hidden_.data(), &last, 1, unnormed_.data()}, seconds);
+    if (tree) read_ = count();  // the next tokens may have these as parents
     return nullptr;
   }
 
-  // Of the i-th token that the last pass read.
+  // Output of the last pass at the i-th token.
   const float* hidden(int i) const { return hidden_.data() + static_cast<size_t>(i) * width_; }
-  // What the next step reads.
-  const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : left_).data() + static_cast<size_t>(i) * width_; }
+  // The state that enters the next step.
+  const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : unnormed_).data() + static_cast<size_t>(i) * width_; }
 
  private:
   Model& head_;
   Pool& pool_;
   const Cache& cache_;
   const size_t width_;
-  int read_ = 0;  // of a tree's tokens, in passes before
+  int read_ = 0;  // a tree's tokens computed by earlier passes
   std::vector<int64_t> tokens_, rows_, positions_, slots_, parents_;
-  std::vector<float> entering_, hidden_, left_;
+  std::vector<float> entering_, hidden_, unnormed_;
 };
 
-// What chains and trees have in common.
+// The common part of chains and trees.
 class Drafting {
  public:
   Drafting(Model& head, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds)
@@ -121,14 +122,14 @@ class Drafting {
         fed_(head, pool, cache) {}
 
  protected:
-  // What rows lack of their texts.
-  const char* read() {
-    if (const char* problem = wrong()) return problem;
+  // Reads the tokens of the rows' texts that are missing, and masks.
+  const char* read_text_and_masks() {
+    if (const char* problem = invalid_call()) return problem;
     read_text();
     return fed_.count() == 0 ? nullptr : fed_.run(seconds_, !call_.counts);
   }
 
-  // What follows some of the tokens that the last pass read: logits of the head's own vocabulary.
+  // Logits after some of the tokens of the last pass, over the head's own vocabulary.
   void logits_after(const std::vector<int>& tokens) {
     hidden_.resize(tokens.size() * width_);
     logits_.resize(tokens.size() * static_cast<size_t>(head_.vocabulary()));
@@ -136,22 +137,22 @@ class Drafting {
     head_.logits(pool_, hidden_.data(), static_cast<int>(tokens.size()), logits_.data());
   }
 
-  // Of them the i-th's, as those of the target's vocabulary.
-  void tell(size_t i, float* to) const {
-    const size_t said = static_cast<size_t>(head_.vocabulary());
-    const float* from = logits_.data() + i * said;
-    for (size_t token = 0; token < said; ++token) to[head_.spec.fusion->targets[token]] = from[token];
+  // Scatters the i-th of these logits into the target's vocabulary.
+  void scatter_logits(size_t i, float* to) const {
+    const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
+    const float* from = logits_.data() + i * vocabulary;
+    for (size_t token = 0; token < vocabulary; ++token) to[head_.spec.fusion->targets[token]] = from[token];
   }
 
   DrawCall drawing() const {
     DrawCall draw = {};
     draw.by = call_.by;
-    draw.guesses = call_.guesses;
+    draw.draft_tokens = call_.draft_tokens;
     draw.parents = call_.parents;
     draw.rows = call_.rows;
     draw.block = 1;
     draw.stride = draw.vocabulary = head_.spec.fusion->vocabulary;
-    draw.guess_stride = call_.guess_stride;
+    draw.draft_stride = call_.draft_stride;
     draw.purpose = call_.purpose;
     return draw;
   }
@@ -162,21 +163,21 @@ class Drafting {
   const Cache& cache_;
   double* seconds_;
   const size_t width_;
-  Fed fed_;
-  std::vector<int64_t> rows_;  // that are still to be guessed for
-  std::vector<int> lasts_;     // where in the last pass the token, or mask, before each one's next guess was
+  HeadTokens fed_;
+  std::vector<int64_t> rows_;  // rows that still need draft tokens
+  std::vector<int> lasts_;     // per row: index in the last pass of the token, or mask, before the next draft token
   std::vector<float> states_;
 
  private:
-  const char* wrong() const {
+  const char* invalid_call() const {
     for (int64_t row = 0; row < call_.rows; ++row) {
-      if (call_.start[row] < 1 || call_.stop[row] > call_.text_stride) return "a row's text begins or ends where it cannot";
-      if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.guess_stride)) return "a row's guesses do not fit";
+      if (call_.start[row] < 1 || call_.stop[row] > call_.text_stride) return "a row's text starts or stops outside its range";
+      if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.draft_stride)) return "a row has more draft tokens than fit";
     }
     return nullptr;
   }
 
-  // The text that rows lack. The last token is read again where nothing is lacking.
+  // The tokens of the rows' texts that are missing. If none is missing, the last token is read again.
   void read_text() {
     for (int64_t row = 0; row < call_.rows; ++row) {
       if (call_.counts) call_.drawn[row] = 0;
@@ -185,7 +186,7 @@ class Drafting {
       const int64_t start = call_.counts ? std::min(call_.start[row], stop - 1) : call_.start[row];
       for (int64_t i = start; i < stop; ++i) {
         float* entering = fed_.add(call_.text[place * call_.text_stride + i], place, i - 1);
-        recall(call_.kept, place_of(call_.kept, place, i - 1, width_), entering, width_);
+        load_state(call_.kept, state_offset(call_.kept, place, i - 1, width_), entering, width_);
       }
       rows_.push_back(row);
       lasts_.push_back(fed_.count() - 1);
@@ -193,7 +194,7 @@ class Drafting {
     }
   }
 
-  // In place of all guesses but the last, which nothing follows.
+  // Masks in place of all draft tokens but the last.
   void read_masks(int64_t row) {
     const Fusion& fusion = *head_.spec.fusion;
     for (int64_t step = 0; step + 1 < call_.counts[row]; ++step) {
@@ -210,30 +211,30 @@ class Chains : public Drafting {
   using Drafting::Drafting;
 
   const char* run() {
-    if (const char* problem = read()) return problem;
+    if (const char* problem = read_text_and_masks()) return problem;
     if (fed_.count() == 0 || !call_.counts) return nullptr;
     for (int64_t step = 0;; ++step) {
-      say();
-      if (call_.look && !call_.look()) return nullptr;
+      compute_logits();
+      if (call_.before_draw && !call_.before_draw()) return nullptr;
       draw(step);
-      if (call_.goes_on && !call_.goes_on()) return nullptr;
-      stay(step + 1);
+      if (call_.continue_drafting && !call_.continue_drafting()) return nullptr;
+      keep_unfinished(step + 1);
       if (rows_.empty()) return nullptr;
       if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
         for (int& last : lasts_) ++last;
         continue;
       }
-      follow(step);
+      feed_draft_tokens(step);
       if (const char* problem = fed_.run(seconds_)) return problem;
       for (size_t i = 0; i < lasts_.size(); ++i) lasts_[i] = static_cast<int>(i);
     }
   }
 
  private:
-  // The logits of the next guess of every row that is still there.
-  void say() {
+  // The logits of the next draft token of every remaining row.
+  void compute_logits() {
     logits_after(lasts_);
-    for (size_t i = 0; i < rows_.size(); ++i) tell(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
+    for (size_t i = 0; i < rows_.size(); ++i) scatter_logits(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
   }
 
   void draw(int64_t step) {
@@ -241,12 +242,12 @@ class Chains : public Drafting {
     draw.logits = call_.logits;
     draw.instead = call_.instead;
     draw.first = step;
-    draw_guesses(head_.kernels, pool_, draw, rows_, call_.guesses, call_.chances, call_.laws);
+    draw_draft_tokens(head_.kernels, pool_, draw, rows_, call_.draft_tokens, call_.chances, call_.probabilities);
     for (const int64_t row : rows_) call_.drawn[row] = step + 1;
   }
 
-  // Of the rows those that are to have more guesses.
-  void stay(int64_t drawn) {
+  // Keeps the rows that need more draft tokens.
+  void keep_unfinished(int64_t drawn) {
     size_t kept = 0;
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (call_.counts[rows_[i]] <= drawn) continue;
@@ -257,72 +258,73 @@ class Chains : public Drafting {
     lasts_.resize(kept);
   }
 
-  // The guesses just drawn, each with the state before it: it has no streams yet.
-  void follow(int64_t step) {
+  // The tokens just drawn, each with the state before it: the target has no hidden states for them yet.
+  void feed_draft_tokens(int64_t step) {
     states_.resize(rows_.size() * width_);
     for (size_t i = 0; i < rows_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(lasts_[i]), sizeof(float) * width_);
     fed_.clear();
     for (size_t i = 0; i < rows_.size(); ++i) {
       const int64_t row = rows_[i];
-      float* entering = fed_.add(call_.guesses[row * call_.guess_stride + step], call_.places[row], call_.stop[row] - 1 + step);
+      float* entering = fed_.add(call_.draft_tokens[row * call_.draft_stride + step], call_.places[row], call_.stop[row] - 1 + step);
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
     }
   }
 };
 
-// As src/paceline/drafters/growth.py grows them.
+// Trees as src/paceline/drafters/growth.py grows them.
 class Trees : public Drafting {
  public:
   using Drafting::Drafting;
 
   const char* run() {
-    if (const char* problem = read()) return problem;
-    plant();
+    if (const char* problem = read_text_and_masks()) return problem;
+    start_trees();
     for (int64_t step = 0; !new_.empty(); ++step) {
-      say();
-      if (call_.look && !call_.look()) return nullptr;
-      spread();
-      if (call_.goes_on && !call_.goes_on()) return nullptr;
-      stay(step + 1);
+      compute_logits();
+      if (call_.before_draw && !call_.before_draw()) return nullptr;
+      draw_and_grow();
+      if (call_.continue_drafting && !call_.continue_drafting()) return nullptr;
+      keep_unfinished(step + 1);
       if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
         for (Node& node : new_) node.read = ++node.before;
         continue;
       }
-      if (const char* problem = follow(step)) return problem;
+      if (const char* problem = feed_draft_tokens(step)) return problem;
     }
     return nullptr;
   }
 
  private:
-  // A guess that is new, or a row's text (-1).
+  // A new draft token, or a row's text (-1).
   struct Node {
-    int64_t row, guess;
-    int read;    // where in the last pass it was, or the mask behind it
-    int before;  // likewise what it follows
+    int64_t row, draft;
+    int read;    // its index in the last pass, or that of the mask behind it
+    int before;  // the same for its parent
   };
 
   struct Candidate {
     int64_t parent, token, rank;
     float chance;
-    double survival;  // of it and all that it follows
+    double survival;  // product of the chances on its path
     int before;
   };
 
-  void plant() {
+  void start_trees() {
     for (size_t i = 0; i < rows_.size(); ++i) new_.push_back({rows_[i], -1, lasts_[i], -1});
-    const size_t rows = static_cast<size_t>(call_.rows), guesses = rows * static_cast<size_t>(call_.guess_stride);
+    const size_t rows = static_cast<size_t>(call_.rows), drafted = rows * static_cast<size_t>(call_.draft_stride);
     chain_.assign(rows, -1);
-    survivals_.assign(guesses, 0.0);
-    numbers_.assign(guesses, -1);
+    survivals_.assign(drafted, 0.0);
+    fed_index_.assign(drafted, -1);
   }
 
-  // The logits after what is new, those of a row side by side. What guesses of a parallel head share is said once.
-  void say() {
+  // The logits after the new nodes, those of a row side by side. Nodes of a parallel head that share logits compute
+  // them once.
+  void compute_logits() {
     lasts_.clear();
-    std::vector<size_t> said;
+    std::vector<size_t> written;
     for (const Node& node : new_) {
-      if (said.empty() || lasts_.back() != node.read) lasts_.push_back(node.read);
-      said.push_back(lasts_.size() - 1);
+      if (written.empty() || lasts_.back() != node.read) lasts_.push_back(node.read);
+      written.push_back(lasts_.size() - 1);
     }
     logits_after(lasts_);
     forks_.clear();
@@ -330,12 +332,12 @@ class Trees : public Drafting {
     for (size_t i = 0; i < new_.size(); ++i) {
       const bool beside = i > 0 && new_[i - 1].row == new_[i].row;
       lines_.push_back(beside ? lines_.back() + 1 : new_[i].row * call_.width);
-      forks_.push_back({new_[i].row, new_[i].guess, call_.logits + lines_.back() * head_.spec.fusion->vocabulary});
-      tell(said[i], forks_.back().logits);
+      forks_.push_back({new_[i].row, new_[i].draft, call_.logits + lines_.back() * head_.spec.fusion->vocabulary});
+      scatter_logits(written[i], forks_.back().logits);
     }
   }
 
-  void spread() {
+  void draw_and_grow() {
     for (size_t i = 0; call_.instead && i < forks_.size(); ++i) {
       if (float* instead = call_.instead[lines_[i]]) forks_[i].logits = instead;
     }
@@ -351,34 +353,35 @@ class Trees : public Drafting {
     new_ = grown;
   }
 
-  // The leaders of all, then the seconds, and so on.
+  // All candidates of rank 0, then those of rank 1, and so on.
   std::vector<Candidate> candidates(size_t first, size_t stop) const {
     std::vector<Candidate> found;
     for (int64_t rank = 0; rank < call_.width; ++rank) {
       for (size_t i = first; i < stop; ++i) {
         const size_t at = i * static_cast<size_t>(call_.width) + static_cast<size_t>(rank);
-        const double before = new_[i].guess < 0 ? 1.0 : survivals_[place(new_[i].row, new_[i].guess)];
-        if (!(chances_[at] > 0.0f)) continue;  // nothing is left that may be drawn there
-        found.push_back({new_[i].guess, tokens_[at], rank, chances_[at], before * static_cast<double>(chances_[at]), new_[i].read});
+        const double before = new_[i].draft < 0 ? 1.0 : survivals_[place(new_[i].row, new_[i].draft)];
+        if (!(chances_[at] > 0.0f)) continue;  // no token is left to draw there
+        found.push_back({new_[i].draft, tokens_[at], rank, chances_[at], before * static_cast<double>(chances_[at]), new_[i].read});
       }
     }
     return found;
   }
 
-  // The likeliest become guesses, the chain of leaders always. Each takes a place in the cache.
+  // The most likely candidates become draft tokens, the chain of top-ranked ones always. Each takes a place in the
+  // cache.
   void grow(int64_t row, std::vector<Candidate> found, std::vector<Node>& grown) {
     int64_t& count = call_.drawn[row];
-    const int64_t room = std::min(call_.guess_stride, cache_.capacity - call_.stop[row]) - count;
+    const int64_t room = std::min(call_.draft_stride, cache_.capacity - call_.stop[row]) - count;
     const size_t most = static_cast<size_t>(std::max<int64_t>(0, std::min(call_.width, room)));
     const int64_t chain = chain_[static_cast<size_t>(row)];
-    const auto leads = [&](const Candidate& each) { return each.parent == chain && each.rank == 0; };
+    const auto extends_chain = [&](const Candidate& each) { return each.parent == chain && each.rank == 0; };
     std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.survival > b.survival; });
-    const auto others = std::stable_partition(found.begin(), found.end(), leads);
+    const auto others = std::stable_partition(found.begin(), found.end(), extends_chain);
     if (others != found.begin() && most > 0) chain_[static_cast<size_t>(row)] = count;
     found.resize(std::min(found.size(), most));
     for (const Candidate& each : found) {
       const size_t at = place(row, count);
-      call_.guesses[at] = each.token;
+      call_.draft_tokens[at] = each.token;
       call_.parents[at] = each.parent;
       call_.ranks[at] = each.rank;
       call_.chances[at] = each.chance;
@@ -387,56 +390,56 @@ class Trees : public Drafting {
     }
   }
 
-  // Guesses of rows that are to have deeper ones.
-  void stay(int64_t depth) {
+  // Keeps the nodes of rows that need deeper draft tokens.
+  void keep_unfinished(int64_t depth) {
     const auto ends = [&](const Node& node) { return call_.counts[node.row] <= depth; };
     new_.erase(std::remove_if(new_.begin(), new_.end(), ends), new_.end());
   }
 
-  // The guesses just drawn are read, each with the state at what it follows: it has no streams yet.
-  const char* follow(int64_t step) {
+  // Reads the tokens just drawn, each with its parent's state: the target has no hidden states for them yet.
+  const char* feed_draft_tokens(int64_t step) {
     states_.resize(new_.size() * width_);
     for (size_t i = 0; i < new_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(new_[i].before), sizeof(float) * width_);
     if (step == 0) fed_.clear();
     for (size_t i = 0; i < new_.size(); ++i) {
       Node& node = new_[i];
-      const size_t at = place(node.row, node.guess);
+      const size_t at = place(node.row, node.draft);
       const int64_t parent = call_.parents[at], base = call_.stop[node.row] - 1;
-      numbers_[at] = fed_.count();
-      float* entering = fed_.branch(call_.guesses[at], call_.places[node.row], base + step, base + node.guess,
-                                    parent < 0 ? -1 : numbers_[place(node.row, parent)]);
+      fed_index_[at] = fed_.count();
+      float* entering = fed_.branch(call_.draft_tokens[at], call_.places[node.row], base + step, base + node.draft,
+                                    parent < 0 ? -1 : fed_index_[place(node.row, parent)]);
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
       node.read = static_cast<int>(i);
     }
     return new_.empty() ? nullptr : fed_.run(seconds_);
   }
 
-  size_t place(int64_t row, int64_t guess) const { return static_cast<size_t>(row * call_.guess_stride + guess); }
+  size_t place(int64_t row, int64_t draft) const { return static_cast<size_t>(row * call_.draft_stride + draft); }
 
-  std::vector<Node> new_;           // row after row
-  std::vector<int64_t> lines_;      // where their logits are, in the call's
+  std::vector<Node> new_;       // row after row
+  std::vector<int64_t> lines_;  // where their logits are, in the call's
   std::vector<Fork> forks_;
-  std::vector<int64_t> tokens_;     // drawn after each
+  std::vector<int64_t> tokens_;  // drawn after each node
   std::vector<float> chances_;
-  std::vector<int64_t> chain_;      // the last of each row's leaders of leaders
-  std::vector<double> survivals_;   // of each guess
-  std::vector<int64_t> numbers_;    // among all that were read
+  std::vector<int64_t> chain_;      // per row: the last node of the chain of top-ranked tokens
+  std::vector<double> survivals_;   // per draft token
+  std::vector<int64_t> fed_index_;  // per draft token: its index among all tokens that were read
 };
 
 }  // namespace
 
-void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count) {
+void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count) {
   const size_t width = static_cast<size_t>(head.spec.width);
   std::vector<float> fused(static_cast<size_t>(count) * width);
   head.fuse(pool, features, count, fused.data());
-  for (int i = 0; i < count; ++i) keep(kept, place_of(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
+  for (int i = 0; i < count; ++i) store_state(kept, state_offset(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
 }
 
-void move_streams(const Model& head, const Kept& kept, const std::vector<Move>& moves) {
+void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves) {
   const size_t width = static_cast<size_t>(head.spec.width), item = kept.bf16 ? 2 : 4;
   for (const Move& move : moves) {
-    const uint8_t* from = kept.streams + place_of(kept, move.row, move.from, width) * item;
-    std::memcpy(kept.streams + place_of(kept, move.row, move.to, width) * item, from, width * item);
+    const uint8_t* from = kept.states + state_offset(kept, move.row, move.from, width) * item;
+    std::memcpy(kept.states + state_offset(kept, move.row, move.to, width) * item, from, width * item);
   }
 }
 
@@ -446,10 +449,10 @@ using namespace paceline;
 
 PL_EXPORT void pl_keep_streams(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
                                int count) {
-  keep_streams(*head, *pool, *kept, rows, slots, features, count);
+  keep_states(*head, *pool, *kept, rows, slots, features, count);
 }
 
-// Reads and guesses; returns what is wrong, or null.
+// Reads and drafts; returns an error message, or null.
 PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
   if (call->counts && call->width > 1) return Trees(*head, *pool, *call, *cache, seconds).run();
   return Chains(*head, *pool, *call, *cache, seconds).run();

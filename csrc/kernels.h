@@ -1,5 +1,5 @@
-// What an instruction set provides to the forward pass. Every function gives each token the same bits whatever other
-// tokens are in the call: the order of additions is fixed by K, by the head width and by absolute key positions.
+// The functions of an instruction set. Every function gives each token the same bits, whatever other tokens are in the
+// call: the order of additions is fixed by K, by the head width and by absolute key positions.
 #pragma once
 
 #include <cstddef>
@@ -10,22 +10,22 @@ namespace paceline {
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
 enum class Epilogue { kStore, kAdd, kSwiglu };
 
-constexpr int kPanel = 32;           // output columns that are packed and computed together
-constexpr int kInputMultiple = 64;   // inputs are padded to it: the depth of an AMX tile of bytes
-constexpr int kRowMultiple = 16;     // memory of rows is padded to it: the height of an AMX tile
-constexpr int kKeyBlock = 256;       // keys, aligned to absolute positions, that share one softmax partial
-constexpr int kActivationGroup = 64;  // inputs of a row that share a scale: outliers cost their neighbours alone
-constexpr int kInt8Zero = 128;       // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
+constexpr int kPanel = 32;            // output columns that are packed and computed together
+constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
+constexpr int kRowMultiple = 16;      // memory of rows is padded to it: the height of an AMX tile
+constexpr int kKeyBlock = 256;        // keys, aligned to absolute positions, that share one softmax partial
+constexpr int kActivationGroup = 64;  // inputs of a row that share a scale, so that an outlier costs accuracy only within its group
+constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
 
-// Packed weights: panels of 32 columns, each one linear stream.
-//   int8  [inputs / 4][32][4] bytes, w + 128
-//   bf16  [inputs / 2][32][2] bf16
-//   int4  per group of inputs: 32 fp16 scales, 32 fp16 lows (what code 0 stands for), then [group / 8][32][4] bytes; a byte holds the
-//         values of input i (low bits) and of input i + 4 (high bits)
+// Packed weights: panels of 32 columns, each read sequentially.
+// int8  [inputs / 4][32][4] bytes, w + 128
+// bf16  [inputs / 2][32][2] bf16
+// int4  per group of inputs: 32 fp16 scales, 32 fp16 lows (the value of code 0), then [group / 8][32][4] bytes; a byte
+// holds the values of input i (low bits) and of input i + 4 (high bits)
 // SwiGLU panels hold 16 columns of the gate, then the same 16 of up.
 struct Linear {
   const uint8_t* weights;
-  const float* scales;  // int8: one a column
+  const float* scales;  // int8: one per column
   const float* bias;    // or null
   int32_t inputs;       // padded
   int32_t outputs;      // not padded
@@ -33,12 +33,12 @@ struct Linear {
   int32_t group;  // int4: inputs that share a scale
 };
 
-// The rows that a linear layer reads, quantised once.
+// The input rows of a linear layer, quantised once.
 struct Activations {
-  uint8_t* data;     // int8 or int4 weights: int8; bf16 weights: bf16, or fp32 rounded to bf16 where the ISA lacks bf16
-  size_t stride;     // bytes from row to row
-  float* scales;     // of each row's groups of 64
-  int32_t* sums;     // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
+  uint8_t* data;  // int8 or int4 weights: int8; bf16 weights: bf16, or fp32 rounded to bf16 where the ISA lacks bf16
+  size_t stride;  // bytes from row to row
+  float* scales;  // per row and group of 64
+  int32_t* sums;  // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
   size_t scale_stride, sum_stride;
 };
 
@@ -52,7 +52,7 @@ struct LinearCall {
 };
 
 struct Range {
-  int first, last;  // without `last`
+  int first, last;  // last is exclusive
 };
 
 struct Norm {
@@ -68,7 +68,8 @@ struct Rotary {
   int64_t positions;
 };
 
-// Where the keys lie that a token of a tree sees: up to `from` each at its position, then position p at slots[p - from].
+// Slots of the keys that a tree's token sees: positions below `from` at their own slots, then position p at slots[p -
+// from].
 struct Path {
   int64_t from, last;  // `last`: the token's own position
   const int64_t* slots;
@@ -81,14 +82,14 @@ struct Attention {
   float* out;  // [tokens][out_stride]
   size_t out_stride;
   const int64_t* positions;
-  const int64_t* slots;  // null: positions
-  const Path* paths;     // of every token; null: keys lie at their positions
-  uint8_t* keys;  // this layer's: [row][head][position][dim]
+  const int64_t* slots;  // null: equal to positions
+  const Path* paths;     // per token; null: keys lie at their positions
+  uint8_t* keys;         // of this layer: [row][head][position][dim]
   uint8_t* values;
   size_t row_stride, head_stride, position_stride;  // in elements
   bool bf16;
   int heads, kv_heads, dim;
-  int64_t capacity;  // usable positions: what lies beyond is written at this one and never read
+  int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
   int64_t window;    // 0: unlimited
   float scale;
   const float* q_norm;  // [dim] or null
@@ -96,30 +97,30 @@ struct Attention {
   float epsilon;
 };
 
-// Memory of one thread for lists of tokens: each of draw_scratch_items() items.
+// A thread's memory for lists of tokens: each of draw_scratch_items() items.
 struct DrawScratch {
   int32_t* tokens;
   float* depths;
-  float* rest;  // and their weights: what a search has not decided yet
+  float* rest;  // and their weights: the entries that a search has not decided yet
   int32_t* weights;
 };
 
-// One row of logits to draw a token from. A token's depth is how far it lies below the leader, after temperature.
+// One row of logits to draw a token from. A token's depth is its distance below the largest logit, after temperature.
 struct Draw {
   const float* logits;
   int64_t vocabulary;
-  float temperature;  // 0: the largest logit's token, whatever follows
+  float temperature;  // 0: the largest logit's token, whatever the other settings
   uint32_t key[2];    // of the noise
-  float deepest;      // deeper tokens are out (min-p); infinity: none
-  int64_t top_k;      // a token stays if fewer than so many lie less deep; 0: all
-  float top_p;        // of those left a token stays if less than this share of the mass lies less deep; 1: all
+  float deepest;      // deeper tokens are cut (min-p); infinity: none
+  int64_t top_k;      // a token stays if fewer than top_k tokens are less deep; 0: all
+  float top_p;        // a remaining token stays if less than this fraction of the mass is less deep; 1: all
   DrawScratch scratch;
 };
 
 struct Kernels {
   const char* name;
   bool fp32_activations;  // bf16 weights meet activations that are rounded to bf16 but stored as fp32
-  int max_queries;        // queries of one call of attend
+  int max_queries;        // queries per call of attend
 
   void (*linear)(const LinearCall& call, int first_panel, int last_panel);
   // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has
@@ -128,26 +129,26 @@ struct Kernels {
   void (*rms_norm)(const float* x, const Norm& norm, int padded, float* out);
   // Norm (if any), rotary and cache write of one token.
   void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);
-  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(); then: the
-  // keys that this thread reads next, or null.
+  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the
+  // keys that this thread reads next, to be prefetched, or null.
   void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
   void (*embed)(const Linear& table, int64_t token, float* out);
   int64_t (*draw)(const Draw& draw);
   // The softmax of the logits (temperature 1) at one token.
   float (*likelihood)(const Draw& draw, int64_t token);
-  // What the token is drawn from: probabilities of the whole vocabulary.
-  void (*law)(const Draw& draw, float* out);
-  // The logarithm of that softmax at one token; of the `count` most likely tokens ids and logarithms, best first.
+  // Probabilities of the whole vocabulary after temperature and cuts.
+  void (*probabilities)(const Draw& draw, float* out);
+  // Log-softmax at one token (returned), and ids and log-probabilities of the `count` most likely tokens, best first.
   float (*logprobs)(const Draw& draw, int64_t token, int64_t count, int64_t* ids, float* values);
 };
 
-static inline uint32_t mix(uint32_t x) {  // a 32-bit finaliser, Wellons' lowbias32: all noise comes from it
+static inline uint32_t mix(uint32_t x) {  // Wellons' lowbias32, a 32-bit finaliser: the source of all noise
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
 
-// For a whole vocabulary or what a search begins with; whole vectors are written at the end of a list.
+// For a whole vocabulary or a search's first list; whole vectors are written at the end of a list.
 static inline size_t draw_scratch_items(int64_t vocabulary) { return static_cast<size_t>(vocabulary > 1024 ? vocabulary : 1024) + 32; }
 
 static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -166,7 +167,7 @@ static inline size_t attend_scratch_floats(int queries, int dim) {
 }
 
 const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();      // VNNI, without bf16 instructions
+const Kernels* avx512_kernels();  // VNNI, without bf16 instructions
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();           // in builds with PL_WITH_AMX
 const Kernels* emulated_amx_kernels();  // tiles in memory, for tests

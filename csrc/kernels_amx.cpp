@@ -5,7 +5,7 @@
 namespace paceline {
 
 const Kernels* amx_kernels() {
-  static const Kernels kernels = {"amx", false, 64, linear_on_tiles, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, law, logprobs};
+  static const Kernels kernels = {"amx", false, 64, linear_on_tiles, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

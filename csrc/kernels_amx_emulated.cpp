@@ -6,7 +6,7 @@
 namespace paceline {
 
 const Kernels* emulated_amx_kernels() {
-  static const Kernels kernels = {"amx-emulated", false, 64, linear_on_tiles, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, law, logprobs};
+  static const Kernels kernels = {"amx-emulated", false, 64, linear_on_tiles, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

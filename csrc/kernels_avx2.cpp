@@ -5,7 +5,7 @@
 namespace paceline {
 
 const Kernels* avx2_kernels() {
-  static const Kernels kernels = {"avx2", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, law, logprobs};
+  static const Kernels kernels = {"avx2", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

@@ -6,7 +6,7 @@
 namespace paceline {
 
 const Kernels* avx512_kernels() {
-  static const Kernels kernels = {"avx512-vnni", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, law, logprobs};
+  static const Kernels kernels = {"avx512-vnni", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

@@ -4,7 +4,7 @@
 namespace paceline {
 
 const Kernels* avx512bf16_kernels() {
-  static const Kernels kernels = {"avx512-vnni-bf16", false, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, law, logprobs};
+  static const Kernels kernels = {"avx512-vnni-bf16", false, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

@@ -1,6 +1,7 @@
-// Matrix products on AMX: up to 32 rows by one panel of 32 columns, two by two tiles. A tile of weights is 16 lines of the
-// packed panel: 64 bytes or 32 bf16 of 16 columns. 4-bit weights run on AVX-512, and so do few rows of bytes: their sums are
-// exact, and the rest is done in the same order, so the bits are the same. Sums of bf16 are not: all rows go through tiles.
+// Matrix products on AMX: up to 32 rows by one panel of 32 columns, two by two tiles. A tile of weights is 16 lines of
+// the packed panel: 64 bytes or 32 bf16 of 16 columns. 4-bit weights run on AVX-512, and so do a few rows of bytes:
+// their sums are exact, and the rest is done in the same order, so the bits are the same. Sums of bf16 are not exact:
+// all rows go through tiles.
 #pragma once
 
 #include "linear_avx512.h"
@@ -9,11 +10,11 @@
 namespace paceline {
 namespace {
 
-constexpr int kTileBlock = 2 * kTileRows;  // rows
-constexpr int kFewByteRows = 4;            // a tile takes as long for 1 row as for 16
+constexpr int kTileBlock = 2 * kTileRows;             // rows
+constexpr int kFewByteRows = 4;                       // up to these AVX-512 is faster: a tile takes as long for 1 row as for 16
 constexpr size_t kTileStep = kTileRows * kStepBytes;  // bytes of a panel that two tiles hold: one group of bytes
 
-// A panel's share of prefetching, for each step: as far as the only pass goes, or half of the next panel.
+// A panel's part of prefetching, per step: as far as the only pass reads, or half of the next panel.
 struct TilePrefetch {
   const uint8_t* at;
   bool only_pass;
@@ -110,7 +111,8 @@ struct Bf16Tiles {
   }
 };
 
-// As on AVX-512, a panel comes from memory in the first pass and from the cache in the others, two of which fetch the next.
+// As on AVX-512, a panel comes from memory in the first pass and from the cache in the others, two of which prefetch
+// the next.
 template <template <bool> class B>
 inline void multiply_tiles(const LinearCall& call, int first_panel, int last_panel) {
   const int blocks = (call.rows + kTileBlock - 1) / kTileBlock;  // whole tiles: rows are padded to those, not beyond

@@ -1,4 +1,4 @@
-// Matrix products on AVX-512: some rows by one panel of 32 columns in registers, over all of K.
+// Matrix products on AVX-512: a few rows by one panel of 32 columns in registers, over all of K.
 #pragma once
 
 #include <utility>
@@ -9,18 +9,18 @@ namespace paceline {
 namespace {
 
 constexpr int kMostRows = 12;        // of bf16: 24 sums, 2 weights, 1 activation: 27 of the 32 registers
-constexpr int kMostByteRows = 6;     // half of the registers are the sums over groups: in memory they cost a tenth of the time
-constexpr int kNearRows = 8;          // of bf16: up to these memory alone limits, beyond them arithmetic does, too
-constexpr int kNearByteRows = 4;      // the same of bytes and nibbles
+constexpr int kMostByteRows = 6;     // half of the registers are the sums over groups: in memory they cost 10 % of the time
+constexpr int kNearRows = 8;         // of bf16: up to these only memory limits, beyond them arithmetic does, too
+constexpr int kNearByteRows = 4;     // the same for bytes and nibbles
 constexpr size_t kAhead = 4096;      // bytes that the only pass over a panel prefetches ahead for few rows
-constexpr size_t kFarAhead = 16384;  // and for more
+constexpr size_t kFarAhead = 16384;  // and for more rows
 constexpr size_t kStepBytes = 128;   // of weights: 32 columns of 4 bytes
 
-// Few rows fetch into the first cache. More take so long over a line that the few misses which that cache can wait for
-// would limit them: they fetch into the second, which waits for many.
+// A few rows prefetch into the L1 cache. More rows take so long per line that the L1 cache's few outstanding misses
+// would limit them: they prefetch into L2, which allows many.
 struct Prefetch {
   const uint8_t* at;
-  // Both lines of a step ahead in the stream, or one line of the next panel.
+  // Both lines of a step ahead in the panel, or one line of the next panel.
   template <bool kNear, bool kOnlyPass>
   void step(size_t step) const {
     constexpr auto kInto = kOnlyPass && kNear ? _MM_HINT_T0 : _MM_HINT_T1;
@@ -177,8 +177,8 @@ inline Block block_for(int rows) {
   return block_among<B, kOnlyPass>(rows, std::make_integer_sequence<int, B<1, true>::kMost>());
 }
 
-// A panel's weights come from memory in the first pass and from the cache in the others. Two passes of several fetch the
-// next panel meanwhile, so that neither memory nor arithmetic waits for the other.
+// A panel's weights come from memory in the first pass and from the cache in the others. Two of several passes prefetch
+// the next panel meanwhile, so that neither memory nor arithmetic waits for the other.
 template <template <int, bool> class B>
 inline void multiply(const LinearCall& call, int first_panel, int last_panel) {
   const RowBlocks cut(call.rows, B<1, true>::kMost);

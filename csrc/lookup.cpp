@@ -1,5 +1,5 @@
-// Where the end of each row's text stood before, and what followed it there: src/paceline/drafters/lookup.py says which
-// place wins.
+// Prompt lookup: earlier occurrences of the end of each row's text, and the tokens that follow them.
+// src/paceline/drafters/lookup.py defines which occurrence wins.
 #include <algorithm>
 #include <cstdint>
 #include <unordered_map>
@@ -9,7 +9,7 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kLongestSuffix = 5;
-constexpr int64_t kMostPlaces = 4096;  // of a pair of tokens that are looked at: a text may be the same two over and over
+constexpr int64_t kMostPlaces = 4096;  // occurrences of a pair of tokens that are examined: a text may repeat one pair over and over
 
 struct Row {
   const int64_t* text;
@@ -20,15 +20,15 @@ struct Row {
 
 class Texts;
 
-// texts: where it stands; null: in the row's own text.
+// texts: the texts that contain it; null: the row's own text.
 struct Match {
   const Texts* texts = nullptr;
   int64_t size = 0;
-  int64_t number = 0;  // of the text
+  int64_t number = 0;  // index of the text
   int64_t place = 0;
 };
 
-// How many of the row's last tokens stand in `text` up to and including `place`.
+// Number of the row's last tokens that `text` has up to and including `place`.
 template <typename Token>
 int64_t agreeing(const Row& row, const Token* text, int64_t place) {
   const int64_t most = std::min({kLongestSuffix, row.length, place + 1});
@@ -37,8 +37,8 @@ int64_t agreeing(const Row& row, const Token* text, int64_t place) {
   return size;
 }
 
-// Texts to copy from, which may grow. The places of each pair of tokens that something follows are chained, the latest
-// first; of single tokens the latest place is known.
+// Texts to copy from, which may grow. The places of each pair of tokens that have a successor are chained, the latest
+// first; of single tokens the latest place is stored.
 class Texts {
  public:
   int64_t size(int64_t number) const { return number < count() ? static_cast<int64_t>(texts_[number].size()) : 0; }
@@ -47,15 +47,15 @@ class Texts {
     if (number >= count()) texts_.resize(number + 1);
     std::vector<int32_t>& text = texts_[number];
     for (int64_t i = 0; i < tokens_count; ++i) {
-      if (!text.empty()) note(static_cast<int32_t>(number), text);
+      if (!text.empty()) add_to_index(static_cast<int32_t>(number), text);
       text.push_back(static_cast<int32_t>(tokens[i]));
     }
   }
 
-  // The longest match, if it is longer than `best`, which stands elsewhere.
-  Match longer(const Row& row, Match best) const {
-    for (int64_t looked = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last()));
-         at >= 0 && looked < kMostPlaces && best.size < kLongestSuffix; at = places_[at].before, ++looked) {
+  // The longest match, if it is longer than `best`, which stands in other texts.
+  Match longer_match(const Row& row, Match best) const {
+    for (int64_t visited = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last()));
+         at >= 0 && visited < kMostPlaces && best.size < kLongestSuffix; at = places_[at].before, ++visited) {
       const Place& place = places_[at];
       const int64_t size = agreeing(row, texts_[place.number].data(), place.place);
       if (size > best.size) best = {this, size, place.number, place.place};
@@ -65,11 +65,11 @@ class Texts {
     return at < 0 ? best : Match{this, 1, places_[at].number, places_[at].place};
   }
 
-  // All places where the row's last two tokens stand, the latest first; where there are none the latest of its last one.
-  void every(const Row& row, std::vector<Match>& matches) const {
+  // All places of the row's last two tokens, the latest first; if there are none, the latest place of its last one.
+  void all_matches(const Row& row, std::vector<Match>& matches) const {
     const size_t before = matches.size();
-    for (int64_t looked = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last())); at >= 0 && looked < kMostPlaces;
-         at = places_[at].before, ++looked) {
+    for (int64_t visited = 0, at = row.length < 2 ? -1 : found(pairs_, pair(row.last()[-1], *row.last())); at >= 0 && visited < kMostPlaces;
+         at = places_[at].before, ++visited) {
       const Place& place = places_[at];
       matches.push_back({this, agreeing(row, texts_[place.number].data(), place.place), place.number, place.place});
     }
@@ -77,18 +77,18 @@ class Texts {
     if (matches.size() == before && at >= 0) matches.push_back({this, 1, places_[at].number, places_[at].place});
   }
 
-  // Fills up to k guesses and returns how many there are.
-  int64_t go_on(const Match& match, int64_t k, int64_t* guesses) const {
+  // Copies up to k draft tokens and returns their number.
+  int64_t continue_match(const Match& match, int64_t k, int64_t* draft_tokens) const {
     const std::vector<int32_t>& text = texts_[match.number];
     const int64_t many = std::min(k, static_cast<int64_t>(text.size()) - match.place - 1);
-    std::copy_n(text.data() + match.place + 1, many, guesses);
+    std::copy_n(text.data() + match.place + 1, many, draft_tokens);
     return many;
   }
 
  private:
   using Latest = std::unordered_map<uint64_t, int32_t>;
   struct Place {
-    int32_t number, place, before;  // before: that of the same pair which came before this one, or -1
+    int32_t number, place, before;  // before: the previous place of the same pair, or -1
   };
 
   int64_t count() const { return static_cast<int64_t>(texts_.size()); }
@@ -98,8 +98,8 @@ class Texts {
     return at == latest.end() ? -1 : at->second;
   }
 
-  // The text's last token is about to be followed by another.
-  void note(int32_t number, const std::vector<int32_t>& text) {
+  // Indexes the text's last token, which is about to get a successor.
+  void add_to_index(int32_t number, const std::vector<int32_t>& text) {
     const int32_t here = static_cast<int32_t>(places_.size()), last = static_cast<int32_t>(text.size()) - 1;
     places_.push_back({number, last, -1});
     singles_[pair(-1, text[last])] = here;
@@ -114,16 +114,16 @@ class Texts {
   Latest pairs_, singles_;
 };
 
-// What a row may be guessed from beside its own text and the documents. In `siblings` its own text is that of `number`,
-// and begins where the row's has `first`.
-struct Beside {
+// Further sources of a row beside its own text and the documents. Among `siblings` its own text has the index `number`,
+// and begins at the row's position `first`.
+struct RowSources {
   const Texts* references;
   Texts* siblings;
   int64_t number;
   int64_t first;
 };
 
-// From the end on backwards, so that of equal matches the later one wins.
+// From the end backwards, so that the later of equal matches wins.
 Match in_own_text(const Row& row) {
   Match best;
   for (int64_t place = row.length - 2; place >= 0 && best.size < kLongestSuffix; --place) {
@@ -134,9 +134,9 @@ Match in_own_text(const Row& row) {
   return best;
 }
 
-int64_t continue_own(const Row& row, int64_t place, int64_t k, int64_t* guesses) {
+int64_t continue_own_text(const Row& row, int64_t place, int64_t k, int64_t* draft_tokens) {
   const int64_t period = row.length - 1 - place;
-  for (int64_t i = 0; i < k; ++i) guesses[i] = row.text[place + 1 + i % period];
+  for (int64_t i = 0; i < k; ++i) draft_tokens[i] = row.text[place + 1 + i % period];
   return k;
 }
 
@@ -144,47 +144,48 @@ struct Found {
   int64_t matched = 0, source = 0, count = 0;
 };
 
-// Of equally long matches the first counts: own text, references, siblings, documents. Among siblings stands the row's own
-// text, too, where nothing is longer than what its own search found.
-Found look_up(const Row& row, const Texts* documents, const Beside& beside, int64_t k, int64_t* guesses) {
-  const Texts* others[] = {beside.references, beside.siblings, documents};
+// Of equally long matches the first wins: own text, references, siblings, documents. The siblings include the row's own
+// text, which can only win with a longer match than its own search found.
+Found look_up(const Row& row, const Texts* documents, const RowSources& row_sources, int64_t k, int64_t* draft_tokens) {
+  const Texts* others[] = {row_sources.references, row_sources.siblings, documents};
   Match best = in_own_text(row);
   int64_t source = 0;
   for (int64_t i = 0; i < 3 && best.size < kLongestSuffix; ++i) {
     if (others[i] == nullptr) continue;
-    best = others[i]->longer(row, best);
+    best = others[i]->longer_match(row, best);
     if (best.texts == others[i]) source = i + 1;
   }
   if (best.size == 0) return {};
-  return {best.size, source, best.texts == nullptr ? continue_own(row, best.place, k, guesses) : best.texts->go_on(best, k, guesses)};
+  return {best.size, source, best.texts == nullptr ? continue_own_text(row, best.place, k, draft_tokens) : best.texts->continue_match(best, k, draft_tokens)};
 }
 
-// Whether what is written here goes another way than all continuations before it, or further.
-bool is_new(const int64_t* guesses, int64_t count, const int64_t* before, const int64_t* counts, int64_t ways, int64_t k) {
+// Whether these draft tokens are no prefix of an earlier continuation.
+bool is_new(const int64_t* draft_tokens, int64_t count, const int64_t* before, const int64_t* counts, int64_t ways, int64_t k) {
   for (int64_t way = 0; way < ways; ++way) {
-    if (count <= counts[way] && std::equal(guesses, guesses + count, before + way * k)) return false;
+    if (count <= counts[way] && std::equal(draft_tokens, draft_tokens + count, before + way * k)) return false;
   }
   return count > 0;
 }
 
-// Up to `ways` different continuations, those of the longest matches first: the first is what `look_up` finds. Returns how many.
-int64_t look_up_all(const Row& row, const Texts* documents, const Beside& beside, int64_t ways, int64_t k, int64_t* guesses,
+// Up to `ways` different continuations, those of the longest matches first: the first is that of `look_up`. Returns
+// their number.
+int64_t look_up_all(const Row& row, const Texts* documents, const RowSources& row_sources, int64_t ways, int64_t k, int64_t* draft_tokens,
                     int64_t* counts, int64_t* matched, int64_t* sources) {
-  const Texts* others[] = {beside.references, beside.siblings, documents};
+  const Texts* others[] = {row_sources.references, row_sources.siblings, documents};
   std::vector<Match> matches;
   for (int64_t place = row.length - 2; place >= 0 && static_cast<int64_t>(matches.size()) < kMostPlaces; --place) {
     if (row.text[place] == *row.last()) matches.push_back({nullptr, agreeing(row, row.text, place), 0, place});
   }
   for (const Texts* texts : others) {
-    if (texts != nullptr) texts->every(row, matches);
+    if (texts != nullptr) texts->all_matches(row, matches);
   }
   std::stable_sort(matches.begin(), matches.end(), [](const Match& a, const Match& b) { return a.size > b.size; });
   int64_t made = 0;
   for (const Match& match : matches) {
     if (made == ways) break;
-    int64_t* here = guesses + made * k;
-    const int64_t count = match.texts == nullptr ? continue_own(row, match.place, k, here) : match.texts->go_on(match, k, here);
-    if (!is_new(here, count, guesses, counts, made, k)) continue;
+    int64_t* here = draft_tokens + made * k;
+    const int64_t count = match.texts == nullptr ? continue_own_text(row, match.place, k, here) : match.texts->continue_match(match, k, here);
+    if (!is_new(here, count, draft_tokens, counts, made, k)) continue;
     const Texts** source = std::find(others, others + 3, match.texts);
     counts[made] = count, matched[made] = match.size, sources[made] = match.texts == nullptr ? 0 : 1 + (source - others);
     ++made;
@@ -192,13 +193,13 @@ int64_t look_up_all(const Row& row, const Texts* documents, const Beside& beside
   return made;
 }
 
-// Siblings are first told what the rows have gained. Whether all lengths lie within the width.
-bool catch_up(const Beside* beside, const int64_t* text, int64_t stride, int64_t width, const int64_t* lengths, int64_t rows) {
+// Appends the rows' new tokens to their siblings' texts first. Returns whether all lengths lie within the width.
+bool append_to_siblings(const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width, const int64_t* lengths, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
     if (lengths[i] < 0 || lengths[i] > width) return false;
-    if (beside == nullptr || beside[i].siblings == nullptr) continue;
-    const int64_t known = beside[i].first + beside[i].siblings->size(beside[i].number);
-    beside[i].siblings->append(beside[i].number, text + i * stride + known, lengths[i] - known);
+    if (row_sources == nullptr || row_sources[i].siblings == nullptr) continue;
+    const int64_t known = row_sources[i].first + row_sources[i].siblings->size(row_sources[i].number);
+    row_sources[i].siblings->append(row_sources[i].number, text + i * stride + known, lengths[i] - known);
   }
   return true;
 }
@@ -214,20 +215,21 @@ PL_EXPORT Texts* pl_texts_new() { return new Texts; }
 PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
 PL_EXPORT void pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) { texts->append(number, tokens, count); }
 
-// text: rows of at most `width` tokens, `stride` apart. beside: of each row, or null. Siblings are first told what the
-// rows have gained. guesses [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references, 2 siblings, 3
-// documents. Returns the most guesses that a row has, or -1 if a length is negative or beyond the width.
-PL_EXPORT int64_t pl_lookup(const Texts* documents, const Beside* beside, const int64_t* text, int64_t stride, int64_t width,
-                            const int64_t* lengths, int64_t rows, int64_t k, int64_t* guesses, int64_t* counts, int64_t* matched,
+// text: rows of at most `width` tokens, `stride` apart. row_sources: per row, or null; their siblings' texts are
+// brought up to date first. draft_tokens [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references,
+// 2 siblings, 3 documents. Returns the largest number of draft tokens of a row, or -1 if a length is negative or beyond
+// the width.
+PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width,
+                            const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
                             int64_t* sources) {
-  if (!catch_up(beside, text, stride, width, lengths, rows)) return -1;
+  if (!append_to_siblings(row_sources, text, stride, width, lengths, rows)) return -1;
   int64_t widest = 0;
-  std::fill(guesses, guesses + rows * k, 0);
+  std::fill(draft_tokens, draft_tokens + rows * k, 0);
   for (int64_t i = 0; i < rows; ++i) {
     Found found;
     if (lengths[i] > 0) {
       const Row row = {text + i * stride, lengths[i]};
-      found = look_up(row, documents, beside == nullptr ? Beside{} : beside[i], k, guesses + i * k);
+      found = look_up(row, documents, row_sources == nullptr ? RowSources{} : row_sources[i], k, draft_tokens + i * k);
     }
     matched[i] = found.matched, counts[i] = found.count, sources[i] = found.source;
     widest = std::max(widest, found.count);
@@ -235,17 +237,17 @@ PL_EXPORT int64_t pl_lookup(const Texts* documents, const Beside* beside, const 
   return widest;
 }
 
-// Likewise up to `ways` continuations a row, each unlike those before it: guesses [rows][ways][k]; counts, matched, sources
-// [rows][ways]; made [rows]: how many there are. Returns 0, or -1 if a length is negative or beyond the width.
-PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const Beside* beside, const int64_t* text, int64_t stride, int64_t width,
-                                const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* guesses, int64_t* counts,
+// The same with up to `ways` different continuations per row: draft_tokens [rows][ways][k]; counts, matched, sources
+// [rows][ways]; made [rows]: their number. Returns 0, or -1 if a length is negative or beyond the width.
+PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width,
+                                const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
                                 int64_t* matched, int64_t* sources, int64_t* made) {
-  if (!catch_up(beside, text, stride, width, lengths, rows)) return -1;
+  if (!append_to_siblings(row_sources, text, stride, width, lengths, rows)) return -1;
   for (int64_t i = 0; i < rows; ++i) {
     const Row row = {text + i * stride, lengths[i]};
     const int64_t at = i * ways;
     made[i] = lengths[i] == 0 ? 0
-                              : look_up_all(row, documents, beside == nullptr ? Beside{} : beside[i], ways, k, guesses + at * k,
+                              : look_up_all(row, documents, row_sources == nullptr ? RowSources{} : row_sources[i], ways, k, draft_tokens + at * k,
                                             counts + at, matched + at, sources + at);
   }
   return 0;

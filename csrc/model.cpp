@@ -20,10 +20,10 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
 }
 
 const char* problem_with_trees(const Tokens& t, int64_t capacity) {
-  std::vector<int64_t> text(static_cast<size_t>(t.count));  // of each token, the position at which its row's text ends
+  std::vector<int64_t> text(static_cast<size_t>(t.count));  // per token: the position at which its row's text ends
   for (int i = 0; i < t.count; ++i) {
     const int64_t parent = t.parents[i];
-    if (parent < -1 || parent >= i) return "a token comes before what it follows";
+    if (parent < -1 || parent >= i) return "a token comes before its parent";
     if (parent >= 0 && (t.rows[parent] != t.rows[i] || t.positions[parent] + 1 != t.positions[i])) return "a token does not follow its parent";
     text[static_cast<size_t>(i)] = parent < 0 ? t.positions[i] : text[static_cast<size_t>(parent)];
     if (t.slots[i] < text[static_cast<size_t>(i)] || t.slots[i] >= capacity) return "a slot is in the row's text or outside the cache";
@@ -46,7 +46,7 @@ void Buffer::grow(size_t bytes) {
 
 void Quantised::grow(int rows, int inputs) {
   rows = padded(rows, kRowMultiple);
-  // 4 bytes an input fit every kind of activation; one line more a row keeps rows out of each other's cache sets.
+  // 4 bytes per input fit every kind of activation; one line more per row keeps rows out of each other's cache sets.
   view.stride = static_cast<size_t>(inputs) * 4 + 64;
   view.scale_stride = static_cast<size_t>(inputs) / kActivationGroup;
   view.sum_stride = static_cast<size_t>(inputs) / 16;

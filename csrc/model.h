@@ -1,4 +1,4 @@
-// A llama-like decoder as the C interface hands it over: plain pointers into memory that the caller keeps alive.
+// A llama-like decoder as the C interface passes it: plain pointers into memory that the caller keeps alive.
 #pragma once
 
 #include <atomic>
@@ -21,24 +21,25 @@ struct Layer {
   const float* post_norm;
   const float* q_norm;  // or null
   const float* k_norm;
-  int64_t window;       // 0: unlimited
+  int64_t window;  // 0: unlimited
 };
 
-// What makes a decoder a head that reads its target's streams (src/paceline/drafters/heads/feature.py). Its first layer reads the normed
-// embedding of a token beside the normed hidden state that enters: what the streams were fused to, or what it said last.
+// The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
+// layer reads the normed embedding of a token beside the normed state that enters with it: the fused hidden states of
+// the target, or the head's own last state.
 struct Fusion {
-  Linear fuse;                // of all streams side by side
+  Linear fuse;                // of all hidden states side by side
   const float* stream_norms;  // [streams][padded stream width], or null
-  const float* joint_norm;    // of all streams side by side, or null
+  const float* joint_norm;    // of all hidden states side by side, or null
   const float* hidden_norm;
-  const int64_t* targets;     // the target's number of each of its tokens
-  const float* mask;          // [width], what it reads in place of streams with a guess that is not there yet; null: a head that
-                              // reads its own guesses
-  int64_t mask_token;         // and in place of the guess
-  int64_t vocabulary;         // the target's
+  const int64_t* targets;  // the target's token id of each of the head's tokens
+  const float* mask;       // [width], read in place of hidden states with a draft token that does not exist yet; null: the head
+                           // reads its own draft tokens
+  int64_t mask_token;      // and in place of the draft token
+  int64_t vocabulary;      // the target's
   int32_t streams, stream_width;
-  int32_t normed_residual;    // whether the first layer adds to the normed hidden state
-  int32_t normed_state;       // whether the next step reads what the last norm gave
+  int32_t normed_residual;  // whether the first layer adds to the normed state
+  int32_t normed_state;     // whether the next step reads the output of the last norm
 };
 
 struct ModelSpec {
@@ -46,7 +47,7 @@ struct ModelSpec {
   Linear head;                // its packed columns are the embedding too, unless `embedding` is given
   const uint16_t* embedding;  // bf16 [vocabulary][padded width], or null
   const float* final_norm;
-  const float* cosine;        // [positions][rotary_half]
+  const float* cosine;  // [positions][rotary_half]
   const float* sine;
   int64_t positions;
   int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
@@ -54,19 +55,19 @@ struct ModelSpec {
   const Fusion* fusion;  // or null
 };
 
-// Tokens of every row, row after row: those of row i are numbers starts[i] .. starts[i + 1] - 1.
+// Tokens of every row, row after row: row i has the entries starts[i] .. starts[i + 1] - 1.
 struct Entries {
   const int64_t* starts;  // null: no row has any
   const int64_t* tokens;
   const float* values;
 };
 
-// How the tokens of rows are drawn; SamplingRows of src/paceline/core/rows.py says what each number means. All but the first three
-// may be null, where no row asks for it.
+// Sampling settings of rows; SamplingRows of src/paceline/core/rows.py defines each. All but the first three may be
+// null, if no row uses them.
 struct DrawRows {
   const float* temperature;
   const int64_t* seeds;
-  const int64_t* length;  // of each row's text: the position of its next token
+  const int64_t* length;  // length of each row's text: the position of its next token
   const float* deepest;
   const int64_t* top_k;
   const float* top_p;
@@ -78,92 +79,93 @@ struct DrawRows {
   Entries bias, stops;
 };
 
-// Logits of places: place j of a row follows the first `first` + j of its guesses.
+// Logits at places: place j of a row follows the first `first` + j of its draft tokens.
 struct DrawCall {
   DrawRows by;
-  float* logits;           // of row after row, `stride` floats from place to place; changed while they are read, then as before
-  float* const* instead;   // or null; of each row where its logits lie if not there, or null
-  const int64_t* guesses;  // [rows][guess_stride], or null
-  const int64_t* counts;   // real guesses of each row, or null
-  const int64_t* parents;  // [rows][guess_stride]: the guess that each follows, -1: the unseen token; null: the one before
-  int64_t rows, block;     // places of a row
-  int64_t stride, vocabulary, guess_stride, first;
-  int32_t packed;  // whether only the real guesses have places: counts[row] + 1
+  float* logits;                // row after row, `stride` floats from place to place; changed while they are read, then restored
+  float* const* instead;        // per row: other logits to read in place of these, or null; or null for all rows
+  const int64_t* draft_tokens;  // [rows][draft_stride], or null
+  const int64_t* counts;        // number of draft tokens per row, or null
+  const int64_t* parents;       // [rows][draft_stride]: each draft token's parent, -1: the row's last token; null: chains
+  int64_t rows, block;          // block: places per row
+  int64_t stride, vocabulary, draft_stride, first;
+  int32_t packed;  // whether a row has only counts[row] + 1 places
   uint32_t purpose;
 };
 
 struct LogprobCall {
-  const float* logits;  // as above
+  const float* logits;      // as above
   const int64_t* tokens;    // [rows][block]
-  const int64_t* accepted;  // of each row: places up to this one are asked for
-  const int64_t* wanted;    // of each row: how many of the most likely tokens; -1: nothing at all
+  const int64_t* accepted;  // per row: places up to this one are wanted
+  const int64_t* wanted;    // per row: number of most likely tokens; -1: nothing at all
   const int64_t* counts;
   int64_t rows, block, stride, vocabulary, most;
   int32_t packed;
-  float* own;       // [rows][block]
-  int64_t* ids;     // [rows][block][most]
+  float* own;    // [rows][block]
+  int64_t* ids;  // [rows][block][most]
   float* values;
 };
 
 class Model;
 
-// A target's streams, fused, of every position of every row: what a head reads.
+// The fused hidden states of the target at every position of every row: a head's input.
 struct Kept {
-  uint8_t* streams;  // [row][capacity + 1][head's width]; the last place is for what lies beyond
+  uint8_t* states;  // [row][capacity + 1][head's width]; the last place takes writes beyond the capacity
   int64_t capacity;
   int32_t bf16;
 };
 
-// Guesses of a head, which first reads what it lacks of each row's text: the tokens start .. stop - 1, each at the place before
-// its own, with the streams that are kept there.
+// A call in which a head first reads the tokens of each row's text that it has not computed, then drafts: the tokens
+// start .. stop - 1, each at the place before its own, with the states that are kept there.
 struct DraftCall {
-  DrawRows by;             // where guesses are drawn
-  const int64_t* text;     // [place][text_stride]
+  DrawRows by;          // sampling settings of the draft tokens
+  const int64_t* text;  // [place][text_stride]
   int64_t text_stride;
   Kept kept;
   int64_t rows;
-  const int64_t* places;   // of the rows in the text, in what is kept and in the cache
+  const int64_t* places;  // the rows' numbers in the text, in `kept` and in the cache
   const int64_t *start, *stop;
-  const int64_t* counts;   // guesses that each row is to have, at most `guess_stride`; a row that is to have none reads nothing.
-                           // Null: all rows read, and none has any
-  int64_t guess_stride;
-  int64_t* guesses;        // [rows][guess_stride]
-  int64_t* drawn;          // of each row: guesses; none after a text of one token, which has no streams yet
-  float* chances;          // [rows][guess_stride], or null: the softmax at each guess; never null in trees
-  float* laws;             // [guess_stride][rows][vocabulary], or null: what each was drawn from
-  float* logits;           // [rows][width][vocabulary], a probability of 0 wherever the head says nothing
-  float* const* instead;   // [rows][width], or null: where the logits lie that count in their place, or null: what `look` leaves there
-  int32_t (*look)();       // called before each draw of all rows; null: nobody looks. 0: nothing more is drawn
-  int32_t (*goes_on)();    // asked after each guess of all rows; null: always
+  const int64_t* counts;  // draft tokens wanted per row, at most `draft_stride`; a row that wants none reads nothing.
+                          // Null: all rows read, and no row drafts
+  int64_t draft_stride;
+  int64_t* draft_tokens;           // [rows][draft_stride]
+  int64_t* drawn;                  // per row: draft tokens drawn; none after a text of one token, which has no hidden states yet
+  float* chances;                  // [rows][draft_stride], or null: softmax at each draft token; never null in trees
+  float* probabilities;            // [draft_stride][rows][vocabulary], or null: the distribution that each was drawn from
+  float* logits;                   // [rows][width][vocabulary]; initialised to a probability of 0, as the head writes only its own tokens
+  float* const* instead;           // [rows][width], or null: other logits to use in their place, or null; set by `before_draw`
+  int32_t (*before_draw)();        // called before each draw of all rows, or null; returns 0 to stop
+  int32_t (*continue_drafting)();  // called after each draft token of all rows, or null; returns 0 to stop
   uint32_t purpose;
-  int64_t width;           // 1: chains. Else trees: so many leaders follow each guess, and so many guesses a row stay of each depth.
-                           // counts are depths then, and the guesses of the last depth have the row's logits in their order
-  int64_t *parents, *ranks;  // [rows][guess_stride], of trees: the guess that each follows, -1: the text; which of its leaders it is
+  int64_t width;             // 1: chains. Else trees: top-ranked tokens drawn per node, and draft tokens kept per row and depth.
+                             // counts are then depths, and a row's draft tokens of the last depth have its logits in
+                             // their order
+  int64_t *parents, *ranks;  // [rows][draft_stride], of trees: each draft token's parent, -1: the text; its rank among its siblings
 };
 
-// A round of the coupled rule: row i's unseen token and its counts[i] guesses are verified, judged and committed. Guesses lie side
-// by side behind the text; of trees those that are kept then move to where they would lie without the others.
+// A round of the coupled rule: row i's last token and its counts[i] draft tokens are verified, accepted and committed.
+// Draft tokens lie side by side behind the text; in trees the accepted ones then move to their final slots.
 struct RoundCall {
   DrawRows by;
   TextRows text;
-  const int64_t* places;   // of the rows in the cache
-  const int64_t* guesses;  // [rows][guess_stride]
-  const int64_t* counts;   // less than `block`
-  const int64_t* parents;  // [rows][guess_stride]: the guess that each follows, one before it, -1: the unseen token; null: chains
-  int64_t guess_stride, rows, block;
-  int64_t* tokens;    // [rows][block]: what is drawn, up to the first that is not the guess
-  int64_t* accepted;  // of each row: guesses kept
-  int64_t* gained;    // of each row: tokens, as TextRows::gain says
-  int64_t* path;      // [rows][guess_stride], of trees: the guesses kept, in their order
-  float* hidden;      // [room][width] and [room][vocabulary], to be used up
+  const int64_t* places;        // the rows' numbers in the cache
+  const int64_t* draft_tokens;  // [rows][draft_stride]
+  const int64_t* counts;        // less than `block`
+  const int64_t* parents;       // [rows][draft_stride]: each draft token's parent, an earlier one, -1: the row's last token; null: chains
+  int64_t draft_stride, rows, block;
+  int64_t* tokens;    // [rows][block]: the target's draws, up to the first that matches no draft token
+  int64_t* accepted;  // per row: draft tokens accepted
+  int64_t* gained;    // per row: tokens appended (TextRows::gain)
+  int64_t* path;      // [rows][draft_stride], of trees: the accepted draft tokens, in order
+  float* hidden;      // hidden [room][width] and logits [room][vocabulary]: scratch memory
   float* logits;
-  int64_t room;       // for the unseen tokens and the guesses of all rows
+  int64_t room;  // at least the number of last tokens and draft tokens of all rows
   uint32_t purpose;
-  Model* head;        // or null; keeps the streams of what is read
+  Model* head;  // or null; keeps the hidden states of what the target reads
   Kept kept;
   const int64_t* taps;
   int64_t tap_count;
-  float* features;    // [room][tap_count][width]
+  float* features;  // [room][tap_count][width]
 };
 
 struct Cache {
@@ -174,24 +176,24 @@ struct Cache {
   int32_t bf16;
 };
 
-// nodes.Nodes: what a pass reads.
+// The input of a forward pass (nodes.Nodes).
 struct Tokens {
   const int64_t* tokens;
   const int64_t* rows;
   const int64_t* positions;
   const int64_t* slots;    // where keys and values go; null: at their positions
-  const int64_t* parents;  // the token that each follows, -1: the row's text; null: chains
+  const int64_t* parents;  // index of each token's parent, -1: the row's text; null: chains
   int count;
-  const float* entering = nullptr;  // [tokens][width]: the hidden states that a head reads beside the tokens
-  int read = 0;            // so many were read before: they are there to be followed
+  const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens
+  int read = 0;                     // number of leading tokens that an earlier pass computed; they only serve as parents
 };
 
-// What a pass gives of every token.
-struct Streams {
-  float* hidden;  // [tokens][width]
+// The outputs of a forward pass.
+struct PassOutputs {
+  float* hidden;        // [tokens][width]
   const int64_t* taps;  // layers
   int tap_count;
-  float* features;  // [tokens][tap_count][width]: what enters each of these layers; what leaves the last enters one more
+  float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output
 };
 
 enum Phase { kEmbed, kPrepare, kProducts, kRotary, kAttention, kPhases };
@@ -218,7 +220,7 @@ struct Quantised {
   void grow(int rows, int inputs);
 };
 
-struct Scratch {  // of one thread
+struct Scratch {  // per thread
   Quantised rows;
   Buffer normed, attention;
 };
@@ -227,9 +229,9 @@ class Model {
  public:
   Model(const ModelSpec& spec, const Kernels& kernels);
 
-  void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const Streams& out, double* seconds);
+  void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
-  void fuse(Pool& pool, const float* features, int rows, float* out);  // a head's: [rows][streams][stream width] -> [rows][width]
+  void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][streams][stream width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t vocabulary() const { return spec.head.outputs; }
   int64_t read_vocabulary() const { return spec.fusion ? spec.fusion->vocabulary : vocabulary(); }
@@ -252,35 +254,36 @@ class Model {
   std::vector<std::atomic<int>> next_unit_;
 };
 
-// Draws the next guess of these rows, in their places' order: `call` has one place a row. chances, laws: as in DraftCall.
-void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
-                  float* chances, float* laws);
+// Draws the next draft token of these rows, in their places' order: `call` has one place per row. chances,
+// probabilities: as in DraftCall.
+void draw_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* draft_tokens,
+                  float* chances, float* probabilities);
 
-// Behind this guess of a row, or behind its text (-1), leaders are drawn. logits: the whole vocabulary's, changed while they are
-// read, then as before.
+// A node whose children are drawn: a draft token of a row, or its text (-1). logits: of the whole vocabulary, changed
+// while they are read, then restored.
 struct Fork {
-  int64_t row, guess;
+  int64_t row, draft;
   float* logits;
 };
 
-// Draws `width` tokens of each fork, each without those before it, and the chance of each to be what the target draws there:
-// tokens, chances [forks][width]. Of the call no logits are read and no counts; its parents are not null.
+// Draws `width` different tokens per fork, and each one's probability of being the target's draw there: tokens, chances
+// [forks][width]. The call's logits and counts are not read; its parents are not null.
 void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<Fork>& forks, int64_t width,
                   int64_t* tokens, float* chances);
 
-// Fuses the streams of tokens and keeps them.
-void keep_streams(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);
+// Fuses the hidden states of tokens and keeps the result.
+void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count);
 
-// A guess of a row that was kept: from its slot to the one where the text has it.
+// An accepted draft token's move from its slot to its final one.
 struct Move {
   int64_t row, from, to;
 };
 
-void move_streams(const Model& head, const Kept& kept, const std::vector<Move>& moves);
+void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
 
-const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; `problem_with` has found none
+const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with
 
-// The share of `thread` in `count` things.
+// The part of `count` items that `thread` handles.
 struct Share : Range {
   Share(int count, int thread, int threads)
       : Range{static_cast<int>(static_cast<int64_t>(count) * thread / threads),

@@ -13,9 +13,9 @@ namespace {
 
 constexpr int kSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer than most waits at a barrier without a preemption
 constexpr int kSpinsAYield = 64;
-// To wake a thread takes 50 to 90 us in a virtual machine, and a round's calls are as far apart as Python takes between them.
+// Waking a thread takes 50 to 90 us in a virtual machine, and Python takes up to 2 ms between a round's calls.
 constexpr auto kBeforeSleep = std::chrono::milliseconds(2);
-constexpr unsigned kDefaultMxcsr = 0x1f80;  // round to nearest even, denormals kept: the bits must not depend on the caller
+constexpr unsigned kDefaultMxcsr = 0x1f80;  // round to nearest even, denormals kept: bits must not depend on the caller
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -33,8 +33,8 @@ bool changes(const std::atomic<uint32_t>& word, uint32_t value, int spins) {
   return false;
 }
 
-// Returns when word no longer holds value: spins, then lets others run in between, then sleeps. Sleepers are counted so
-// that the waker saves the system call when none sleeps.
+// Returns when word no longer holds value: spins, then yields, then sleeps. Sleepers are counted, so that waking skips
+// the system call when no thread sleeps.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& sleepers) {
   if (changes(word, value, kSpins)) return;
   const auto began = std::chrono::steady_clock::now();

@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-// Threads meet here: they spin (phases of a forward pass take microseconds), after a while let others run, at last sleep.
+// A barrier: threads spin (phases of a forward pass take microseconds), then yield, then sleep.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}

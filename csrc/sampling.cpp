@@ -1,5 +1,5 @@
-// Which tokens follow: what src/paceline/core/sampling.py says, place by place. A row's places are its own: nothing here depends on
-// other rows, and rows are shared out over the threads.
+// Drawing tokens place by place, as src/paceline/core/sampling.py defines it. A row does not depend on other rows, and
+// rows are divided among the threads.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,7 +9,7 @@
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
-#if defined(__x86_64__) && defined(__GLIBC__)  // draw.h says why
+#if defined(__x86_64__) && defined(__GLIBC__)  // draw.h explains why
 __asm__(".symver log, log@GLIBC_2.2.5");
 __asm__(".symver exp, exp@GLIBC_2.2.5");
 #endif
@@ -25,7 +25,7 @@ void noise_key(uint64_t seed, int64_t position, uint32_t purpose, uint32_t* key)
   key[1] = mix(mix(mix(high ^ 0x85ebca6bu) ^ low) ^ at ^ salt);
 }
 
-// What a thread needs while it draws, kept for the next time.
+// A thread's memory for drawing, kept for the next call.
 class Workspace {
  public:
   DrawScratch lists(int64_t vocabulary) {
@@ -39,15 +39,15 @@ class Workspace {
     return {tokens_.data(), depths_.data(), rest_.data(), weights_.data()};
   }
 
-  // How often each token has been seen: [vocabulary] zeros, to be left as zeros.
+  // Occurrences of each token: [vocabulary] zeros, to be left as zeros.
   uint32_t* counts(int64_t vocabulary) {
     if (counts_.size() < static_cast<size_t>(vocabulary)) counts_.resize(static_cast<size_t>(vocabulary));
     return counts_.data();
   }
 
-  std::vector<int64_t> seen;                      // the tokens that were
-  std::vector<std::pair<int64_t, float>> before;  // logits as they were
-  std::vector<std::pair<int64_t, float>> taken;   // likewise, of tokens that were drawn
+  std::vector<int64_t> seen;                      // tokens with a count
+  std::vector<std::pair<int64_t, float>> before;  // original logits
+  std::vector<std::pair<int64_t, float>> taken;   // the same for tokens that were drawn
 
   static Workspace& own() {
     static thread_local Workspace workspace;
@@ -73,7 +73,7 @@ class Adjustments {
     penalises_ = presence_ != 0.0f || frequency_ != 0.0f || repetition_ != 1.0f;
     if (!penalises_) return;
     const int64_t* text = by.text + row * by.text_stride;
-    for (int64_t i = repetition_ == 1.0f ? by.prompt_length[row] : 0; i < by.length[row]; ++i) see(text[i], i >= by.prompt_length[row]);
+    for (int64_t i = repetition_ == 1.0f ? by.prompt_length[row] : 0; i < by.length[row]; ++i) count(text[i], i >= by.prompt_length[row]);
   }
   ~Adjustments() {
     for (const int64_t token : workspace_.seen) counts_[token] = 0;
@@ -82,11 +82,11 @@ class Adjustments {
   Adjustments(const Adjustments&) = delete;
   Adjustments& operator=(const Adjustments&) = delete;
 
-  void follow(int64_t guess) {
-    if (penalises_) see(guess, true);
+  void append(int64_t token) {
+    if (penalises_) count(token, true);
   }
 
-  // The logits of the token that will have this position.
+  // Adjusts the logits of the token that will have this position.
   void apply(float* logits, int64_t position) {
     each(by_.bias, [&](int64_t i) { change(logits, by_.bias.tokens[i], [&](float x) { return x + by_.bias.values[i]; }); });
     for (const int64_t token : workspace_.seen) change(logits, token, [&](float x) { return penalised(x, counts_[token] / 2); });
@@ -101,8 +101,8 @@ class Adjustments {
   }
 
  private:
-  // An odd count: seen; half of it: how often in the answer.
-  void see(int64_t token, bool answer) {
+  // Odd: the token occurs; half of it: its occurrences in the answer.
+  void count(int64_t token, bool answer) {
     if (token < 0 || token >= vocabulary_) return;
     if (!counts_[token]) workspace_.seen.push_back(token);
     counts_[token] = (counts_[token] | 1) + (answer ? 2 : 0);
@@ -145,7 +145,7 @@ Draw draw_of(const DrawCall& call, int64_t row, int64_t position, const float* l
   return draw;
 }
 
-// Where each row's first place is.
+// The first place of each row.
 template <class Call>
 std::vector<int64_t> first_places(const Call& call) {
   std::vector<int64_t> starts(static_cast<size_t>(call.rows));
@@ -165,7 +165,7 @@ void for_every_row(Pool& pool, int64_t rows, Work work) {
   });
 }
 
-// Where a row's logits lie, and how far from place to place.
+// The address of a row's logits, and the stride from place to place.
 struct RowLogits {
   RowLogits(const DrawCall& call, int64_t row, int64_t first_place) {
     const bool elsewhere = call.instead && call.instead[row];
@@ -177,31 +177,31 @@ struct RowLogits {
   int64_t stride;
 };
 
-// The guess after this place that foresaw the token; -1 if none did.
-int64_t foreseen(const DrawCall& call, int64_t row, int64_t place, int64_t token) {
-  const int64_t* guesses = call.guesses + row * call.guess_stride;
-  if (!call.parents) return place < call.counts[row] && guesses[place] == token ? place : -1;
-  const int64_t* parents = call.parents + row * call.guess_stride;
-  for (int64_t guess = place; guess < call.counts[row]; ++guess) {  // they come after what they follow
-    if (parents[guess] == place - 1 && guesses[guess] == token) return guess;
+// The draft token at this place that equals the token; -1 if there is none.
+int64_t matching_draft(const DrawCall& call, int64_t row, int64_t place, int64_t token) {
+  const int64_t* draft_tokens = call.draft_tokens + row * call.draft_stride;
+  if (!call.parents) return place < call.counts[row] && draft_tokens[place] == token ? place : -1;
+  const int64_t* parents = call.parents + row * call.draft_stride;
+  for (int64_t draft = place; draft < call.counts[row]; ++draft) {  // parents come before their children
+    if (parents[draft] == place - 1 && draft_tokens[draft] == token) return draft;
   }
   return -1;
 }
 
-// The logarithm of the softmax of a place's logits as the model gave them, at one token. place: of all rows'.
+// Log-softmax of a place's unadjusted logits at one token. place: counted over all rows.
 float own_logprob(const Kernels& kernels, const DrawCall& call, int64_t place, int64_t token, const DrawScratch& scratch) {
   const Draw draw = {call.logits + place * call.stride, call.vocabulary, 1.0f, {0, 0}, __builtin_inff(), 0, 1.0f, scratch};
   return kernels.logprobs(draw, token, 0, nullptr, nullptr);
 }
 
-// visit(draw, row, place) for the places of a row, each after the guesses before it.
+// Calls visit(draw, row, place) for the places of a row, each after the draft tokens before it.
 template <class Visit>
 void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit visit) {
   Workspace& workspace = Workspace::own();
   const DrawScratch scratch = workspace.lists(call.vocabulary);
   Adjustments adjustments(call.by, row, call.vocabulary, workspace);
-  const int64_t* guesses = call.guesses + row * call.guess_stride;
-  for (int64_t i = 0; i < call.first; ++i) adjustments.follow(guesses[i]);
+  const int64_t* draft_tokens = call.draft_tokens + row * call.draft_stride;
+  for (int64_t i = 0; i < call.first; ++i) adjustments.append(draft_tokens[i]);
   const RowLogits places(call, row, first_place);
   for (int64_t place = 0; place < call.block; ++place) {
     float* logits = places.at(place);
@@ -209,7 +209,7 @@ void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit 
     adjustments.apply(logits, position);
     visit(draw_of(call, row, position, logits, scratch), row, place);
     adjustments.restore(logits);
-    if (call.first + place < call.guess_stride) adjustments.follow(guesses[call.first + place]);
+    if (call.first + place < call.draft_stride) adjustments.append(draft_tokens[call.first + place]);
   }
 }
 
@@ -220,8 +220,8 @@ void at_places(Pool& pool, const DrawCall& call, Visit visit) {
   for_every_row(pool, call.rows, [&](int64_t row) { at_places_of(call, row, starts[static_cast<size_t>(row)], visit); });
 }
 
-// growth.candidates: the leaders of these logits and their probabilities.
-void lead(const Kernels& kernels, const Draw& draw, float* logits, int64_t width, int64_t* tokens, float* chances,
+// The top-ranked tokens of these logits and their probabilities (growth.candidates).
+void draw_top(const Kernels& kernels, const Draw& draw, float* logits, int64_t width, int64_t* tokens, float* chances,
           std::vector<std::pair<int64_t, float>>& taken) {
   float left = 1.0f;
   for (int64_t rank = 0; rank < width; ++rank) {
@@ -236,8 +236,9 @@ void lead(const Kernels& kernels, const Draw& draw, float* logits, int64_t width
   for (; !taken.empty(); taken.pop_back()) logits[taken.back().first] = taken.back().second;
 }
 
-// growth._shares: each token's part of the weights of all, noise included; what is not there weighs as much as the last.
-void share(const Draw& draw, int64_t width, const int64_t* tokens, float* chances) {
+// Each token's share of all weights, noise included; the remaining tokens weigh as much as the last one
+// (growth._shares).
+void noisy_shares(const Draw& draw, int64_t width, const int64_t* tokens, float* chances) {
   constexpr double kLeastTemperature = 1e-30;
   std::vector<double> weights(static_cast<size_t>(width));
   double top = -__builtin_inf(), all = 0.0;
@@ -266,27 +267,27 @@ void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, cons
     Workspace& workspace = Workspace::own();
     Adjustments adjustments(call.by, fork.row, call.vocabulary, workspace);
     int64_t position = call.by.length[fork.row];
-    for (int64_t at = fork.guess; at >= 0; at = call.parents[fork.row * call.guess_stride + at], ++position) {
-      adjustments.follow(call.guesses[fork.row * call.guess_stride + at]);
+    for (int64_t at = fork.draft; at >= 0; at = call.parents[fork.row * call.draft_stride + at], ++position) {
+      adjustments.append(call.draft_tokens[fork.row * call.draft_stride + at]);
     }
     adjustments.apply(fork.logits, position);
     const Draw draw = draw_of(call, fork.row, position, fork.logits, workspace.lists(call.vocabulary));
     std::fill(chances + i * width, chances + (i + 1) * width, 0.0f);
-    lead(kernels, draw, fork.logits, most, tokens + i * width, chances + i * width, workspace.taken);
-    if (draw.temperature > 0.0f) share(draw, most, tokens + i * width, chances + i * width);
+    draw_top(kernels, draw, fork.logits, most, tokens + i * width, chances + i * width, workspace.taken);
+    if (draw.temperature > 0.0f) noisy_shares(draw, most, tokens + i * width, chances + i * width);
     adjustments.restore(fork.logits);
   });
 }
 
-void draw_guesses(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* guesses,
-                  float* chances, float* laws) {
+void draw_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<int64_t>& rows, int64_t* draft_tokens,
+                  float* chances, float* probabilities) {
   for_every_row(pool, static_cast<int64_t>(rows.size()), [&](int64_t i) {
     const int64_t each = rows[static_cast<size_t>(i)];
     at_places_of(call, each, each, [&](const Draw& draw, int64_t row, int64_t) {
-      const int64_t token = kernels.draw(draw), at = row * call.guess_stride + call.first;
+      const int64_t token = kernels.draw(draw), at = row * call.draft_stride + call.first;
       if (chances) chances[at] = kernels.likelihood(draw, token);
-      if (laws) kernels.law(draw, laws + (call.first * call.rows + row) * call.vocabulary);
-      guesses[at] = token;
+      if (probabilities) kernels.probabilities(draw, probabilities + (call.first * call.rows + row) * call.vocabulary);
+      draft_tokens[at] = token;
     });
   });
 }
@@ -302,9 +303,9 @@ PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call,
   });
 }
 
-// Draws each row's tokens [block] up to the first that no guess foresaw; accepted: how many were foreseen; path, or null: by
-// which guesses [guess_stride]; scored [rows], or null: not 0 where the tokens' log-probabilities under the model are wanted,
-// too: own [block]. The rest stays.
+// Draws each row's tokens [block] up to the first that matches no draft token; accepted: number of matches; path, or
+// null: the matching draft tokens [draft_stride]; scored [rows], or null: nonzero where the tokens' log-probabilities
+// under the model are wanted, in own [block]. Other elements stay.
 PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
                          const int64_t* scored, float* own) {
   const std::vector<int64_t> starts = first_places(*call);
@@ -324,19 +325,19 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
       if (scored && scored[row]) {
         own[row * call->block + depth] = own_logprob(*kernels, *call, starts[static_cast<size_t>(row)] + place, token, scratch);
       }
-      const int64_t guess = foreseen(*call, row, place, token);
-      if (guess < 0) break;
-      if (path) path[row * call->guess_stride + depth] = guess;
-      adjustments.follow(token);
-      place = guess + 1;
+      const int64_t draft = matching_draft(*call, row, place, token);
+      if (draft < 0) break;
+      if (path) path[row * call->draft_stride + depth] = draft;
+      adjustments.append(token);
+      place = draft + 1;
     }
   });
 }
 
-// What tokens are drawn from: out [rows][block][vocabulary].
+// The distributions that tokens are drawn from: out [rows][block][vocabulary].
 PL_EXPORT void pl_law(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
-    kernels->law(draw, out + (row * call->block + place) * call->vocabulary);
+    kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
   });
 }
 
@@ -364,31 +365,31 @@ PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall
   });
 }
 
-// Gives the first `rows` rows accepted[row] + 1 tokens of [rows][block]; gained: how many each kept.
+// Appends accepted[row] + 1 tokens of [rows][block] to the first `rows` rows; gained: tokens appended per row.
 PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block, const int64_t* accepted, int64_t rows, int64_t* gained) {
   for (int64_t row = 0; row < rows; ++row) gained[row] = by->gain(row, tokens + row * block, accepted[row] + 1);
 }
 
 namespace {
 
-// The guess that each guess of a row follows.
-struct Follows {
-  Follows(const RoundCall& call, int64_t row) : parents(call.parents ? call.parents + row * call.guess_stride : nullptr) {}
-  int64_t operator[](int64_t guess) const { return parents ? parents[guess] : guess - 1; }
+// The parent of each draft token of a row.
+struct Parents {
+  Parents(const RoundCall& call, int64_t row) : parents(call.parents ? call.parents + row * call.draft_stride : nullptr) {}
+  int64_t operator[](int64_t draft) const { return parents ? parents[draft] : draft - 1; }
   const int64_t* parents;
 };
 
-// The tokens of a round: each row's last one, which the target has not seen, and its guesses.
+// The tokens of a round: each row's last one, which the target has not computed, and its draft tokens.
 class RoundTokens {
  public:
   explicit RoundTokens(const RoundCall& call) : is_tree_(call.parents != nullptr) {
     for (int64_t row = 0; row < call.rows; ++row) {
       const int64_t last = call.text.length[row] - 1, root = static_cast<int64_t>(tokens_.size());
-      const Follows follows(call, row);
+      const Parents parent_of(call, row);
       add(call, row, call.text.text[row * call.text.text_stride + last], last, last, -1);
-      for (int64_t guess = 0; guess < call.counts[row]; ++guess) {
-        const int64_t parent = root + 1 + follows[guess], before = positions_[static_cast<size_t>(parent)];
-        add(call, row, call.guesses[row * call.guess_stride + guess], before + 1, last + 1 + guess, parent);
+      for (int64_t draft = 0; draft < call.counts[row]; ++draft) {
+        const int64_t parent = root + 1 + parent_of[draft], before = positions_[static_cast<size_t>(parent)];
+        add(call, row, call.draft_tokens[row * call.draft_stride + draft], before + 1, last + 1 + draft, parent);
       }
     }
   }
@@ -396,7 +397,7 @@ class RoundTokens {
     return {tokens_.data(), rows_.data(), positions_.data(), is_tree_ ? slots_.data() : nullptr, is_tree_ ? parents_.data() : nullptr,
             static_cast<int>(tokens_.size())};
   }
-  const int64_t* lines() const { return lines_.data(); }  // of each token: its row
+  const int64_t* lines() const { return lines_.data(); }  // per token: its row
   const int64_t* slots() const { return slots_.data(); }  // of chains, too
 
  private:
@@ -413,26 +414,26 @@ class RoundTokens {
   std::vector<int64_t> tokens_, rows_, lines_, positions_, slots_, parents_;
 };
 
-// What is wrong with the shape of a round's guesses, or null.
-const char* problem_with_guesses(const RoundCall& call) {
+// An error message about the shape of a round's draft tokens, or null.
+const char* problem_with_draft(const RoundCall& call) {
   for (int64_t row = 0; row < call.rows; ++row) {
     const int64_t count = call.counts[row];
     if (call.text.length[row] < 1) return "a row has no text";
-    if (count < 0 || count >= call.block || count > call.guess_stride) return "a row's guesses do not fit";
-    const Follows follows(call, row);
-    for (int64_t guess = 0; guess < count; ++guess) {
-      if (follows[guess] < -1 || follows[guess] >= guess) return "a token comes before what it follows";
+    if (count < 0 || count >= call.block || count > call.draft_stride) return "a row has more draft tokens than fit";
+    const Parents parent_of(call, row);
+    for (int64_t draft = 0; draft < count; ++draft) {
+      if (parent_of[draft] < -1 || parent_of[draft] >= draft) return "a token comes before its parent";
     }
   }
   return nullptr;
 }
 
-// Of trees: the guesses that were kept and lie elsewhere than where the text will have them. A guess is never before its place on
-// the path, so moved in this order none is overwritten that is still to move.
+// For trees: the accepted draft tokens that do not lie at their final slots. A draft token is never before its place on
+// the path, so moves in this order overwrite nothing that has yet to move.
 std::vector<Move> moves_of(const RoundCall& call) {
   std::vector<Move> moves;
   for (int64_t row = 0; call.parents && row < call.rows; ++row) {
-    const int64_t behind = call.text.length[row], *path = call.path + row * call.guess_stride;
+    const int64_t behind = call.text.length[row], *path = call.path + row * call.draft_stride;
     for (int64_t place = 0; place < call.accepted[row]; ++place) {
       if (path[place] != place) moves.push_back({row, behind + path[place], behind + place});
     }
@@ -440,7 +441,7 @@ std::vector<Move> moves_of(const RoundCall& call) {
   return moves;
 }
 
-// The twin of src/paceline/core/row_tables.py's RowTables.keep. places: of the rows in the cache.
+// Reference implementation: RowTables.keep in src/paceline/core/row_tables.py. places: the rows' numbers in the cache.
 void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const int64_t* places, const std::vector<Move>& moves) {
   const int64_t item = cache.bf16 ? 2 : 4;
   in_parallel(pool, [&](int thread) {
@@ -461,35 +462,35 @@ void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, co
 
 }  // namespace
 
-// Verifies the guesses, accepts them while they are the target's own draws, keeps what was read of those, and commits. Returns what
-// is wrong, or null.
+// Verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
+// and commits. Returns an error message, or null.
 PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
-  if (const char* problem = problem_with_guesses(*call)) return problem;
+  if (const char* problem = problem_with_draft(*call)) return problem;
   const RoundTokens fed(*call);
   const Tokens tokens = fed.view();
-  if (tokens.count > call->room) return "there is no room for the logits of so many tokens";
+  if (tokens.count > call->room) return "the logits' memory is too small for the round's tokens";
   if (const char* problem = model->problem_with(tokens, *cache)) return problem;
   if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
-  const Streams out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
+  const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
   model->forward(*pool, tokens, *cache, out, seconds);
-  if (call->head) keep_streams(*call->head, *pool, call->kept, fed.lines(), fed.slots(), call->features, tokens.count);
+  if (call->head) keep_states(*call->head, *pool, call->kept, fed.lines(), fed.slots(), call->features, tokens.count);
   model->logits(*pool, call->hidden, tokens.count, call->logits);
   DrawCall draw = {};
   draw.by = call->by;
   draw.logits = call->logits;
-  draw.guesses = call->guesses;
+  draw.draft_tokens = call->draft_tokens;
   draw.counts = call->counts;
   draw.parents = call->parents;
   draw.rows = call->rows;
   draw.block = call->block;
   draw.stride = draw.vocabulary = model->vocabulary();
-  draw.guess_stride = call->guess_stride;
+  draw.draft_stride = call->draft_stride;
   draw.packed = 1;
   draw.purpose = call->purpose;
   pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
   const std::vector<Move> moves = moves_of(*call);
   if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, call->places, moves);
-  if (call->head) move_streams(*call->head, call->kept, moves);
+  if (call->head) move_states(*call->head, call->kept, moves);
   pl_gain(&call->text, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;
 }

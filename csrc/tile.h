@@ -1,5 +1,5 @@
-// Eight tile registers of 16 lines of 64 bytes: the CPU's own (AMX), or, where PL_EMULATE_TILES is defined, memory that
-// follows their documentation to the bit, so that the same kernels can be tested on any machine.
+// Eight tile registers of 16 lines of 64 bytes: the CPU's own (AMX), or, with PL_EMULATE_TILES, memory that follows
+// their documentation to the bit, so that the same kernels can be tested on any machine.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@ namespace paceline {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a line
+constexpr int kTileBytes = 64;  // per line
 
 // Every tile has its full size, so that all kernels share one configuration.
 struct alignas(64) TileConfig {
@@ -57,7 +57,7 @@ inline void multiply_bytes(int to, int x, int w) {
     memcpy(tiles[to].line[m], sums, sizeof sums);
   }
 }
-// Even and odd inputs are summed apart, fused, from zero; their sum joins the tile.
+// Even and odd inputs are summed separately, fused, from zero; their sum is added to the tile.
 inline void multiply_bf16(int to, int x, int w) {
   for (int m = 0; m < kTileRows; ++m) {
     float even[16] = {}, odd[16] = {}, sums[16];

@@ -1,6 +1,7 @@
-// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register or two AVX2 ones: the same operations in the same
-// order, so that all but the matrix kernels give the same bits on both. Everything is in an unnamed namespace: an inline
-// function that the linker may merge across files compiled for different instruction sets would crash the older CPU.
+// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register or two AVX2 ones: the same operations in the
+// same order, so that all kernels but the matrix products give the same bits on both. Everything is in an unnamed
+// namespace: if the linker merged an inline function across files compiled for different instruction sets, the older
+// CPU would crash.
 #pragma once
 
 #include <immintrin.h>
@@ -54,7 +55,7 @@ inline Mask at_most(F16 a, F16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE
 inline uint32_t lanes_of(Mask m) { return m.v; }
 inline F16 only(Mask m, F16 x) { return {_mm512_maskz_mov_ps(m.v, x.v)}; }
 inline I16 only(Mask m, I16 x) { return {_mm512_maskz_mov_epi32(m.v, x.v)}; }
-// Those of sixteen whose lanes are set, one behind the other; what lies behind them, up to sixteen, is overwritten, too.
+// Stores the elements whose lanes are set, one behind the other; up to sixteen elements are overwritten.
 inline void compress(float* p, F16 x, uint32_t lanes) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), x.v)); }
 inline void compress(int32_t* p, I16 x, uint32_t lanes) {
   _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(static_cast<__mmask16>(lanes), x.v));
@@ -128,7 +129,7 @@ inline void transpose_floats(const float* const* rows, size_t offset, float* out
   transpose16(r);
   for (int d = 0; d < 16; ++d) _mm512_storeu_ps(out + static_cast<size_t>(d) * out_stride, r[d]);
 }
-// 32 bf16 of 16 rows: pairs are transposed as one word, then taken apart.
+// 32 bf16 of 16 rows: pairs are transposed as one word, then split.
 inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, float* out, size_t out_stride) {
   __m512 r[16];
   for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
@@ -199,7 +200,7 @@ inline F16 only(Mask m, F16 x) { return {_mm256_and_ps(m.a, x.a), _mm256_and_ps(
 inline I16 only(Mask m, I16 x) {
   return {_mm256_and_si256(_mm256_castps_si256(m.a), x.a), _mm256_and_si256(_mm256_castps_si256(m.b), x.b)};
 }
-struct Compressions {  // of eight lanes: for every set of lanes which of them come first
+struct Compressions {  // for eight lanes: per set of lanes, the indices of the set ones first
   int32_t order[256][8];
   constexpr Compressions() : order() {
     for (int lanes = 0; lanes < 256; ++lanes) {

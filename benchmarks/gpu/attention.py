@@ -1,7 +1,7 @@
-"""Attention alone: the backends beside torch's own, over rows, new tokens, contexts, and rows of unequal length.
+"""Attention alone: the backends compared with torch's own, over rows, new tokens, contexts, and row lengths.
 
-BASS (2404.15778) compares PAD and SPLIT; ``ragged`` is to be as fast as the better one everywhere. Keys and values of
-several layers take turns, so that they come from memory as they do in a forward pass, and one call is one layer's.
+BASS (2404.15778) compares PAD and SPLIT; ``ragged`` should match the better one everywhere. Keys and values of several
+layers take turns, so that they come from memory as in a forward pass, and one call is one layer's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from paceline.tools.bench.plots import new_figure, save
 Spread = Literal["equal", "mixed", "one long"]
 SDPA = "torch SDPA"
 BACKENDS = ("ragged", "padded", "split", SDPA)
-LONGER = 8  # times: the one long row's length over the others'
-_COLD_BYTES = 1 << 28  # of keys and values that take turns: several times the second-level cache
+LONGER = 8  # length of the one long row over the others'
+_COLD_BYTES = 1 << 28  # keys and values that take turns: several times the L2 cache
 _MOST_LAYERS = 16
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a model: H query heads, G key and value heads, each ``dim`` wide."""
+    """A model's heads: H query heads, G key and value heads, each ``dim`` wide."""
 
     name: str
     heads: int
@@ -46,7 +46,7 @@ MHA, GQA = Heads("gpt-7.8b", 40, 40, 128), Heads("llama-8b", 32, 8, 128)
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` rows with ``tokens`` queries each; the longest has ``context`` positions, its queries' own included.
+    """``rows`` rows with ``tokens`` queries each; the longest has ``context`` positions, including its queries.
 
     spread: all rows as long as the longest; evenly from half of it on; or one long row among others an eighth as long.
     """
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Of every row, its queries included."""
+        """Length of every row, including its queries."""
         if self.spread == "equal":
             lengths = [self.context] * self.rows
         elif self.spread == "mixed":
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for output."""
         rows = f"{self.rows} rows x {self.tokens}"
         return f"{self.heads.name} heads, {rows}, context {self.context}, {self.spread}"
 
@@ -80,7 +80,7 @@ class Case:
 
 
 class TorchSDPA:
-    """What one would write with torch alone: one call over the longest row's positions, a mask of what is visible."""
+    """Plain torch: one call over the longest row's positions, with a mask of the visible keys."""
 
     name = SDPA
 
@@ -98,13 +98,13 @@ class TorchSDPA:
 
 
 def backend_of(name: str, device: torch.device) -> AttentionBackend:
-    """By the names of BACKENDS. Raises ParameterError for what cannot run here."""
+    """The backend named in BACKENDS. Raises ParameterError if it cannot run here."""
     return TorchSDPA() if name == SDPA else make_backend(cast("AttentionName", name), device)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A case's microseconds a layer by backend, its floor, and what failed and why."""
+    """A case's microseconds per layer by backend, its floor, and the errors of backends that failed."""
 
     case: Case
     us: dict[str, float]
@@ -123,7 +123,7 @@ class Timed:
 
 
 class Tensors:
-    """A case's queries, and keys and values of so many layers that no cache holds them."""
+    """A case's queries, and keys and values of so many layers that they exceed all caches."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
         self.case, self.device = case, device
@@ -138,12 +138,12 @@ class Tensors:
 
     @property
     def read_bytes(self) -> int:
-        """Of the keys and values that some query sees, in one layer."""
+        """Bytes of the keys and values that some query sees, in one layer."""
         heads = self.case.heads
         return 2 * sum(self.case.lengths) * heads.kv_heads * heads.dim * self.keys.itemsize
 
     def program(self, backend: AttentionBackend) -> Callable[[], Tensor]:
-        """All layers, one after the other; the plan, made once a forward pass, is not part of it."""
+        """All layers, one after the other, without the plan, which is made once per forward pass."""
         plan = backend.plan(self.positions, self.keys.shape[3])
 
         def run() -> Tensor:
@@ -154,13 +154,13 @@ class Tensors:
         return run
 
     def seconds(self, backend: AttentionBackend, repeats: int) -> float:
-        """Of one layer's call; on CUDA without the host's share, which a captured round does not have."""
+        """Seconds of one layer's call; on CUDA without the host's overhead, which a captured round does not have."""
         graphs, program = Graphs(self.device), self.program(backend)
         return best_seconds(lambda: graphs.run(0, program), self.device, repeats) / self.keys.shape[0]
 
 
 def measure(case: Case, device: torch.device, dtype: torch.dtype, copy_bytes: float, repeats: int) -> Timed:
-    """All backends on one case; copy_bytes: the device's bandwidth, for the floor. A backend that fails says why."""
+    """Time all backends on one case; failures are recorded. copy_bytes: the device's bandwidth, for the floor."""
     tensors = Tensors(case, device, dtype)
     us: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -173,7 +173,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, copy_bytes: fl
 
 
 def cases(*, tiny: bool = False) -> list[Case]:
-    """The most telling first."""
+    """The cases, the most important first."""
     spreads: tuple[Spread, ...] = ("equal", "one long", "mixed")
     if tiny:
         heads = (Heads("tiny", 4, 2, 16),)
@@ -185,7 +185,7 @@ def cases(*, tiny: bool = False) -> list[Case]:
 def sweep(
     wanted: Iterable[Case], device: torch.device, dtype: torch.dtype, copy_bytes: float, seconds: float, repeats: int
 ) -> Iterator[Timed]:
-    """Case after case, as many as begin within so many seconds; what memory does not hold is reported as failed."""
+    """Measure the cases that can begin within ``seconds``; those that do not fit in memory are reported as failed."""
     end = time.perf_counter() + seconds
     for case in wanted:
         if time.perf_counter() > end:
@@ -200,11 +200,11 @@ def describe(timed: Timed) -> str:
     """One line of progress."""
     times = ", ".join(f"{name} {us:.1f}" for name, us in timed.us.items())
     failed = "".join(f"; {name} FAILED: {why}" for name, why in timed.failed.items())
-    return f"attention, {timed.case.name}: {times} µs a layer, floor {timed.floor_us:.1f}{failed}"
+    return f"attention, {timed.case.name}: {times} µs per layer, floor {timed.floor_us:.1f}{failed}"
 
 
 def draw(timed: list[Timed], path: Path, title: str) -> None:
-    """Time over rows, a panel for each spread: the first heads, tokens and context that were measured."""
+    """Plot time over rows, one panel per spread, for the first heads, tokens and context that were measured."""
     first = timed[0].case
     shown = [each for each in timed if _same_panel(each.case, first)]
     spreads = list(dict.fromkeys(each.case.spread for each in shown))
@@ -215,9 +215,9 @@ def draw(timed: list[Timed], path: Path, title: str) -> None:
             known = [(each.case.rows, each.us[name]) for each in here if name in each.us]
             axis.plot(*zip(*known, strict=True) if known else ([], []), marker="o", markersize=3, label=name)
         axis.plot([e.case.rows for e in here], [e.floor_us for e in here], color="0.6", linestyle="--", label="floor")
-        axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="µs a layer", title=f"lengths: {spread}")
+        axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="µs per layer", title=f"lengths: {spread}")
     axes[0].legend(fontsize=7)
-    save(figure, path, f"{title}\n{first.heads.name} heads, {first.tokens} new tokens a row, context {first.context}")
+    save(figure, path, f"{title}\n{first.heads.name} heads, {first.tokens} new tokens per row, context {first.context}")
 
 
 def _same_panel(a: Case, b: Case) -> bool:

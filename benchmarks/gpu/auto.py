@@ -1,4 +1,4 @@
-"""The engine left to itself (``auto``) beside the engine told not to speculate, on the same requests."""
+"""The engine with ``auto`` compared with the engine without speculation, on the same requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPEATS = 2
 
 @dataclass(frozen=True)
 class AutoRun:
-    """Tokens a second of all rows together, prefill not counted, the better of two runs each."""
+    """Tokens per second of all rows together, without prefill: the better of two runs each."""
 
     plain: float
     auto: float
@@ -35,7 +35,7 @@ class AutoRun:
 
 
 def auto_over_plain(target: Transformer, draft: Transformer, setting: Setting, tokens: int) -> AutoRun:
-    """Every row gains ``tokens`` tokens, once plain and once as auto likes it; acceptance is synthetic."""
+    """Generate ``tokens`` tokens per row, once plainly and once with auto; acceptance is synthetic."""
     models = Models(target, draft)
     plain, _ = _tokens_a_second(models, setting, tokens, 0)
     auto, acceptance = _tokens_a_second(models, setting, tokens, "auto")
@@ -60,12 +60,12 @@ def _tokens_a_second(models: Models, setting: Setting, tokens: int, length: Leng
 
 
 def _run(engine: Engine, setting: Setting, tokens: int) -> tuple[float, float | None]:
-    """From the step after which all rows decode to the last token."""
+    """Tokens per second from the step after which all rows decode to the last token, and the acceptance rate."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = _prompts(setting, engine.models.target.vocab_size)
     outputs = [engine.add(Request(prompt, params)) for prompt in prompts]
     if not _all_decode(engine, setting.rows):
-        raise ParameterError("tokens", tokens, "so many that no row ends before all of them decode")
+        raise ParameterError("tokens", tokens, "enough tokens that all rows decode at the same time")
     answers = [output.outputs[0] for output in outputs]
     before, began = sum(len(answer.token_ids) for answer in answers), time.perf_counter()
     while engine.busy:
@@ -78,7 +78,7 @@ def _run(engine: Engine, setting: Setting, tokens: int) -> tuple[float, float | 
 
 
 def _all_decode(engine: Engine, rows: int) -> bool:
-    """Step until so many rows decode at once; False if they never did."""
+    """Step until ``rows`` rows decode at once; False if that never happens."""
     while engine.busy and len(engine.scheduler.running) < rows:
         engine.step()
     return len(engine.scheduler.running) == rows

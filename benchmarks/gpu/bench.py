@@ -1,7 +1,8 @@
-"""Rounds on a GPU beside their floors, the most important cells first, within a budget of time.
+"""Rounds on a GPU compared with their floors, the most important cells first, within a time budget.
 
-Acceptance is SYNTHETIC throughout: the models have random weights, each guess is kept with a given chance, and the text
-means nothing. What is measured is time. A cell that fails is reported with its error and the others go on.
+Acceptance is SYNTHETIC throughout: the models have random weights, each draft token is accepted with a given
+    probability, and the text is meaningless. Only time is measured. A cell that fails is reported with its error, and
+    the others continue.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 
 NOTE = (
-    "synthetic acceptance: random weights, every guess is kept by chance; times are real, texts mean nothing. "
-    "A round's time does not depend on how many guesses are kept: each is played once, at 0.8 (some at 0.9), and a "
-    "speed-up at acceptance a counts (1 - a^(k+1)) / (1 - a) tokens a round; what was really played stands beside it."
+    "synthetic acceptance: random weights, draft tokens are accepted at random; times are real, texts are meaningless. "
+    "A round's time does not depend on acceptance: each is timed once, at 0.8 (some at 0.9), and a "
+    "speed-up at acceptance a counts (1 - a^(k+1)) / (1 - a) tokens per round; the measured one is reported, too."
 )
-_EXPECTED_SECONDS = {"round": 2.0, "verify": 2.0, "auto": 25.0, "trace": 5.0}  # models and capture included
+_EXPECTED_SECONDS = {"round": 2.0, "verify": 2.0, "auto": 25.0, "trace": 5.0}  # seconds, including models and capture
 _WORKSPACE = 3 << 30  # bytes for logits, activations and graphs
-_ATTENTION_SHARE, _REHEARSAL_SHARE = 0.1, 0.12  # of the budget; the second for each pair of models
+_ATTENTION_SHARE, _REHEARSAL_SHARE = 0.1, 0.12  # fractions of the budget; the second per pair of models
 
 
 @dataclass(frozen=True)
 class Options:
-    """budget: seconds in all. auto_tokens: that auto decodes for every row. tiny: only to see that it runs."""
+    """budget: seconds in total. auto_tokens: tokens that auto decodes per row. tiny: a quick functional test."""
 
     device: torch.device
     axes: Axes
@@ -52,23 +53,23 @@ class Options:
 
     @staticmethod
     def tiny_on(device: torch.device, budget: float) -> Options:
-        """Every kind of cell on models of a few thousand weights."""
+        """Options for every kind of cell on models of a few thousand weights."""
         return Options(device, Axes.tiny(), budget, Effort(2, 1, 0.0, 1), auto_tokens=24, tiny=True)
 
     @property
     def rehearses(self) -> bool:
-        """Whether there is something to compile that takes its time."""
+        """Whether there are kernels whose compilation takes time."""
         return self.device.type == "cuda" and not self.tiny
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and caches."""
+        """Type of activations and caches."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 @dataclass
 class Report:
-    """What is known so far."""
+    """The results so far."""
 
     device: str
     command: str
@@ -99,7 +100,7 @@ class Report:
 
 
 def _grouped(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Cells by setting, for there may be thousands."""
+    """Cells grouped by setting, as there may be thousands."""
     settings: dict[Setting, list[str]] = {}
     for cell in cells:
         settings.setdefault(cell.setting, []).append(f"{cell.kind} k={cell.k}")
@@ -107,7 +108,7 @@ def _grouped(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the times depend on."""
+    """Versions of everything that affects the times."""
     found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     try:
         import triton
@@ -117,12 +118,12 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """The device's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 class Shelf:
-    """The models built so far, as many as memory holds beside what is being measured."""
+    """The models built so far, as many as fit in memory beside the measured setting."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -132,7 +133,7 @@ class Shelf:
         return tiny(PAIRS[name]) if self._options.tiny else PAIRS[name]
 
     def get(self, name: str, to: WeightFormat, room: int) -> tuple[Transformer, Transformer]:
-        """Target and draft model; leaves ``room`` bytes free on the device. CapacityError if that cannot be."""
+        """Target and draft model, with ``room`` bytes left free on the device. Raises CapacityError if that fails."""
         if (name, to) not in self._models:
             self._make_room(room + _model_bytes(self.pair(name), to), ())
             self._models[name, to] = self._build(self.pair(name), to)
@@ -140,7 +141,7 @@ class Shelf:
         return self._models[name, to]
 
     def clear(self) -> None:
-        """Leave the device to others for a while."""
+        """Free the device's memory for other processes."""
         self._models.clear()
         empty_caches()
 
@@ -162,27 +163,27 @@ class Shelf:
 
 
 def empty_caches() -> None:
-    """Give back what nobody holds any more."""
+    """Return unused cached memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _model_bytes(pair: Pair, to: WeightFormat) -> int:
-    """Of both models, with one matrix more in full width while they are made."""
+    """Bytes of both models, plus one full-width matrix while they are built."""
     both = sum(pass_work(Weights(config, to), 1, 1, 0).bytes for config in (pair.target, pair.draft))
     tables = 2 * sum(config.vocab_size * config.width * 3 for config in (pair.target, pair.draft))
     return int(both) + tables + (1 << 30)
 
 
 def cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> int:
-    """Of the setting's rows."""
+    """Bytes of the caches for the setting's rows."""
     positions = setting.context + ROOM
     return KVCache.bytes_for(config.layers, setting.rows, config.kv_heads, positions, config.head_dim, dtype)
 
 
 class Bench:
-    """Measures cell after cell. say: a line of progress. save: what is known so far, after every cell."""
+    """Measures cell after cell. say: receives lines of progress. save: receives the results after every cell."""
 
     def __init__(
         self, options: Options, command: str, say: Callable[[str], None], save: Callable[[dict[str, Any]], None]
@@ -199,7 +200,7 @@ class Bench:
 
     @torch.inference_mode()
     def run(self) -> Report:
-        """Everything that the budget allows."""
+        """Measure everything that the budget allows."""
         axes = self.options.axes
         cells, last = plan(axes), traces(axes)
         kept = sum(_EXPECTED_SECONDS[cell.kind] for cell in last)
@@ -213,12 +214,12 @@ class Bench:
         for cell in last:
             self._attempt(cell, 0.0)
         if self.report.dropped:
-            self._say(f"dropped for want of time: {len(self.report.dropped)} cells, named in the document")
+            self._say(f"dropped for lack of time: {len(self.report.dropped)} cells, named in the document")
         self._store()
         return self.report
 
     def _rehearse(self, pair: str, cells: Sequence[Cell]) -> None:
-        """Compile what a pair needs, once, before its first cell."""
+        """Compile the kernels that a pair needs, once, before its first cell."""
         if pair in self._rehearsed or not self.options.rehearses:
             return
         self._rehearsed.add(pair)
@@ -233,11 +234,11 @@ class Bench:
 
     @property
     def _left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left in the budget."""
         return self.options.budget - (time.perf_counter() - self._began)
 
     def _lost(self) -> bool:
-        """Whether an error has left the device useless for this process."""
+        """Whether an error has made the device unusable for this process."""
         try:
             return self.options.device.type == "cuda" and bool(torch.zeros(1, device=self.options.device).item())
         except RuntimeError:
@@ -258,14 +259,14 @@ class Bench:
         self._store()
 
     def _fail(self, cell: Cell, error: Exception) -> None:
-        """What memory cannot hold, it cannot hold for the setting's other cells either."""
+        """Record the error. If memory was exhausted, skip the setting's other cells, too."""
         self._stage = None
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if isinstance(error, (CapacityError, ParameterError)):
             self._hopeless.setdefault(cell.setting, str(error))
         self.report.failed.append((cell, reason))
         self._say(f"{cell.name}: FAILED: {reason}")
-        error.__traceback__ = None  # which holds the tensors that were in use
+        error.__traceback__ = None  # the traceback holds tensors
         empty_caches()
 
     def _measure(self, cell: Cell) -> Result:
@@ -277,11 +278,11 @@ class Bench:
         if cell.kind == "verify":
             ms = stage.verify_ms(cell.k, effort.repeats)
             return Measured(cell, ms, self._floor_ms(cell, cell.setting.context))
-        played = stage.play(cell.k, effort)
+        timed = stage.run(cell.k, effort)
         if cell.kind == "trace":
-            return Traced(cell, played.round_ms, stage.busy_ms(cell.k))
-        floor_ms = self._floor_ms(cell, played.context)
-        return Measured(cell, played.round_ms, floor_ms, played, stage.queued_ms(cell.k, effort.rounds))
+            return Traced(cell, timed.round_ms, stage.busy_ms(cell.k))
+        floor_ms = self._floor_ms(cell, timed.context)
+        return Measured(cell, timed.round_ms, floor_ms, timed, stage.queued_ms(cell.k, effort.rounds))
 
     def _automatic(self, cell: Cell) -> Automatic:
         self._stage = None
@@ -289,14 +290,14 @@ class Bench:
         return Automatic(cell, auto_over_plain(target, draft, cell.setting, self.options.auto_tokens))
 
     def _staged(self, setting: Setting) -> Stage:
-        """The stage of the last cell, if it is the same."""
+        """The last cell's stage, if the setting is the same; else a new one."""
         if self._stage is None or self._stage.setting != setting:
             self._stage = None
             self._stage = Stage(*self._models(setting), setting)
         return self._stage
 
     def _models(self, setting: Setting) -> tuple[Transformer, Transformer]:
-        """With room for the setting's rows."""
+        """The models, leaving room for the setting's rows."""
         pair, dtype = self._shelf.pair(setting.pair), self.options.dtype
         caches = sum(cache_bytes(config, setting, dtype) for config in (pair.target, pair.draft))
         return self._shelf.get(setting.pair, setting.format, caches + _WORKSPACE)
@@ -310,7 +311,7 @@ class Bench:
         return 1e3 * round_floor(target, draft, setting.rows, cell.k, context, ceiling)
 
     def _attend(self) -> None:
-        """Attention alone, the most telling cases."""
+        """Measure attention alone, the most important cases."""
         self._stage = None
         options, tiny_ones = self.options, self.options.tiny
         seconds = min(options.budget * _ATTENTION_SHARE, self._left)
@@ -327,7 +328,7 @@ class Bench:
         self._save(report.as_json(self.lines()))
 
     def lines(self) -> list[Line]:
-        """The figures that were asked for, as far as they are known."""
+        """The requested figures, as far as they are known."""
         return show(self.report.results, self.report.attention, self.options.axes)
 
 
@@ -343,5 +344,5 @@ def describe(result: Result) -> str:
             return f"{name}: {result.run.auto:.0f} tokens/s, {result.run.over_plain:.2f}x plain"
         case Traced():
             return f"{name}: {result.ms:.3f} ms, idle {result.idle:.1%}"
-    queued = "" if result.queued_ms is None else f", {result.queued_ms:.3f} without the host"
+    queued = "" if result.queued_ms is None else f", {result.queued_ms:.3f} without waiting for the host"
     return f"{name}: {result.ms:.3f} ms{queued}, floor {result.floor_ms:.3f} ({result.of_floor:.0%})"

@@ -1,6 +1,6 @@
-"""What is measured, in the order of its importance: what time does not suffice for is dropped last.
+"""The cells to measure, ordered by importance: the last ones are dropped if time runs out.
 
-The order: what the figures that were asked for need, format by format; then whole sweeps, the common cases first.
+First come the cells that the requested figures need, format by format; then whole sweeps, the common cases first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from paceline.config import MAX_SPECULATION_LENGTH, AttentionName
 from paceline.errors import ParameterError
 
 Kind = Literal["round", "verify", "auto", "trace"]
-RATE = 0.8  # the synthetic acceptance that rounds are played at; time does not depend on it
+RATE = 0.8  # the synthetic acceptance rate; a round's time does not depend on it
 RATES = (0.7, 0.8, 0.85, 0.9)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What cells share that are measured on the same tensors. context: tokens of every row before the first round."""
+    """The properties shared by cells that use the same tensors. context: tokens of every row before the first round."""
 
     pair: str
     format: WeightFormat
@@ -36,8 +36,8 @@ class Setting:
 class Cell:
     """One measurement.
 
-    kind: a whole round of k guesses; the target's pass over k + 1 tokens alone; what the engine's auto makes of the
-    setting; a trace of when the device is idle in a round of k guesses.
+    kind: a whole round with k draft tokens; the target's pass over k + 1 tokens alone; the engine with auto; or a trace
+        of the device's idle time in a round with k draft tokens.
     """
 
     setting: Setting
@@ -46,7 +46,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for output."""
         s = self.setting
         what = "auto" if self.kind == "auto" else f"{self.kind} k={self.k}"
         rate = "" if s.rate == RATE else f", synthetic acceptance {s.rate:g}"
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Axes:
-    """What is swept; everything is ordered, what matters most first. lengths: 0, then that of the verify figures."""
+    """The swept values, each list ordered by importance. lengths: 0, then the length of the verify figures."""
 
     pairs: tuple[str, ...] = ("gpt-7.8b", "llama-8b")
     formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
@@ -66,13 +66,16 @@ class Axes:
     contexts: tuple[int, ...] = (600, 8000)
     rows: tuple[int, ...] = (8, 1, 32, 64, 4, 2, 16)
     lengths: tuple[int, ...] = (0, 7, 6, 8, 5, 4, 3, 2, 10, 9, 1)
-    autos: tuple[float, ...] = (RATE, 0.2)  # acceptance; auto must not lose where guesses are worth nothing either
+    autos: tuple[float, ...] = (
+        RATE,
+        0.2,
+    )  # acceptance rates; auto must not lose when no draft token is accepted, either
 
     def chosen(self, pairs: str | None, formats: str | None, rows: str | None, lengths: str | None) -> Axes:
-        """With these values, as they are written on a command line, in place of one's own; None: one's own."""
+        """These axes with values from the command line; None keeps an axis."""
         counts = [0, *_numbers("--lengths", lengths, 0, MAX_SPECULATION_LENGTH)] if lengths else self.lengths
         if len(set(counts)) < 2:
-            raise ParameterError("--lengths", lengths, "lengths of which one is more than 0")
+            raise ParameterError("--lengths", lengths, "at least one length above 0")
         return replace(
             self,
             pairs=_named("--pairs", pairs, PAIRS) if pairs else self.pairs,
@@ -83,7 +86,7 @@ class Axes:
 
     @staticmethod
     def tiny() -> Axes:
-        """A CPU's: every kind of cell once."""
+        """Axes for a CPU: every kind of cell once."""
         return Axes(contexts=(24,), rows=(2,), lengths=(0, 2), autos=(RATE,))
 
 
@@ -91,18 +94,18 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def _named(option: str, text: str, known: Mapping[_Name, object]) -> tuple[_Name, ...]:
-    """Some of the names that are known, as they are written."""
+    """Names from a comma-separated list. Raises ParameterError for an unknown one."""
     names = {str(name): name for name in known}
     if not set(text.split(",")) <= names.keys():
-        raise ParameterError(option, text, f"some of {','.join(names)}")
+        raise ParameterError(option, text, f"any of {','.join(names)}")
     return tuple(dict.fromkeys(names[each] for each in text.split(",")))
 
 
 def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Numbers as they are written."""
+    """Numbers from a comma-separated list. Raises ParameterError."""
     given = text.split(",")
     if not all(each.isdecimal() and len(each) < 9 and least <= int(each) <= most for each in given):
-        raise ParameterError(option, text, f"numbers from {least} to {most}, with commas between them")
+        raise ParameterError(option, text, f"numbers from {least} to {most}, separated by commas")
     return tuple(dict.fromkeys(map(int, given)))
 
 
@@ -114,7 +117,7 @@ def plan(axes: Axes) -> list[Cell]:
 
 
 def _shown(axes: Axes, pair: str, to: WeightFormat, *, autos: bool) -> Iterator[Cell]:
-    """What the asked-for figures of a model in a format need."""
+    """The cells that the requested figures of a pair in a format need."""
     base = Setting(pair, to, axes.attentions[0], axes.contexts[0], axes.rows[0])
     longest = axes.lengths[1]
     yield from _rounds(base, (0, longest))
@@ -130,13 +133,13 @@ def _shown(axes: Axes, pair: str, to: WeightFormat, *, autos: bool) -> Iterator[
 
 
 def traces(axes: Axes) -> list[Cell]:
-    """Of the first model in its first two formats; for the end, because tracing may slow down what comes after it."""
+    """Traces of the first pair in its first two formats; run last, because tracing may slow down later cells."""
     settings = [Setting(axes.pairs[0], to, axes.attentions[0], axes.contexts[0], axes.rows[0]) for to in axes.formats]
     return [Cell(setting, k, "trace") for setting in settings[:2] for k in axes.lengths[:2]]
 
 
 def _likely(lengths: Sequence[int], rows: int) -> list[int]:
-    """The first two, and the lengths among which the best one is: the more rows, the shorter."""
+    """The first two lengths, and those that may be the best: shorter ones with more rows."""
     low, high = (5, 10) if rows <= 4 else (4, 10) if rows <= 16 else (1, 6)
     return [k for k in lengths if k in lengths[:2] or low <= k <= high]
 

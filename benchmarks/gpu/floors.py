@@ -1,8 +1,8 @@
-"""What the device can do at best, and how long a round takes at least on it.
+"""The device's peak rates, and the floor of a round's time.
 
 A forward pass reads every matrix once, and each row's keys and values once; it multiplies every matrix with every
-token. Its floor is the larger of (bytes / copy bandwidth) and (operations / matrix rate). Activations, logits and
-whatever else a pass moves are not counted, so nothing real reaches the floor.
+token. Its floor is the larger of (bytes / copy bandwidth) and (operations / matrix rate). Activations, logits and other
+traffic are not counted, so no real pass reaches the floor.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from benchmarks.gpu.models import WEIGHT_BYTES, WeightFormat, matrix_parameters
 
 from paceline.models.config import ModelConfig
 
-_COPY_BYTES, _MATRIX_SIZE = 1 << 30, 8192  # large enough that no cache helps, and that the chip is full
+_COPY_BYTES, _MATRIX_SIZE = 1 << 30, 8192  # large enough that caches do not help and the GPU is full
 _TINY_BYTES, _TINY_SIZE = 1 << 20, 128
 _REPEATS = 20
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Of a device. copy_bytes: a second, read and written together. flops: a second, of one large matrix product."""
+    """A device's peak rates. copy_bytes: bytes per second, read and written together. flops: per second, in one large
+    matrix product.
+    """
 
     copy_bytes: float
     flops: float
@@ -31,7 +33,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass moves and computes."""
+    """Bytes moved and operations of a pass."""
 
     bytes: float
     flops: float
@@ -42,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model as far as its floor depends on it. cache_bytes: of a number in the cache."""
+    """The sizes of a model that its floor depends on. cache_bytes: bytes per number in the cache."""
 
     config: ModelConfig
     format: WeightFormat
@@ -50,7 +52,7 @@ class Weights:
 
 
 def measure_ceiling(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Ceiling:
-    """Copy bandwidth and matrix rate, the best of several calls; ``small`` only to see that it runs."""
+    """Measure copy bandwidth and matrix rate, the best of several calls; ``small``: a functional test."""
     size, side = (_TINY_BYTES, _TINY_SIZE) if small else (_COPY_BYTES, _MATRIX_SIZE)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -62,13 +64,13 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype, *, small: bool = F
 
 
 def best_seconds(function: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """The least time of a call on the device, after one for practice."""
+    """Seconds of the fastest call on the device, after one warm-up."""
     function()
     return min(seconds_of(function, device) for _ in range(repeats))
 
 
 def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    """Of one call: on CUDA from the device's first work on it to the last."""
+    """Seconds of one call; on CUDA from its first work on the device to the last."""
     if device.type != "cuda":
         began = time.perf_counter()
         function()
@@ -86,7 +88,7 @@ def _event() -> torch.cuda.Event:
 
 
 def pass_work(model: Weights, rows: int, tokens: int, context: float) -> Work:
-    """One forward pass of ``tokens`` a row, over ``context`` positions a row."""
+    """One forward pass of ``tokens`` tokens per row, over ``context`` positions per row."""
     config, parameters = model.config, matrix_parameters(model.config)
     cached = 2 * config.layers * config.kv_width * model.cache_bytes * rows * context
     attending = 4 * config.layers * config.query_width * rows * tokens * context
@@ -94,11 +96,14 @@ def pass_work(model: Weights, rows: int, tokens: int, context: float) -> Work:
 
 
 def round_floor(target: Weights, draft: Weights, rows: int, k: int, context: float, ceiling: Ceiling) -> float:
-    """Seconds of a round at least: k passes of the draft model, one after the other, and one of the target."""
+    """Lower bound on a round's seconds: k passes of the draft model, one after the other, and one of the target."""
     drafting = k * pass_work(draft, rows, 1, context).seconds(ceiling)
     return drafting + pass_work(target, rows, k + 1, context).seconds(ceiling)
 
 
 def tokens_a_round(acceptance: float, k: int) -> float:
-    """Tokens that a row gains on average when each guess is kept with this probability: (1 - a^(k + 1)) / (1 - a)."""
+    """Mean tokens per round and row when each draft token is accepted with this probability.
+
+    The formula is (1 - a^(k + 1)) / (1 - a).
+    """
     return sum(acceptance**place for place in range(k + 1))

@@ -1,7 +1,7 @@
-"""All figures of a device that is lent for half an hour: parts that can be taken up again, what matters most first.
+"""All figures of a device that is available for half an hour: resumable parts, the most important first.
 
-Each part is one of this package's commands (or the tests) in a process of its own, with its share of the time, and
-leaves its document as it grows. A call plays what has not been played and fits; the next call goes on.
+Each part is one of this package's commands (or the tests) in a process of its own, with a time budget, and updates its
+document as it runs. A call runs the parts that have not run and fit; the next call continues.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from paceline.config.files import write_text
 
 ROOT = Path(__file__).parents[2]
-DONE = "done.json"  # in the folder: the exit codes of the parts that were played
-CUT_OFF = 124  # the exit code of a part that was ended for want of time
-_SPARE = 20.0  # seconds: a part's models are built before its own budget is looked at, and freed after it
+DONE = "done.json"  # in the folder: exit codes of the parts that have run
+CUT_OFF = 124  # exit code of a part that was stopped for lack of time
+_SPARE = 20.0  # seconds: a part builds its models before its own budget starts, and frees them after it
 _PYTEST = ("-c", "/dev/null", "--rootdir", ".", "--import-mode=importlib", "-q", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
 class Part:
-    """arguments: of python. budget: seconds that it takes at most; least: with fewer it is not begun.
+    """arguments: of python. budget: longest time in seconds; least: it does not start with fewer seconds left.
 
     benchmark: whether it takes --device, --budget, --output and --tiny.
     """
@@ -40,7 +40,7 @@ class Part:
 
 
 def parts(*, tiny: bool) -> tuple[Part, ...]:
-    """In the order of their importance. tiny: every part, but of almost nothing."""
+    """The parts in order of importance. tiny: every part with minimal work."""
     if tiny:
         return (
             _tests(("tests/kernels/gpu/test_rotary.py",), 120, 1, workers=0),
@@ -59,7 +59,7 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
 
 
 def _tests(where: Sequence[str], budget: float, least: float, workers: int = 8) -> Part:
-    """In parallel, where there is what runs them so."""
+    """Tests, in parallel if pytest-xdist is installed."""
     parallel = ("-n", str(workers)) if workers and importlib.util.find_spec("xdist") else ()
     return Part("tests", ("-m", "pytest", *_PYTEST, *parallel, *where), budget, least, benchmark=False)
 
@@ -70,7 +70,7 @@ def _rounds(name: str, options: str, budget: float, least: float) -> Part:
 
 @dataclass
 class Lease:
-    """folder: where documents and logs go. device, tiny: as the other commands take them. seconds: of this call."""
+    """folder: for documents and logs. device, tiny: options of the commands. seconds: budget of this call."""
 
     folder: Path
     device: str
@@ -78,23 +78,23 @@ class Lease:
     seconds: float
     say: Callable[[str], None]
 
-    def play(self, wanted: Sequence[Part]) -> list[str]:
-        """Play what has not been played -> the names of what is left for another call."""
+    def run(self, wanted: Sequence[Part]) -> list[str]:
+        """Run the parts that have not run -> the names of those left for another call."""
         self.folder.mkdir(parents=True, exist_ok=True)
         began, done = time.monotonic(), self.done()
         for part in wanted:
             left = self.seconds - (time.monotonic() - began)
             if part.name not in done and left >= part.least:
-                self._play(part, min(part.budget, left), done)
+                self._run_part(part, min(part.budget, left), done)
         return [part.name for part in wanted if part.name not in done]
 
     def done(self) -> dict[str, int]:
-        """Exit codes of what was played: 0 where all is well."""
+        """Exit codes of the parts that have run; 0 means success."""
         path = self.folder / DONE
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
-    def _play(self, part: Part, seconds: float, done: dict[str, int]) -> None:
-        """What was cut off has another try, unless it had the whole of its budget."""
+    def _run_part(self, part: Part, seconds: float, done: dict[str, int]) -> None:
+        """Run one part. A part that was stopped is retried in another call, unless it had its whole budget."""
         self.say(f"{part.name}: at most {seconds:.0f} s")
         with (self.folder / f"{part.name}.log").open("w", encoding="utf-8") as log:
             command = [sys.executable, *part.arguments, *self._options(part, seconds)]

@@ -1,7 +1,7 @@
-"""Models with random weights, made where they will run: for speed alone, their text means nothing.
+"""Models with random weights, created on the device: only for timing, their text is meaningless.
 
-``gpt-7.8b`` has the sizes of the model that BASS was measured on (7.8B parameters, keys and values of all its heads),
-``llama-8b`` those of today's models (few key and value heads, a large vocabulary). Each has a draft model of 310M.
+``gpt-7.8b`` has the sizes of the model in the BASS paper (7.8B parameters, keys and values of all its heads),
+``llama-8b`` those of a current model (few key and value heads, a large vocabulary). Each has a draft model of 310M.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and the draft model that guesses for it."""
+    """A target and its draft model."""
 
     name: str
     target: ModelConfig
@@ -36,7 +36,7 @@ class Pair:
 
 
 def gpt(layers: int, width: int, vocab_size: int, *, head_dim: int = _HEAD_DIM) -> ModelConfig:
-    """A decoder of GPT's kind: learned positions, layer norms, a plain MLP four times as wide, tied embeddings."""
+    """A GPT-like decoder: learned positions, layer norms, a plain MLP four times as wide, tied embeddings."""
     return ModelConfig(
         family="gpt2",
         vocab_size=vocab_size,
@@ -60,7 +60,7 @@ def gpt(layers: int, width: int, vocab_size: int, *, head_dim: int = _HEAD_DIM) 
 
 
 def llama(layers: int, width: int, vocab_size: int, kv_heads: int, mlp_width: int) -> ModelConfig:
-    """A decoder of Llama's kind: rotary positions, root-mean-square norms, a gated MLP, few key and value heads."""
+    """A Llama-like decoder: rotary positions, RMS norms, a gated MLP, few key and value heads."""
     frequencies = tuple(500_000.0 ** (-pair / (_HEAD_DIM // 2)) for pair in range(_HEAD_DIM // 2))
     return ModelConfig(
         family="llama",
@@ -89,7 +89,7 @@ PAIRS: dict[str, Pair] = {
 
 
 def tiny(pair: Pair) -> Pair:
-    """The same kinds of models, so small that a CPU plays a round at once."""
+    """The same kinds of models, small enough for a CPU."""
     return replace(pair, target=_shrunk(pair.target, layers=2), draft=_shrunk(pair.draft, layers=1))
 
 
@@ -113,21 +113,21 @@ def _shrunk(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[outputs, inputs] of the matrices that a forward pass multiplies with: the embedding's only if it is the head."""
+    """[outputs, inputs] of the matrices in a forward pass: the embedding's only if it is the head."""
     found = {slot.target: (slot.total, slot.shape[1]) for slot in slots(config).values() if len(slot.shape) == 2}
     tables = ["positions.weight"] if config.tied else ["positions.weight", "embed.weight"]
     return {name: shape for name, shape in found.items() if name not in tables}
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Weights of all its matrices."""
+    """Number of weights in all its matrices."""
     return sum(outputs * inputs for outputs, inputs in matrices(config).values())
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """A model's weights, each made when it is asked for: a matrix that is kept in 8 bits never lies here in 16.
+    """A model's weights, each created on request: a matrix kept in 8 bits never exists in 16.
 
-    What lies outside of the layers (embedding, head) is kept, for a model asks for it twice.
+    Weights outside the layers (embedding, head) are kept, because a model requests them twice.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self._shapes)
 
     def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Matrices that keep a vector's length, norms that do nothing, no biases."""
+        """Matrices that preserve a vector's length, identity norms, no biases."""
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1:
             return tensor.fill_(float(name.endswith(".weight")))
@@ -159,7 +159,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
-    """How weights of this format are multiplied with: torch's own product, or Triton's with tiles timed at first use.
+    """The factory for weights in this format: torch's own product, or Triton's with tiles timed at first use.
 
     Raises ParameterError if Triton's kernels cannot run on the device.
     """
@@ -175,6 +175,6 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
 def random_model(
     config: ModelConfig, name: str, to: WeightFormat, dtype: torch.dtype, device: torch.device
 ) -> Transformer:
-    """A model of this shape, its matrices in the format ``to``; raises as ``linear_factory``."""
+    """A model with this config, its matrices in the format ``to``; raises like ``linear_factory``."""
     weights = RandomWeights(config, dtype, device)
     return Transformer(config, weights, name, linear=linear_factory(to, device))

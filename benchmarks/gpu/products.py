@@ -1,8 +1,8 @@
-"""Products of 8-bit matrices with many rows: the ways there are, beside the matrix in the activations' own type.
+"""Products of 8-bit matrices with many rows: the available methods, compared with the matrix in the activations' type.
 
-Our tiles widen weights in registers; torch's product needs the matrix widened first; ``torch._scaled_mm`` multiplies
-float8 by float8, for which the activations are rounded, too (W8A8: a scale a row). Several matrices take turns, so that
-each comes from memory as it does in a forward pass. What the rounding costs stands beside the time.
+Our tiles widen weights in registers; torch's product needs a widened matrix; ``torch._scaled_mm`` multiplies float8 by
+float8, so activations are quantised, too (W8A8: one scale per row). Several matrices take turns, so that each comes
+from memory as in a forward pass. The quantisation error is reported with the time.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from paceline.kernels.gpu.linear import (
 )
 
 FP8 = torch.float8_e4m3fn
-_COLD_BYTES = 1 << 28  # of weights that take turns: several times the second-level cache
+_COLD_BYTES = 1 << 28  # weights that take turns: several times the L2 cache
 _MOST_MATRICES = 16
 
 
 @dataclass(frozen=True)
 class Product:
-    """rows x inputs, times a matrix of outputs x inputs."""
+    """A product of [rows, inputs] with a matrix [outputs, inputs]."""
 
     outputs: int
     inputs: int
@@ -50,7 +50,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Timed:
-    """A product's microseconds by way, the errors of the results (root mean square, over the exact one's), failures."""
+    """A product's microseconds by method, relative RMS errors of the results, and failures."""
 
     product: Product
     us: dict[str, float]
@@ -62,11 +62,11 @@ class Timed:
 
 
 Way = Callable[[Tensor], Tensor]  # x [M, K] -> [M, N]
-Maker = Callable[[list[Tensor], Tensor], list[Way]]  # matrices [N, K] and rows [M, K] -> a way for each matrix
+Maker = Callable[[list[Tensor], Tensor], list[Way]]  # matrices [N, K] and rows [M, K] -> one way per matrix
 
 
 def scaled(x: Tensor, weight: Quantized) -> Tensor:
-    """float8 times float8: x is rounded to float8 with one scale a row, within the time."""
+    """float8 times float8: x is quantised to float8 with one scale per row, within the measured time."""
     assert weight.scales is not None
     scales = x.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(FP8).max
     rounded = (x.float() / scales).to(FP8)
@@ -74,7 +74,7 @@ def scaled(x: Tensor, weight: Quantized) -> Tensor:
 
 
 def dense(matrices: list[Tensor], rows: Tensor) -> list[Way]:  # noqa: ARG001
-    """Matrices as they are."""
+    """Matrices unchanged."""
     return [partial(functional.linear, weight=matrix) for matrix in matrices]
 
 
@@ -84,12 +84,12 @@ def float8(matrices: list[Tensor], rows: Tensor) -> list[Way]:  # noqa: ARG001
 
 
 def widened(to: Format, matrices: list[Tensor], rows: Tensor) -> list[Way]:  # noqa: ARG001
-    """As the engine multiplies many rows: the matrix is widened in each call."""
+    """The engine's method for many rows: the matrix is widened in each call."""
     return [partial(widened_linear, weight=quantise(matrix, to), bias=None) for matrix in matrices]
 
 
 def tiled(to: Format, matrices: list[Tensor], rows: Tensor) -> list[Way]:
-    """With the fastest of our tiles for these rows."""
+    """The fastest of our tiles for these rows."""
     linears = Linears(to)
     layers = [SmallRowLinear(quantise(matrix, to), None, linears) for matrix in matrices]
     tiles = [tile for tile in linears.candidates(layers[0], rows) if tile is not None]
@@ -98,7 +98,7 @@ def tiled(to: Format, matrices: list[Tensor], rows: Tensor) -> list[Way]:
 
 
 def makers(rows: int) -> dict[str, Maker]:
-    """The ways by name."""
+    """The methods by name."""
     found: dict[str, Maker] = {"16 bits, torch": dense, "fp8 x fp8, torch": float8}
     formats: tuple[Format, ...] = ("int8", "fp8")
     for to in formats:
@@ -109,7 +109,9 @@ def makers(rows: int) -> dict[str, Maker]:
 
 
 def measure(case: Product, device: torch.device, dtype: torch.dtype, repeats: int) -> Timed:
-    """Every way; one that fails says why. On CUDA without the host's share, which a captured round does not have."""
+    """Time every method; failures are recorded. On CUDA without the host's overhead, which a captured round does not
+    have.
+    """
     copies = min(_MOST_MATRICES, -(-_COLD_BYTES // (case.outputs * case.inputs))) if device.type == "cuda" else 1
     x = torch.randn(case.rows, case.inputs, device=device).to(dtype)
     matrices = [torch.randn(case.outputs, case.inputs, device=device).to(dtype) for _ in range(copies)]
@@ -128,7 +130,7 @@ def measure(case: Product, device: torch.device, dtype: torch.dtype, repeats: in
 
 
 def _seconds(made: list[Way], x: Tensor, device: torch.device, repeats: int) -> float:
-    """Of one product, all matrices one after the other."""
+    """Seconds of one product, all matrices one after the other."""
 
     def program() -> Tensor:
         return [way(x) for way in made][-1]
@@ -138,7 +140,7 @@ def _seconds(made: list[Way], x: Tensor, device: torch.device, repeats: int) -> 
 
 
 def cases(*, tiny: bool = False) -> list[Product]:
-    """Llama 8B's matrices; the rows of verifying and of prefill, those first where the ways part."""
+    """Llama 8B's matrices; the row counts of verification and prefill, first those where the methods differ."""
     if tiny:
         return [Product(32, 64, rows) for rows in (3, 80)]
     shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
@@ -146,7 +148,7 @@ def cases(*, tiny: bool = False) -> list[Product]:
 
 
 def sweep(wanted: Iterable[Product], device: torch.device, dtype: torch.dtype, seconds: float) -> Iterator[Timed]:
-    """One after the other, as many as begin within so many seconds."""
+    """Measure the cases that can begin within ``seconds``."""
     end = time.perf_counter() + seconds
     for case in wanted:
         if time.perf_counter() > end:

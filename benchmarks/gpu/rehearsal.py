@@ -1,7 +1,7 @@
-"""Compiles the kernels that rounds will need before any of them is timed: several processes at once, as CPUs allow.
+"""Compile the kernels of the rounds before any of them is timed: in several processes at once, as CPUs allow.
 
-Triton keeps what it compiles on disk, and the process that measures finds it there. A hundred kernels a model, a second
-each, would otherwise eat the budget. Nothing depends on it: what was not rehearsed is compiled when it is first used.
+Triton caches compiled kernels on disk, where the measuring process finds them. A hundred kernels per model, a second
+each, would otherwise use up the budget. Nothing depends on it: other kernels are compiled at first use.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.models.config import ModelConfig
 
 Task = Callable[[], None]
 _MOST_WORKERS = 15
-_MOST_CACHE = 1 << 30  # bytes of a rehearsal's rows: larger ones are left to the real thing
-_ROWS = (1, 8, 16, 24, 32, 40, 64, 128)  # one of each kind that Triton compiles a product for
+_MOST_CACHE = 1 << 30  # bytes of a rehearsal's cache rows; larger ones are compiled in the measurement
+_ROWS = (1, 8, 16, 24, 32, 40, 64, 128)  # one of each kind of row count for which Triton compiles a product
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and in what precision rounds are played."""
+    """Device and precision of the rounds."""
 
     device: torch.device
     dtype: torch.dtype
@@ -47,7 +47,7 @@ def tasks_for(pair: Pair, cells: Sequence[Cell], place: Place) -> list[Task]:
 
 
 def _products(pair: Pair, formats: Sequence[WeightFormat], place: Place) -> Iterator[Task]:
-    """The largest matrices first."""
+    """The products, the largest matrices first."""
     shapes = {
         (shape, config.mlp_bias and name.startswith("layers."))
         for config in (pair.target, pair.draft)
@@ -60,7 +60,7 @@ def _products(pair: Pair, formats: Sequence[WeightFormat], place: Place) -> Iter
 
 @torch.inference_mode()
 def rehearse_rounds(pair: Pair, settings: Sequence[Setting], k: int, place: Place) -> None:
-    """One round of k guesses in every setting, with one layer of each model; not captured."""
+    """Run one round with k draft tokens in every setting, with one layer of each model, without capture."""
     short = replace(pair, target=_one_layer(pair.target), draft=_one_layer(pair.draft))
     target, draft = (random_model(c, pair.name, "bf16", place.dtype, place.device) for c in (short.target, short.draft))
     for setting in settings:
@@ -79,7 +79,7 @@ def _cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> i
 
 @torch.inference_mode()
 def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, place: Place) -> None:
-    """Every tile that may turn out to be the fastest, for every kind of row count."""
+    """Run every candidate tile for every kind of row count."""
     from paceline.kernels.gpu.linear import Linears
 
     outputs, inputs = shape
@@ -95,9 +95,9 @@ def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, pl
 
 
 def in_parallel(tasks: Sequence[Task], seconds: float) -> list[str]:
-    """Run the tasks in processes of their own, as far as the time allows -> what went wrong.
+    """Run the tasks in processes of their own, as far as the time allows -> their errors.
 
-    A task that runs when the time is over is waited for; one that does not, is left out.
+    A task that is running when the time is over is finished; tasks that have not started are skipped.
     """
     if not tasks:
         return []
@@ -108,7 +108,7 @@ def in_parallel(tasks: Sequence[Task], seconds: float) -> list[str]:
         done, late = wait(futures, timeout=max(0.0, end - time.perf_counter()))
         pool.shutdown(wait=False, cancel_futures=True)
     errors = [_error(future) for future in done]
-    left = [f"{len(late)} tasks had no time"] if late else []
+    left = [f"{len(late)} tasks were skipped for lack of time"] if late else []
     return [*dict.fromkeys(error for error in errors if error), *left]
 
 

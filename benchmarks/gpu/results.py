@@ -1,4 +1,4 @@
-"""What cells gave, and the ratios between them."""
+"""Results of the cells, and the ratios between them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from benchmarks.gpu.auto import AutoRun
 from benchmarks.gpu.cells import RATE, RATES, Cell, Setting
 from benchmarks.gpu.floors import tokens_a_round
-from benchmarks.gpu.stage import Played
+from benchmarks.gpu.stage import TimedRounds
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A round, or the target's pass alone, beside its floor.
+    """The time of a round, or of the target's pass alone, and its floor.
 
     queued_ms: a round's time when the device need not wait for the host.
     """
@@ -21,16 +21,16 @@ class Measured:
     cell: Cell
     ms: float
     floor_ms: float
-    played: Played | None = None
+    played: TimedRounds | None = None
     queued_ms: float | None = None
 
     @property
     def of_floor(self) -> float:
-        """1 would be as fast as the device can be."""
+        """Floor over measured time, from 0 to 1."""
         return self.floor_ms / self.ms
 
     def ms_per_token(self, rate: float) -> float:
-        """Of a sequence, at this acceptance rate."""
+        """Milliseconds per token of a sequence, at this acceptance rate."""
         return self.ms / tokens_a_round(rate, self.cell.k)
 
     def as_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Automatic:
-    """What auto made of the cell's setting."""
+    """Results of auto in the cell's setting."""
 
     cell: Cell
     run: AutoRun
@@ -56,7 +56,7 @@ class Automatic:
 
 @dataclass(frozen=True)
 class Traced:
-    """A round of the same cell: how long it took, untraced, and how long some kernel ran in it."""
+    """A round of the same cell: its time without tracing, and the time in which some kernel ran."""
 
     cell: Cell
     ms: float
@@ -64,7 +64,7 @@ class Traced:
 
     @property
     def idle(self) -> float:
-        """The share of the round in which the device ran nothing: between rounds and between kernels."""
+        """Fraction of the round in which the device was idle, between rounds and between kernels."""
         return max(0.0, 1 - self.busy_ms / self.ms)
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ Result: TypeAlias = Measured | Automatic | Traced
 
 @dataclass
 class Results:
-    """By cell."""
+    """Results by cell."""
 
     measured: dict[Cell, Measured] = field(default_factory=dict)
     automatic: dict[Cell, Automatic] = field(default_factory=dict)
@@ -92,33 +92,36 @@ class Results:
                 self.traced[result.cell] = result
 
     def speedup(self, setting: Setting, k: int, rate: float) -> float | None:
-        """Tokens a second over those of plain decoding in the same setting; None if either was not measured.
+        """Tokens per second over plain decoding in the same setting; None if either was not measured.
 
-        A round's time does not depend on acceptance, so it is taken from whichever rate was played; the tokens of a
-        round are those of the law (1 - a^(k + 1)) / (1 - a), which what was played is a sample of.
+        A round's time does not depend on acceptance, so it is taken from any measured rate; the tokens per round are (1
+        - a^(k + 1)) / (1 - a), the expectation of the measured ones.
         """
         base = replace(setting, rate=RATE)
         plain = self.measured.get(Cell(base, 0))
-        guessing = self.measured.get(Cell(setting, k)) or self.measured.get(Cell(base, k))
-        if plain is None or guessing is None:
+        speculating = self.measured.get(Cell(setting, k)) or self.measured.get(Cell(base, k))
+        if plain is None or speculating is None:
             return None
-        return plain.ms_per_token(rate) / guessing.ms_per_token(rate)
+        return plain.ms_per_token(rate) / speculating.ms_per_token(rate)
 
     def best(self, setting: Setting, rate: float) -> tuple[float, int] | None:
-        """The largest speed-up of the lengths that were measured (k > 0), and that length."""
+        """The largest speed-up of the measured lengths (k > 0), and that length."""
         lengths = {cell.k for cell in self.measured if cell.setting.rows == setting.rows and cell.k > 0}
         known = [(gain, k) for k in sorted(lengths) if (gain := self.speedup(setting, k, rate)) is not None]
         return max(known, default=None)
 
-    def played(self, setting: Setting, k: int) -> float | None:
-        """The speed-up with the tokens that the rounds played really gave."""
-        plain, guessing = self.measured.get(Cell(replace(setting, rate=RATE), 0)), self.measured.get(Cell(setting, k))
-        if plain is None or guessing is None or guessing.played is None:
+    def measured_speedup(self, setting: Setting, k: int) -> float | None:
+        """The speed-up with the tokens that the rounds really gained."""
+        plain, speculating = (
+            self.measured.get(Cell(replace(setting, rate=RATE), 0)),
+            self.measured.get(Cell(setting, k)),
+        )
+        if plain is None or speculating is None or speculating.played is None:
             return None
-        return plain.ms * guessing.played.gained / guessing.ms
+        return plain.ms * speculating.played.gained / speculating.ms
 
     def settings(self) -> list[Setting]:
-        """Those of which rounds at the usual rate were measured, in the order of measuring."""
+        """The settings whose rounds at the usual rate were measured, in the order of measurement."""
         cells = [cell for cell in self.measured if cell.kind == "round" and cell.setting.rate == RATE]
         return list(dict.fromkeys(cell.setting for cell in cells))
 

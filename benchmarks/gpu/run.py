@@ -1,4 +1,4 @@
-"""Figures on a GPU, for those who work on its path: ``python -m benchmarks.gpu.run lease FOLDER`` takes all of them."""
+"""Benchmarks for developers of the GPU path: ``python -m benchmarks.gpu.run lease FOLDER`` runs all of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from benchmarks.gpu.show import Line
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; cpu only to see that it runs (--tiny).")]
-Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds; what does not fit is dropped and named.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Small models and few cells: only to see that it runs.")]
-Pairs = Annotated[str | None, typer.Option("--pairs", help="Pairs of models, what matters most first: a,b.")]
+Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; cpu only for a functional test (--tiny).")]
+Budget = Annotated[
+    float, typer.Option("--budget", min=1, help="Seconds; cells that do not fit are dropped and listed.")
+]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Small models and few cells: only a functional test.")]
+Pairs = Annotated[str | None, typer.Option("--pairs", help="Pairs of models, the most important first: a,b.")]
 Formats = Annotated[str | None, typer.Option("--formats", help="Of the weights: bf16,int8,fp8.")]
-Rows = Annotated[str | None, typer.Option("--rows", help="1 to 64, what matters most first: 8,1,32.")]
-Lengths = Annotated[str | None, typer.Option("--lengths", help="Guesses a round; 0 is always among them, and first.")]
+Rows = Annotated[str | None, typer.Option("--rows", help="1 to 64, the most important first: 8,1,32.")]
+Lengths = Annotated[
+    str | None, typer.Option("--lengths", help="Draft tokens per round; 0 is always included, and first.")
+]
 Output = Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too, as it grows.")]
 
 
@@ -44,7 +48,9 @@ def rounds(
     rows: Rows = None,
     lengths: Lengths = None,
 ) -> None:
-    """Rounds on a GPU beside their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON document."""
+    """Rounds on a GPU compared with their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON
+    document.
+    """
     check_output("--output", output)
     place = _device(device, tiny)
     from benchmarks.gpu.bench import Bench, Options
@@ -66,7 +72,7 @@ def attention(
     output: Output = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw PAD, SPLIT, ragged and torch over rows.")] = None,
 ) -> None:
-    """Padded, split and ragged attention beside torch's own. The last line of stdout is one JSON document."""
+    """Padded, split and ragged attention compared with torch's own. The last line of stdout is one JSON document."""
     check_output("--output", output, plot)
     place = _device(device, tiny)
     import torch
@@ -96,7 +102,7 @@ def attention(
 
 @app.command()
 def products(device: Device = "cuda", budget: Budget = 120, tiny: Tiny = False, output: Output = None) -> None:
-    """8-bit products with many rows, all ways. The last line of stdout is one JSON document."""
+    """8-bit products with many rows, by every method. The last line of stdout is one JSON document."""
     check_output("--output", output)
     place = _device(device, tiny)
     import torch
@@ -116,25 +122,27 @@ def products(device: Device = "cuda", budget: Budget = 120, tiny: Tiny = False, 
 
 @app.command()
 def lease(
-    folder: Annotated[Path, typer.Argument(help="Where documents and logs go; what is done there is not done again.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder for documents and logs; parts that are done there are skipped.")
+    ],
     device: Device = "cuda",
     budget: Budget = 480,
     tiny: Tiny = False,
 ) -> None:
-    """Everything, in parts: tests, rounds in bf16 and 8 bits, attention, products. Call it until nothing is left."""
+    """Run everything, in parts: tests, rounds in bf16 and 8 bits, attention, products. Repeat until nothing is left."""
     from benchmarks.gpu.lease import Lease, parts
 
     _device(device, tiny)
     call = Lease(folder, device, tiny, budget, _say)
-    left = call.play(parts(tiny=tiny))
+    left = call.run(parts(tiny=tiny))
     _say(f"left for the next call: {', '.join(left)}" if left else f"all is done: {call.done()}")
 
 
 def _device(name: str, tiny: bool) -> torch.device:
-    """Kernels are interpreted on a CPU; that must be said before triton is imported."""
+    """The device. On a CPU kernels are interpreted, which must be configured before triton is imported."""
     if name == "cpu":
         if not tiny:
-            raise ParameterError("--device", name, "a CUDA device; or cpu with --tiny, only to see that it runs")
+            raise ParameterError("--device", name, "a CUDA device; or cpu with --tiny, only for a functional test")
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from paceline.core.hardware import resolve_device
 
@@ -146,7 +154,7 @@ def _say(text: str) -> None:
 
 
 def _writer(output: Path | None) -> Callable[[dict[str, Any]], None]:
-    """Writes what is known so far."""
+    """A function that writes the results so far."""
 
     def write(document: dict[str, Any]) -> None:
         if output is not None:
@@ -156,7 +164,7 @@ def _writer(output: Path | None) -> Callable[[dict[str, Any]], None]:
 
 
 def _show(lines: Sequence[Line]) -> None:
-    """A table that no terminal is too narrow for."""
+    """Print a table that fits any terminal."""
     verdicts = {True: "yes", False: "NO", None: "-"}
     note(f"{'met':3}  {'wanted':>16}  {'measured':>12}  what was asked for (acceptance is synthetic)")
     for line in lines:

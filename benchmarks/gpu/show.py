@@ -1,4 +1,4 @@
-"""The figures that were asked for: what was wanted, what was measured, and whether that is enough."""
+"""The requested figures: wanted and measured values, and whether they are met."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from benchmarks.gpu.cells import RATE, Axes, Cell, Setting, traces
 from benchmarks.gpu.models import WEIGHT_BYTES, WeightFormat
 from benchmarks.gpu.results import Results
 
-# By bytes of a weight.
+# By bytes per weight.
 BANDWIDTH = {2: 0.80, 1: 0.70}
 VERIFY = {2: 1.15, 1: 1.25}
 MS_PER_TOKEN = {2: 2.7, 1: 1.6}  # on an H100
 
 SPEEDUPS = ((1, 0.8, 2.7), (8, 0.8, 2.5), (32, 0.8, 1.9), (64, 0.8, 1.5), (8, 0.9, 3.5))  # rows, acceptance, wanted
 IDLE, AUTO, LONG_ROW = 0.03, 0.98, 2.0
-PAPER_PAIR = "gpt-7.8b"  # the model whose time a token the paper gives
+PAPER_PAIR = "gpt-7.8b"  # the model whose time per token is in the paper
 BY_TESTS = ("greedy and coupled outputs equal the CPU's in fp32", "bf16 output is batch-invariant when deterministic")
 
 
 @dataclass(frozen=True)
 class Line:
-    """met: None if it was not measured."""
+    """One figure. met: None if it was not measured."""
 
     what: str
     wanted: str
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class _Unit:
-    """How a number is written."""
+    """The format of a number."""
 
     form: str
 
@@ -65,7 +65,7 @@ def show(results: Results, attention: Sequence[Timed], axes: Axes) -> list[Line]
 
 @dataclass(frozen=True)
 class _Model:
-    """The lines of a pair in a format."""
+    """The lines of a pair in one format."""
 
     results: Results
     axes: Axes
@@ -75,16 +75,18 @@ class _Model:
     def lines(self) -> Iterator[Line]:
         who, size = f"{self.pair} {self.format}", WEIGHT_BYTES[self.format]
         rows, k = self.axes.rows[0], self.axes.lengths[1]
-        yield _SHARE.at_least(f"{who}: plain decoding, of bandwidth, batch 1..{rows}", self._plain(), BANDWIDTH[size])
+        yield _SHARE.at_least(
+            f"{who}: plain decoding, fraction of bandwidth, batch 1..{rows}", self._plain(), BANDWIDTH[size]
+        )
         yield _TIMES.at_most(f"{who}: verify k={k} over a decode step, batch {rows}", self._verify(k), VERIFY[size])
         for length in (0, k) if self._is_traced() else ():
             yield _SHARE.at_most(f"{who}: GPU idle in a round, k={length}, batch {rows}", self._idle(length), IDLE)
         for batch, rate, wanted in SPEEDUPS:
             yield self._speedup(f"{who}: speed-up at acceptance {rate}, batch {batch}", batch, rate, wanted)
         if self.pair == PAPER_PAIR:
-            yield _MS.at_most(f"{who}: a token of a sequence, batch {rows}", self._ms_per_token(), MS_PER_TOKEN[size])
+            yield _MS.at_most(f"{who}: time per token, batch {rows}", self._ms_per_token(), MS_PER_TOKEN[size])
         if (auto := self._auto()) is not None:
-            yield _TIMES.at_least(f"{who}: auto over plain, the worst batch", auto, AUTO)
+            yield _TIMES.at_least(f"{who}: auto over plain, worst batch", auto, AUTO)
 
     def _at(self, rows: int) -> Setting:
         axes = self.axes
@@ -111,8 +113,8 @@ class _Model:
         line = _TIMES.at_least(what, best and best[0], wanted)
         if best is None:
             return line
-        played = self.results.played(replace(self._at(rows), rate=rate), best[1])
-        really = "" if played is None else f"; {played:.2f}x with the tokens that were played"
+        measured = self.results.measured_speedup(replace(self._at(rows), rate=rate), best[1])
+        really = "" if measured is None else f"; {measured:.2f}x with the measured tokens"
         return replace(line, measured=f"{line.measured} (k={best[1]}{really})")
 
     def _ms_per_token(self) -> float | None:
@@ -126,13 +128,13 @@ class _Model:
 
 
 def _attention(results: Results, attention: Sequence[Timed]) -> Iterator[Line]:
-    """The worst case of each."""
+    """The worst case of each comparison."""
     alone = [over for timed in attention for name, over in timed.over_ragged.items() if name != SDPA]
-    yield _TIMES.at_least("attention alone: padded, split over ragged, the worst", min(alone, default=None), 1.0)
+    yield _TIMES.at_least("attention alone: padded, split over ragged, worst", min(alone, default=None), 1.0)
     others = [found for cell, found in results.measured.items() if cell.setting.attention != "ragged"]
     twins = [(found, results.measured.get(_ragged(found.cell))) for found in others]
     rounds = [found.ms / twin.ms for found, twin in twins if twin]
-    yield _TIMES.at_least("whole rounds: padded, split over ragged, the worst", min(rounds, default=None), 1.0)
+    yield _TIMES.at_least("whole rounds: padded, split over ragged, worst", min(rounds, default=None), 1.0)
     long = [timed.over_ragged for timed in attention if timed.case.spread == "one long" and timed.case.rows >= 8]
     padded = [over["padded"] for over in long if "padded" in over]
     what = f"attention alone: padded over ragged, one row of 8 or more {LONGER} times as long"

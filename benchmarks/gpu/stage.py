@@ -1,4 +1,4 @@
-"""Rows of one length on a pair of models: rounds played as the engine plays them, the host one round behind."""
+"""Rows of one length on a pair of models, whose rounds run as in the engine, the host one round behind."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from paceline.kernels.gpu.graphs import Graphs, Ticket
 from paceline.models.decoder import Decoder
 from paceline.models.transformer import Transformer
 
-ROOM = 160  # tokens that a row may gain before it begins anew
+ROOM = 160  # tokens that a row may gain before it is reset
 _TRACED_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long rounds are played: chunks of at most ``rounds``, at least ``chunks`` of them, for about ``seconds``.
+    """The extent of a measurement: chunks of at most ``rounds`` rounds, at least ``chunks`` of them, for about
+    ``seconds``.
 
     repeats: of a single pass.
     """
@@ -42,10 +43,10 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Played:
-    """Rounds of k guesses. round_ms: the median over the chunks of a chunk's mean, host and all.
+class TimedRounds:
+    """Rounds with k draft tokens. round_ms: median over the chunks of a chunk's mean, host included.
 
-    gained: tokens a row and round on average. context: tokens of a row on average. accepted, drafted: of all rows.
+    gained: mean tokens per row and round. context: mean tokens of a row. accepted, drafted: of all rows.
     """
 
     round_ms: float
@@ -57,9 +58,9 @@ class Played:
 
 
 class Stage:
-    """The setting's rows, each holding ``context`` random tokens and as random keys and values.
+    """The setting's rows, each with ``context`` random tokens and random keys and values.
 
-    Before it has gained ROOM tokens a row begins anew, so that every chunk of rounds sees the same contexts.
+    A row is reset before it has gained ROOM tokens, so that every chunk of rounds has the same contexts.
     """
 
     def __init__(self, target: Transformer, draft: Transformer, setting: Setting, *, capture: bool = True) -> None:
@@ -68,7 +69,7 @@ class Stage:
         self.target, self._draft = (self._decoder(model, positions, target.vocab_size) for model in (target, draft))
         self.batch = Batch(setting.rows, positions, target.vocab_size, self.device)
         self._fill(target.vocab_size)
-        self._capture = capture and setting.attention != "split"  # whose launches the host sizes
+        self._capture = capture and setting.attention != "split"  # split attention needs sizes from the host
         rule = Rule(synthetic=setting.rate)
         self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture)
 
@@ -80,7 +81,7 @@ class Stage:
         return decoder
 
     def _fill(self, vocab_size: int) -> None:
-        """Random text; greedy, without an end."""
+        """Random text; greedy decoding without an end."""
         context, params = self.setting.context, SamplingParams(temperature=0, max_tokens=ROOM, ignore_eos=True)
         for row in range(self.setting.rows):
             tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(row))
@@ -98,11 +99,11 @@ class Stage:
 
     @property
     def longest(self) -> int:
-        """No row is longer, whatever it gained: the positions that attention without row lengths pays for."""
+        """Upper bound on row lengths: the positions that attention without row lengths processes."""
         return self.setting.context + ROOM
 
     def rounds(self, k: int, count: int) -> tuple[float, list[list[int]]]:
-        """Play rounds from the beginning -> seconds, and the rounds' records, line by line."""
+        """Run rounds from the beginning -> seconds, and the rounds' records, line by line."""
         self._begin_anew()
         flying: deque[Ticket] = deque()
         lines: list[list[int]] = []
@@ -117,8 +118,8 @@ class Stage:
     def _play(self, k: int) -> Ticket:
         return self.round.play(self.setting.rows, k, self.longest - k)
 
-    def play(self, k: int, effort: Effort) -> Played:
-        """Rounds of k guesses; capture and practice are not counted."""
+    def run(self, k: int, effort: Effort) -> TimedRounds:
+        """Time rounds with k draft tokens; capture and warm-up are not counted."""
         count = self._chunk(k, effort.rounds)
         self.rounds(k, 1)
         chunks: list[float] = []
@@ -128,7 +129,7 @@ class Stage:
             chunks.append(took / count)
             lines += records
         gained = statistics.fmean(line[-1] for line in lines)
-        return Played(
+        return TimedRounds(
             round_ms=statistics.median(chunks) * 1e3,
             rounds=count * len(chunks),
             gained=gained,
@@ -138,11 +139,13 @@ class Stage:
         )
 
     def _chunk(self, k: int, most: int) -> int:
-        """So many rounds that no row comes to its end."""
+        """The number of rounds in a chunk, so that no row reaches its end."""
         return max(1, min(most, ROOM // (k + 1) - 1))
 
     def verify_ms(self, k: int, repeats: int) -> float:
-        """The target's forward pass over each row's unseen token and k guesses, with its logits: the fastest."""
+        """Milliseconds of the target's forward pass over each row's last token and k draft tokens, with logits: the
+        fastest.
+        """
         self._begin_anew()
         rows, graphs = self.setting.rows, Graphs(self.device, capture=self._capture)
         start, tokens = self.batch.length[:rows] - 1, self.batch.tokens[:rows, : k + 1].clone()
@@ -153,7 +156,7 @@ class Stage:
         return best_seconds(lambda: graphs.run(k, run), self.device, repeats) * 1e3
 
     def queued_ms(self, k: int, rounds: int) -> float:
-        """A round's milliseconds when many are launched at once: the device never waits for the host."""
+        """Milliseconds of a round when many are launched at once, so that the device never waits for the host."""
         count = self._chunk(k, rounds)
         self.rounds(k, 1)
         self._begin_anew()
@@ -167,7 +170,7 @@ class Stage:
     def busy_ms(self, k: int) -> float:
         """Milliseconds of a round in which the device runs some kernel.
 
-        Traced: whatever is timed in this process afterwards may be slower. TraceError if there is no trace.
+        Tracing may slow down later measurements in this process. Raises TraceError if there is no trace.
         """
         if self.device.type != "cuda":
             raise TraceError("only CUDA devices are traced")
@@ -182,11 +185,11 @@ class Stage:
 
 
 class TraceError(PacelineError):
-    """Nobody can tell when the device was idle."""
+    """The device's idle time could not be traced."""
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """How much of the line the spans (start, end) cover together."""
+    """Length of the union of the spans (start, end)."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

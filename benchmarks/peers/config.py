@@ -1,4 +1,4 @@
-"""What is compared: the model pairs, the peers, and how each is started. Adding a peer is one entry and one worker."""
+"""The compared model pairs and peers, and how each is started. A new peer needs one entry and one worker."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OWN_MODES = (*MODES, "hybrid")  # paceline's
 
 
 def models_directory() -> Path:
-    """Where get_models.sh has put the GGUF files."""
+    """The directory of the GGUF files from get_models.sh."""
     return Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
 
 
 def export_directory() -> Path:
-    """Where the models are kept in the formats of the peers: $PACELINE_BENCH_CACHE or ~/.cache/paceline-bench."""
+    """The directory of the models in the peers' formats: $PACELINE_BENCH_CACHE or ~/.cache/paceline-bench."""
     return Path(os.environ.get("PACELINE_BENCH_CACHE") or "~/.cache/paceline-bench").expanduser()
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and perhaps a draft model, by the names of their GGUF files."""
+    """A target and optionally a draft model, by the names of their GGUF files."""
 
     target: str
     draft: str | None
-    bf16_gib: dict[str, float]  # of each model's weights, to plan the memory
+    bf16_gib: dict[str, float]  # each model's weights, to plan the memory
 
     def modes(self) -> tuple[str, ...]:
         return OWN_MODES if self.draft is not None else ("plain", "ngram")
@@ -49,8 +49,8 @@ PAIRS = {
 class Peer:
     """An engine in one precision.
 
-    name: in plots and results. venv: the environment it runs in; None is this one. model_format: what its worker reads
-    ("gguf", "huggingface", "openvino"). split: one worker a mode, for engines that take one configuration at start.
+    name: in plots and results. venv: its virtual environment; None is this one. model_format: its worker's input
+        ("gguf", "huggingface", "openvino"). split: one worker per mode, for engines with one configuration per process.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Peer:
     split: bool = False
     modes: tuple[str, ...] = MODES
     environment: dict[str, str] = field(default_factory=dict)
-    memory: float = 2.0  # needed while loading, in multiples of the weights in bf16
+    memory: float = 2.0  # memory while loading, in multiples of the weights in bf16
 
     @property
     def python(self) -> Path:
@@ -86,7 +86,7 @@ ALL_NAMES = ("paceline", *PEERS)
 
 
 def chosen_peers(names: list[str], precisions: list[str]) -> list[Peer]:
-    """The peers of these names; paceline once for each precision. Raises KeyError."""
+    """The peers with these names; paceline once for each precision. Raises KeyError."""
     found: list[Peer] = []
     for name in names:
         found += [_paceline(precision) for precision in precisions] if name == "paceline" else [PEERS[name]]

@@ -1,7 +1,7 @@
-"""Make the peers' virtual environments from their requirement files, and the models in the peers' formats. Done once.
+"""Create the peers' virtual environments from their requirement files, and the models in the peers' formats, once.
 
-A requirement file may say, in comments, what pip cannot: ``# uninstall: NAMES`` (afterwards),
-``# optional: REQUIREMENT`` (may fail) and ``# environment: NAME=VALUE`` (for the installation).
+Comments in a requirement file can express what pip cannot: ``# uninstall: NAMES`` (afterwards), ``# optional:
+    REQUIREMENT`` (may fail) and ``# environment: NAME=VALUE`` (for the installation).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Say = Callable[[str], None]
 
 
 class SetupError(Exception):
-    """An environment or a model could not be made; the text is the last line that the tool said."""
+    """An environment or a model could not be created; the text is the tool's last line."""
 
 
 @dataclass(frozen=True)
 class Directives:
-    """What a requirement file says in its comments."""
+    """The directives in a requirement file's comments."""
 
     uninstall: tuple[str, ...]
     optional: tuple[str, ...]
@@ -49,7 +49,7 @@ class Directives:
 
 
 def ensure_environment(peer: Peer, say: Say) -> None:
-    """Make or renew the peer's environment unless it was made from this very requirement file. Raises SetupError."""
+    """Create the peer's environment unless it was made from this requirement file. Raises SetupError."""
     if peer.venv is None:
         return
     text = peer.requirements.read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def ensure_environment(peer: Peer, say: Say) -> None:
     stamp, mark = directory / ".installed", hashlib.sha256(text.encode()).hexdigest()
     if stamp.is_file() and stamp.read_text(encoding="utf-8").strip() == mark:
         return
-    say(f"installing {peer.requirements.name} into {directory}: minutes, once")
+    say(f"installing {peer.requirements.name} into {directory}: this takes minutes, once")
     _install(peer, directory, Directives.of(text), say)
     stamp.write_text(mark + "\n", encoding="utf-8")
 
@@ -79,7 +79,7 @@ def _install(peer: Peer, directory: Path, directives: Directives, say: Say) -> N
 
 
 def ensure_model(name: str, peer: Peer, say: Say) -> Path:
-    """The model in the peer's format, exported if it is not there yet. Raises SetupError."""
+    """The model in the peer's format, exported if it does not exist yet. Raises SetupError."""
     source = config.models_directory() / f"{name}.gguf"
     if not source.is_file():
         raise SetupError(f"{source} is missing: put the GGUF file there")
@@ -95,7 +95,7 @@ def _exported(kind: str, name: str, source: Path, exporter: Peer, say: Say) -> P
     target = config.export_directory() / kind / name
     if not target.is_dir():
         ensure_environment(exporter, say)
-        say(f"exporting {name} to {target}: minutes, once")
+        say(f"exporting {name} to {target}: this takes minutes, once")
         _tool([str(exporter.python), str(EXPORT), kind, str(source), str(target)])
     return target
 

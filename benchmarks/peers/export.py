@@ -1,4 +1,4 @@
-"""Write a GGUF model once as what the peers read. Runs inside a peer's environment, not in paceline's.
+"""Convert a GGUF model once to a peer's format. Runs inside a peer's environment, not in paceline's.
 
 python export.py huggingface MODEL.gguf DIRECTORY     dequantised bfloat16 safetensors and tokenizer
 python export.py openvino HUGGINGFACE_DIRECTORY DIRECTORY     weights in int8, for openvino-genai
@@ -44,7 +44,7 @@ FORMATS = {"huggingface": huggingface, "openvino": openvino}
 
 
 def main() -> None:
-    """Export into a partial directory and rename it at the end, so that what is there is complete."""
+    """Export into a partial directory and rename it at the end, so that an existing directory is complete."""
     kind, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -25,12 +25,12 @@ class WorkerError(Exception):
 
 
 class WorkerLostError(WorkerError):
-    """The process is not there any more; the next call starts a new one."""
+    """The process is gone; the next call starts a new one."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How to start a worker. key: its name in logs. need_gib: memory to have free before it is started."""
+    """How to start a worker. key: its name in logs. need_gib: free memory needed to start it."""
 
     key: str
     command: tuple[str, ...]
@@ -39,7 +39,7 @@ class WorkerSpec:
 
 
 class Worker:
-    """A process in its own group that answers JSON lines, and that sleeps between calls."""
+    """A process in its own group that answers JSON lines, and that is stopped between calls."""
 
     def __init__(self, spec: WorkerSpec, log: Path, start_seconds: float) -> None:
         self.spec, self.log = spec, log
@@ -76,7 +76,9 @@ class Worker:
         self._answers.put(None)
 
     def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Wake it, ask, wait, let it sleep again. Raises WorkerError (an answer) or WorkerLostError (no process)."""
+        """Resume it, send a request, wait for the answer, stop it. Raises WorkerError (an answer) or WorkerLostError
+        (no process).
+        """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
@@ -142,7 +144,7 @@ def _last_line(log: Path) -> str:
 
 
 class Pool:
-    """Workers by key. ``started`` is called with each new one, before it sleeps for the first time."""
+    """Workers by key. ``started`` is called with each new one, before it is first stopped."""
 
     def __init__(self, logs: Path, start_seconds: float, say: Callable[[str], None]) -> None:
         self._logs, self._start_seconds, self._say = logs, start_seconds, say
@@ -150,7 +152,7 @@ class Pool:
         self._refused: dict[str, str] = {}
 
     def get(self, spec: WorkerSpec) -> tuple[Worker, bool]:
-        """The worker and whether it is new. One that could not be loaded is not tried again: WorkerError."""
+        """The worker and whether it is new. Raises WorkerError for one that failed to load; it is not tried again."""
         if spec.key in self._refused:
             raise WorkerError(self._refused[spec.key])
         worker = self._workers.pop(spec.key, None)
@@ -176,7 +178,7 @@ class Pool:
             self.drop(key)
 
     def drop(self, key: str) -> None:
-        """End a worker; the next ``get`` starts it anew."""
+        """End a worker; the next ``get`` starts a new one."""
         if (worker := self._workers.pop(key, None)) is not None:
             worker.end()
 

@@ -1,4 +1,4 @@
-"""From samples to the JSON document and the plot."""
+"""The JSON document and the plot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNITS = {
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Properties of the machine that affect the figures."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     entries = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     named = {name.strip(): value.strip() for name, value in entries.items()}
@@ -62,13 +62,13 @@ def _commit() -> str:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One entry a configuration, in the order of the plan."""
+    """One entry per configuration, in the order of the plan."""
     plain = {key(outcome.configuration): outcome for outcome in outcomes if outcome.configuration.mode == "plain"}
     return [_row(outcome, plain.get(key(outcome.configuration))) for outcome in outcomes]
 
 
 def key(configuration: Configuration) -> tuple[str, int]:
-    """What a configuration shares with its peer's plain decoding."""
+    """The part of a configuration shared with its peer's plain decoding."""
     return configuration.peer, configuration.batch
 
 
@@ -134,7 +134,7 @@ def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the whole document, or leave the old one as it was."""
+    """Write the document atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -142,7 +142,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Aggregate tokens/s by batch: a panel for each mode, and one with every peer's best."""
+    """Plot aggregate tokens/s by batch size: one panel per mode, and one with every peer's best."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -169,10 +169,10 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 def _title(document: Mapping[str, Any]) -> str:
     computer, settings = document["machine"], document["settings"]
     models = " + ".join(name for name in (settings["target"], settings["draft"]) if name)
-    prompts = settings.get("prompts", "stubs")  # there was one set once
+    prompts = settings.get("prompts", "stubs")  # older documents have no prompts field: there was one set
     tokens = f"{prompts}: {settings['prompt_tokens_mean']:.0f} + {settings['max_tokens']} tokens"
     return (
-        f"{models}, greedy, {tokens} a row; {computer['cpu']}, {settings['threads']} threads; {document['date'][:10]}"
+        f"{models}, greedy, {tokens} per row; {computer['cpu']}, {settings['threads']} threads; {document['date'][:10]}"
     )
 
 
@@ -207,7 +207,7 @@ def _panel(axis: Any, title: str, entries: Sequence[Mapping[str, Any]], colours:
 
 
 def _missing(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each peer and reason why there is no point, with the batch sizes it holds for."""
+    """A line for each peer and reason of missing points, with the batch sizes."""
     found: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
         if entry["status"] in REASONS:
@@ -216,7 +216,7 @@ def _missing(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table(entries: Sequence[Mapping[str, Any]], prompts: str) -> str:
-    """For the terminal: a line a peer and mode, a column a batch size. prompts: which set."""
+    """A table for the terminal: one line per peer and mode, one column per batch size. prompts: the set's name."""
     batches = sorted({entry["batch"] for entry in entries})
     cells = {(e["peer"], e["mode"], e["batch"]): e for e in entries}
     lines = [f"{f'tokens/s, {prompts}':<28}" + "".join(f"{f'b={batch}':>10}" for batch in batches)]

@@ -1,8 +1,8 @@
-"""`make bench-peers`: the same prompts through paceline and the engines that a user would pick on a CPU.
+"""`make bench-peers`: the same prompts through paceline and the engines that a user would choose on a CPU.
 
-Every configuration (peer, mode, batch size) is measured once a repeat; the peers alternate inside each repeat, and
+Every configuration (peer, mode, batch size) is measured once per repeat; the peers alternate inside each repeat, and
 while one is measured all others are stopped. A peer that fails is in the results with its error line. Progress goes to
-the standard error; the last line of the standard output is the results as one JSON document.
+stderr; the last line of stdout is the results as one JSON document.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from benchmarks.peers.schedule import Configuration, Measurement, Outcome, point
 
 from paceline.tools.bench.sets import SETS, SetName
 
-ROOM_FOR_SPECULATION = 32  # tokens of a row beyond prompt and answer
-PROMPT_SETS = ("stubs", "chat", "edits")  # a run each; no peer is given the original of an edit but in its prompt
-OVERHEAD_GIB = 1.5  # of a worker, besides its weights
+ROOM_FOR_SPECULATION = 32  # positions of a row beyond prompt and answer
+PROMPT_SETS = ("stubs", "chat", "edits")  # one run each; peers see the original of an edit only in its prompt
+OVERHEAD_GIB = 1.5  # memory of a worker besides its weights
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +44,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", choices=PROMPT_SETS, default="stubs", help="which set (default: %(default)s)")
     parser.add_argument("--batches", type=_numbers, default="1,2,4,8,16", help="at most 16 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens a row (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per row (default: %(default)s)")
     parser.add_argument("--k", type=int, default=5, help="speculation length (default: %(default)s)")
     parser.add_argument("--paceline-k", help="paceline's own: a number or a policy's name (default: --k)")
     parser.add_argument("--paceline-options", type=json.loads, default={}, help="JSON: more options of its LLM")
@@ -82,7 +82,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def say(text: str) -> None:
-    """Progress, for people."""
+    """Print progress."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
     sys.stderr.flush()
 
@@ -96,7 +96,7 @@ def prompt_ids(pair: Pair, chosen: SetName, count: int) -> list[list[int]]:
 
 
 class Plan:
-    """The configurations of a run, and those that are not tried: their set-up failed, or they are no contenders."""
+    """The configurations of a run, and those that are skipped because their set-up failed or they are too slow."""
 
     def __init__(self, options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
         self._options, self._pair = options, PAIRS[options.pair]
@@ -160,7 +160,7 @@ class Plan:
 
 
 class Recorder:
-    """Keeps the results' file up to date."""
+    """Keeps the results file up to date."""
 
     def __init__(self, options: argparse.Namespace, plan: Plan, prompts: Sequence[Sequence[int]]) -> None:
         self._date = datetime.datetime.now().astimezone()
@@ -203,7 +203,7 @@ def _settings(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> 
 
 
 def measure(options: argparse.Namespace, plan: Plan, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Run the plan, save as it goes, and return the document; an interrupt keeps what there is."""
+    """Run the plan, save as it goes, and return the document; an interrupt keeps the results so far."""
     recorder = Recorder(options, plan, prompts)
     logs = recorder.path.parent / "logs" / recorder.path.stem
     latest: list[Outcome] = []
@@ -232,7 +232,7 @@ def _interrupt(*_: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Set up, measure, write, draw. Returns the exit status: 0 also where peers failed, for that is a result."""
+    """Set up, measure, write, plot. Returns the exit status: 0 even if peers failed, because that is a result."""
     options = arguments(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     prompts = prompt_ids(PAIRS[options.pair], options.prompts, options.batches[-1])

@@ -1,4 +1,4 @@
-"""The order of the measurements: each configuration once a repeat, the workers back and forth, within a time budget."""
+"""The order of measurements: each configuration once per repeat, workers back and forth, within a time budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from benchmarks.peers.contenders import Point, far_behind, hopeless
 from benchmarks.peers.pool import WorkerError, WorkerLostError, WorkerSpec
 
-MAX_LOSSES = 2  # a worker that was lost so often is not started again
+MAX_LOSSES = 2  # a worker that was lost this often is not started again
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Configuration:
 
 @dataclass
 class Outcome:
-    """What came of a configuration: a sample a repeat, or the line that says why there is none."""
+    """A configuration's result: one sample per repeat, or the line that says why there is none."""
 
     configuration: Configuration
     samples: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
-    left_out: str | None = None  # why it was not tried, or not again
-    seconds: float = 0.0  # that its last repeat took, loading included
+    left_out: str | None = None  # the reason why it was skipped or not repeated
+    seconds: float = 0.0  # of its last repeat, loading included
 
 
 class Worker(Protocol):
-    """What the schedule needs of a worker."""
+    """The methods of a worker that the schedule uses."""
 
     info: dict[str, Any]
 
@@ -45,7 +45,7 @@ class Worker(Protocol):
 
 
 class Workers(Protocol):
-    """What the schedule needs of the pool."""
+    """The methods of the pool that the schedule uses."""
 
     def get(self, spec: WorkerSpec) -> tuple[Any, bool]: ...
     def drop(self, key: str) -> None: ...
@@ -68,9 +68,9 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
 
     def run(self, configurations: Sequence[Configuration], repeats: int) -> list[Outcome]:
-        """All configurations, repeat by repeat; after the first only those whose median matters (``contenders``).
+        """Run all configurations, repeat by repeat; after the first only those whose median matters (``contenders``).
 
-        If time is short, whole repeats are dropped, and ``notes`` says so.
+        If time runs out, whole repeats are dropped, and ``notes`` says so.
         """
         outcomes = [Outcome(configuration) for configuration in configurations]
         for repeat in range(repeats):
@@ -110,7 +110,9 @@ class Measurement:
         outcome.seconds = time.monotonic() - began
 
     def _fail(self, outcome: Outcome, error: WorkerError) -> None:
-        """A refusal is final. A lost worker is too for this configuration; the next one starts it anew."""
+        """Record an error. A refusal is final, and so is a lost worker for this configuration; the next one restarts
+        it.
+        """
         outcome.error = str(error)
         self.say(f"{label(outcome.configuration)}: failed: {error}")
         if isinstance(error, WorkerLostError):
@@ -134,7 +136,7 @@ class Measurement:
         return sample
 
     def _warm_up(self, worker: Worker, configuration: Configuration) -> None:
-        """Once for each mode of a new worker: few tokens, all rows; a single row where the peer refuses that."""
+        """Warm up a new worker once per mode: few tokens, all rows, or a single row if the peer refuses that."""
         entry = (configuration.worker.key, configuration.mode)
         if entry in self.warm:
             return
@@ -158,14 +160,16 @@ class Measurement:
         }
 
     def _check(self, sample: Mapping[str, Any], configuration: Configuration) -> None:
-        """Every row must have exactly the tokens asked for; otherwise the figures are not comparable."""
+        """Raise an error unless every row has exactly the requested number of tokens; else the figures are not
+        comparable.
+        """
         lengths = sorted({len(row) for row in sample["output_ids"]})
         if lengths != [self.max_tokens] or len(sample["output_ids"]) != configuration.batch:
-            raise WorkerError(f"answered {lengths} tokens a row instead of {self.max_tokens}")
+            raise WorkerError(f"answered {lengths} tokens per row instead of {self.max_tokens}")
 
 
 def _leave_out(outcomes: Sequence[Outcome]) -> None:
-    """Marks what the first repeat has shown to need no median: far behind its peer's best, or behind all."""
+    """Skip the points that the first repeat has shown to be far behind their peer's best, or behind all."""
     measured = {point(outcome.configuration): outcome for outcome in outcomes if outcome.samples}
     speeds = {at: outcome.samples[0]["tokens"] / outcome.samples[0]["total_s"] for at, outcome in measured.items()}
     for at, words in (far_behind(speeds) | hopeless(speeds)).items():
@@ -173,15 +177,15 @@ def _leave_out(outcomes: Sequence[Outcome]) -> None:
 
 
 def point(configuration: Configuration) -> Point:
-    """Where a configuration stands in the plot."""
+    """A configuration's place in the plot."""
     return configuration.peer, configuration.mode, configuration.batch
 
 
 def back_and_forth(outcomes: Sequence[Outcome], repeat: int) -> Iterator[Outcome]:
-    """In order, then backwards, and so on: drift hits all alike, and the last worker is still loaded."""
+    """Forwards, then backwards, and so on: drift affects all alike, and the last worker is still loaded."""
     return iter(outcomes) if repeat % 2 == 0 else reversed(outcomes)
 
 
 def label(configuration: Configuration) -> str:
-    """A configuration in a few words."""
+    """A configuration as a short text."""
     return f"{configuration.peer} {configuration.mode} b={configuration.batch}"

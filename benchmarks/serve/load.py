@@ -1,4 +1,4 @@
-"""guidellm, the load generator: called as a program in its own environment; its report, reduced."""
+"""guidellm, the load generator: run as a program in its own environment; its report, reduced."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LIMIT = 600  # seconds for all loads of one call
 
 
 class LoadError(Exception):
-    """The load generator gave up; the text is what it said last."""
+    """The load generator failed; the text is its last line."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """clients: requests that are always under way. requests: how many are sent in all."""
+    """clients: concurrent requests. requests: total number of requests."""
 
     clients: int
     requests: int
@@ -31,7 +31,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Target:
-    """Where to send the load. model: what the server calls it. body: fields that every request has besides."""
+    """Where to send the load. model: its name on the server. body: further fields of every request."""
 
     url: str
     model: str
@@ -59,8 +59,10 @@ def command(target: Target, loads: Sequence[Load], max_tokens: int, prompts: Pat
     return [str(GUIDELLM.python.with_name("guidellm")), "run", *words, "--disable-console-interactive"]
 
 
-def play(target: Target, loads: Sequence[Load], max_tokens: int, prompts: Path, scratch: Path) -> list[dict[str, Any]]:
-    """One entry a load. Raises LoadError."""
+def run_loads(
+    target: Target, loads: Sequence[Load], max_tokens: int, prompts: Path, scratch: Path
+) -> list[dict[str, Any]]:
+    """Run the loads; one entry per load. Raises LoadError."""
     report, log = scratch / "report.json", scratch / "guidellm.log"
     report.unlink(missing_ok=True)
     with log.open("wb") as output:
@@ -82,7 +84,7 @@ def play(target: Target, loads: Sequence[Load], max_tokens: int, prompts: Path, 
 
 
 def reduced(report: Mapping[str, Any], loads: Sequence[Load]) -> list[dict[str, Any]]:
-    """The figures of each load. Raises LoadError where requests failed: their latencies would flatter the server."""
+    """The figures of each load. Raises LoadError if requests failed: their latencies would flatter the server."""
     return [_entry(benchmark["metrics"], load) for benchmark, load in zip(report["benchmarks"], loads, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""The plot: requests per second, first tokens and time between tokens, by clients."""
+"""The plot: requests per second, time to first token and between tokens, by clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKERS = "osD^v"
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Medians over the repeats; solid: p50, dashed: p99. What failed is named with its error."""
+    """Plot medians over the repeats; solid: p50, dashed: p99. Failed contenders are listed with their error."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

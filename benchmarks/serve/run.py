@@ -1,6 +1,6 @@
-"""``make bench-serve``: SmolLM2 behind HTTP, paceline with speculation and without, beside ``transformers serve``.
+"""``make bench-serve``: SmolLM2 over HTTP, paceline with and without speculation, and ``transformers serve``.
 
-All servers run during the whole benchmark and are loaded in turn, repeat by repeat; one that is not loaded is idle.
+All servers run during the whole benchmark and are loaded in turn, repeat by repeat; the others are idle meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.peers.config import OFFLINE, PEERS, RESULTS, ROOT, Peer
 from benchmarks.peers.environments import SetupError, ensure_environment, ensure_model
 from benchmarks.peers.report import machine
-from benchmarks.serve.load import GUIDELLM, Load, LoadError, Target, play
+from benchmarks.serve.load import GUIDELLM, Load, LoadError, Target, run_loads
 from benchmarks.serve.plot import draw
 from benchmarks.serve.servers import ServerError, free_port, running
 
@@ -37,13 +37,13 @@ UNITS = {
     "requests_per_s": "requests answered / seconds, as guidellm counts",
     "ttft_ms": "from sending a request to its first token; percentiles over requests",
     "itl_ms": "guidellm's inter-token latency: a request's mean; percentiles over requests",
-    "samples": "one a repeat; medians are over repeats. With so few requests p99 is nearly the slowest one",
+    "samples": "one per repeat; medians are over repeats. With so few requests p99 is nearly the slowest one",
 }
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to be served. server: which process. body: what each request says besides."""
+    """A server configuration. server: its process. body: further fields of each request."""
 
     name: str
     server: str
@@ -59,7 +59,7 @@ CONTENDERS = (
 
 
 def commands(port: int) -> dict[str, list[str]]:
-    """How each server is started. Raises SetupError."""
+    """The command of each server. Raises SetupError."""
     model, exported = ensure_model(MODEL, Peer("paceline", None, "", "gguf", "bf16"), say), _exported()
     paceline = [str(Path(sys.executable).with_name("paceline")), "serve", str(model), "--served-model-name", MODEL]
     transformers = [str(TRANSFORMERS.python.with_name("transformers")), "serve", str(exported)]
@@ -76,13 +76,13 @@ def _exported() -> Path:
 
 
 def say(text: str) -> None:
-    """For whoever waits."""
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
 class Course:
-    """A contender's samples, by clients, and why it ended early if it did."""
+    """A contender's samples, by clients, and its error if it ended early."""
 
     contender: Contender
     samples: dict[int, list[dict[str, Any]]]
@@ -101,7 +101,7 @@ def _medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(plan: argparse.Namespace, scratch: Path) -> list[Course]:
-    """All contenders in turn, repeat by repeat. One that fails is left out from then on."""
+    """Run all contenders in turn, repeat by repeat. One that fails is skipped from then on."""
     courses = [Course(contender, {clients: [] for clients in plan.clients}) for contender in plan.contenders]
     prompts = scratch / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in _prompts()))
@@ -123,13 +123,13 @@ def _prompts() -> list[str]:
 
 
 def _order(courses: Sequence[Course], repeat: int) -> Iterator[Course]:
-    """Another one begins in every repeat."""
+    """The order of a repeat; each begins with another contender."""
     first = repeat % len(courses)
     yield from (*courses[first:], *courses[:first])
 
 
 def _start(stack: ExitStack, courses: Sequence[Course], scratch: Path) -> Iterator[tuple[str, str]]:
-    """The servers' addresses. What does not start fails its contenders."""
+    """The servers' addresses. A server that does not start fails its contenders."""
     for server in dict.fromkeys(course.contender.server for course in courses):
         port = free_port()
         try:
@@ -145,7 +145,7 @@ def _sample(course: Course, url: str, loads: Sequence[Load], max_tokens: int, pr
     model = MODEL if course.contender.server == "paceline" else str(_exported())
     target = Target(url, model, course.contender.body)
     try:
-        for sample in play(target, loads, max_tokens, prompts, scratch):
+        for sample in run_loads(target, loads, max_tokens, prompts, scratch):
             course.samples[sample["clients"]].append(sample)
     except LoadError as error:
         course.error = str(error)
@@ -171,7 +171,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, write, draw."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the servers end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # also stops the servers
     plan, described = arguments(), machine()
     for peer in (GUIDELLM, TRANSFORMERS):
         ensure_environment(peer, say)

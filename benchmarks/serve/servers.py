@@ -1,4 +1,4 @@
-"""Servers as processes of their own: started, waited for until they are ready, ended."""
+"""Servers as processes: start, wait until ready, stop."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ENDED_WITHIN = 30  # seconds
 
 
 class ServerError(Exception):
-    """A server did not start; the text is what it said last."""
+    """A server did not start; the text is its last line."""
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
+    """A free TCP port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -70,7 +70,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_line(log: Path) -> str:
-    """What it said last, preferring what looks like an error."""
+    """The last line of a log, preferring one that looks like an error."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or [""])[-1][:400]

@@ -1,4 +1,4 @@
-"""A worker without an engine. Its precision says how it behaves; see ``Fake``."""
+"""A worker without an engine, whose precision selects its behaviour; see ``Fake``."""
 
 import json
 import os

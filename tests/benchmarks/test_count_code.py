@@ -14,19 +14,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SOURCES = {"model": {"drafters/model.py"}, "ngram": {"drafters/ngram.py", "drafters/lookup.py"}}
 
 
-def test_questions_for_concrete_drafters_are_found(tmp_path: Path) -> None:
+def test_isinstance_on_concrete_drafters_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class Mine(Drafter): ...\nclass Own(Mine): ...\nclass Free: ...\n")
     (tmp_path / "b.py").write_text("isinstance(x, (Own, int))\nisinstance(x, Drafter)\nisinstance(x, Free)\n")
     assert list(questions(tmp_path)) == ["b.py:1: isinstance(x, (Own, int))"]
 
 
-def test_engine_and_rounds_ask_for_no_concrete_drafter_or_policy() -> None:
+def test_engine_and_rounds_use_no_isinstance_on_drafters_or_policies() -> None:
     asked = [line for line in questions(SOURCE) if not line.startswith(("bench/", "cli/"))]
     assert asked == []
 
 
 @pytest.mark.parametrize(("drafter", "length", "most"), [("model", 4, 6), ("model", "auto", 8), ("ngram", "auto", 10)])
-def test_a_step_is_understood_from_a_few_files(drafter: str, length: int | str, most: int) -> None:
+def test_a_step_runs_in_a_few_files(drafter: str, length: int | str, most: int) -> None:
     """One more where the kernels' twin in torch judges. Whether ``auto`` looks for copies, the clock decides."""
     draft = FlatToy() if drafter == "model" else None
     engine = make_engine(FlatToy(), draft, drafter=drafter, num_speculative_tokens=length, attention="auto")

@@ -56,21 +56,21 @@ def run(given: Options) -> tuple[Bench, list[dict[str, Any]], list[str]]:
 
 @pytest.fixture
 def nothing_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention alone is measured by the test of all kinds."""
+    """Attention alone is left out; the test of all kinds measures it."""
     monkeypatch.setattr(Bench, "_attend", lambda _: None)
 
 
 @pytest.mark.parametrize("rate", [0.8, 0.3])
-def test_rounds_keep_as_many_guesses_as_the_synthetic_acceptance_says(rate: float) -> None:
-    played = stage_of(replace(SETTING, rows=4, rate=rate)).play(3, Effort(rounds=24, chunks=4, seconds=0))
-    assert played.rounds == 96
-    assert played.gained == pytest.approx(tokens_a_round(rate, 3), abs=0.25)
-    assert played.drafted == 96 * 4 * 3
-    assert played.accepted == pytest.approx(96 * 4 * (played.gained - 1))
+def test_rounds_accept_draft_tokens_at_the_synthetic_rate(rate: float) -> None:
+    timed = stage_of(replace(SETTING, rows=4, rate=rate)).run(3, Effort(rounds=24, chunks=4, seconds=0))
+    assert timed.rounds == 96
+    assert timed.gained == pytest.approx(tokens_a_round(rate, 3), abs=0.25)
+    assert timed.drafted == 96 * 4 * 3
+    assert timed.accepted == pytest.approx(96 * 4 * (timed.gained - 1))
 
 
 @pytest.mark.parametrize("k", [0, 1, 10])
-def test_every_chunk_begins_anew_and_no_row_comes_to_its_end(k: int) -> None:
+def test_every_chunk_resets_its_rows_and_no_row_ends(k: int) -> None:
     stage = stage_of(replace(SETTING, rate=1.0))
     for _ in range(2):
         _, lines = stage.rounds(k, ROOM // (k + 1) - 1)
@@ -78,7 +78,7 @@ def test_every_chunk_begins_anew_and_no_row_comes_to_its_end(k: int) -> None:
         assert stage.batch.length.tolist() == [20 + (ROOM // (k + 1) - 1) * (k + 1)] * 2
 
 
-def test_a_pass_alone_and_rounds_without_the_host_leave_the_rows_as_they_are_measured() -> None:
+def test_single_passes_and_queued_rounds_leave_the_rows_unchanged() -> None:
     stage = stage_of(SETTING)
     assert stage.verify_ms(2, repeats=2) > 0
     assert stage.queued_ms(2, rounds=3) > 0
@@ -86,7 +86,7 @@ def test_a_pass_alone_and_rounds_without_the_host_leave_the_rows_as_they_are_mea
         stage.busy_ms(2)
 
 
-def test_spans_are_counted_once_where_they_overlap() -> None:
+def test_overlapping_spans_are_counted_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1.5, 1.6)]) == 4
 
 
@@ -108,15 +108,15 @@ def test_all_kinds_of_cells_are_measured() -> None:
 
 
 @pytest.mark.usefixtures("nothing_interpreted")
-def test_a_cell_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    play = Stage.play
+def test_a_failing_cell_reports_its_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Stage.run
 
     def broken(stage: Stage, k: int, effort: Effort) -> Any:
         if k == 2 and stage.setting.attention == "padded":
             raise torch.OutOfMemoryError("no more memory\nat all")
-        return play(stage, k, effort)
+        return run(stage, k, effort)
 
-    monkeypatch.setattr(Stage, "play", broken)
+    monkeypatch.setattr(Stage, "run", broken)
     monkeypatch.setattr(gpu, "auto_over_plain", lambda *_: (_ for _ in ()).throw(ValueError("no engine")))
     _, saved, said = run(options())
     failed = {(cell["kind"], cell["k"]): cell["error"] for cell in saved[-1]["failed"] if cell["kind"] != "trace"}
@@ -139,15 +139,15 @@ def test_a_setting_that_does_not_fit_is_tried_once(monkeypatch: pytest.MonkeyPat
     assert {cell["error"] for cell in saved[-1]["failed"]} == {"CapacityError: needs 256 GiB, 40 GiB are free"}
 
 
-def test_what_time_does_not_suffice_for_is_dropped_and_named() -> None:
+def test_cells_without_time_are_dropped_and_listed() -> None:
     _, saved, said = run(options(budget=0.0))
     assert saved[-1]["cells"] == []
     named = [name for setting in saved[-1]["dropped"] for name in setting["cells"]]
     assert len(named) == len(plan(FAST)) + 2
-    assert any("dropped for want of time" in line for line in said)
+    assert any("dropped for lack of time" in line for line in said)
 
 
-def test_rehearsals_run_what_rounds_will_need() -> None:
+def test_rehearsals_compile_the_kernels_of_the_rounds() -> None:
     pair, place = tiny(PAIRS["llama-8b"]), Place(CPU, torch.float32)
     ragged = Setting("llama-8b", "int8", "ragged", 8, 1)
     cells = [Cell(ragged, 0), Cell(ragged, 1), Cell(replace(ragged, attention="padded"), 5)]
@@ -160,14 +160,14 @@ def test_rehearsals_run_what_rounds_will_need() -> None:
         tasks[kinds.index(kind)]()
 
 
-def test_rehearsals_that_go_wrong_are_told_and_no_more() -> None:
+def test_failed_rehearsals_are_only_reported() -> None:
     errors = in_parallel([os.getcwd, partial(int, "x")], 60)  # type: ignore[list-item]
     assert len(errors) == 1
     assert errors[0].startswith("ValueError")
     assert in_parallel([], 0) == []
 
 
-def test_the_command_needs_a_gpu_unless_it_only_shows_that_it_runs() -> None:
+def test_the_command_needs_a_gpu_unless_tiny() -> None:
     result = CliRunner().invoke(app, ["rounds", "--device", "cpu"])
     assert result.exit_code == 2
     assert "--tiny" in result.output
@@ -192,7 +192,7 @@ def lean(*arguments: str) -> Sequence[str]:
     return done.stdout.splitlines()
 
 
-def test_the_last_line_is_the_document_where_only_the_gpu_s_packages_are_installed(tmp_path: Path) -> None:
+def test_the_last_line_is_the_document_with_only_the_gpu_packages_installed(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     lines = lean("rounds", "--device", "cpu", "--tiny", "--budget", "1", "--output", str(output))
     document = json.loads(lines[-1])

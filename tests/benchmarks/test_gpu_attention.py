@@ -25,7 +25,7 @@ GROUPED = Heads("grouped", 4, 2, 16)
     ("spread", "lengths"),
     [("equal", [64] * 5), ("mixed", [64, 56, 48, 40, 32]), ("one long", [64, 8, 8, 8, 8])],
 )
-def test_rows_are_as_long_as_their_spread_says(spread: Spread, lengths: list[int]) -> None:
+def test_row_lengths_follow_the_spread(spread: Spread, lengths: list[int]) -> None:
     assert Case(GROUPED, 5, 4, 64, spread).lengths == lengths
 
 
@@ -35,13 +35,13 @@ def test_a_row_holds_at_least_its_queries() -> None:
 
 @pytest.mark.parametrize("spread", ["equal", "mixed", "one long"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_all_compute_the_same(name: str, spread: Spread) -> None:
+def test_all_backends_compute_the_same(name: str, spread: Spread) -> None:
     tensors = Tensors(Case(GROUPED, 3, 2, 40, spread), CPU, torch.float32)
     ours, reference = (tensors.program(backend)() for backend in (backend_of(name, CPU), ReferenceAttention()))
     torch.testing.assert_close(ours, reference)
 
 
-def test_the_floor_counts_what_is_visible() -> None:
+def test_the_floor_counts_visible_keys() -> None:
     case = Case(GROUPED, 3, 2, 40, "one long")
     assert Tensors(case, CPU, torch.float32).read_bytes == 2 * (40 + 5 + 5) * 2 * 16 * 4
 
@@ -60,7 +60,7 @@ def test_a_backend_that_fails_does_not_hide_the_others(monkeypatch: pytest.Monke
     assert "split FAILED" in attention.describe(timed)
 
 
-def test_the_first_cases_come_first_and_time_ends_the_sweep() -> None:
+def test_cases_run_in_order_until_time_is_over() -> None:
     wanted = cases()
     assert len(set(wanted)) == len(wanted)
     assert wanted[0].context == 600

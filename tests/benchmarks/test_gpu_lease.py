@@ -1,4 +1,4 @@
-"""All figures in one command: its parts, what a call takes up again, and that it plays what the engine plays."""
+"""All figures in one command: its parts, resuming, and that rounds are those of the engine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def lease(folder: Path, seconds: float = 100) -> tuple[Lease, list[str]]:
     return Lease(folder, "cpu", tiny=True, seconds=seconds, say=said.append), said
 
 
-def test_a_call_takes_up_what_the_last_one_left(tmp_path: Path) -> None:
+def test_a_call_continues_where_the_last_one_stopped(tmp_path: Path) -> None:
     first, second = python("first", "print('hello')"), python("second", "raise SystemExit(3)", least=70)
     call, _ = lease(tmp_path / "figures", 60)
-    assert call.play([first, second]) == ["second"]
+    assert call.run([first, second]) == ["second"]
     assert call.done() == {"first": 0}
     call, said = lease(tmp_path / "figures", 100)
-    assert call.play([first, second]) == []
+    assert call.run([first, second]) == []
     assert call.done() == {"first": 0, "second": 3}
     assert [line for line in said if line.startswith("first")] == []
     assert (tmp_path / "figures" / "first.log").read_text() == "hello\n"
@@ -59,7 +59,7 @@ def test_all_parts_fit_one_lease_and_each_of_them_one_call() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_was_cut_off_has_another_try_unless_it_had_its_whole_budget(
+def test_a_stopped_part_is_retried_unless_it_had_its_whole_budget(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(command: list[str], *, timeout: float, **_: Any) -> None:
@@ -67,13 +67,13 @@ def test_what_was_cut_off_has_another_try_unless_it_had_its_whole_budget(
 
     monkeypatch.setattr(subprocess, "run", slow)
     call, _ = lease(tmp_path, 50)
-    assert call.play([python("tests", "", budget=40 if whole else 60)]) == ([] if whole else ["tests"])
+    assert call.run([python("tests", "", budget=40 if whole else 60)]) == ([] if whole else ["tests"])
     assert call.done() == ({"tests": CUT_OFF} if whole else {})
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_parts_are_commands_that_there_are(small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option is parsed; all that is asked for fits into three calls of eight minutes."""
+def test_parts_are_valid_commands(small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option is parsed; all parts fit into three calls of eight minutes."""
     commands: list[list[str]] = []
 
     def note(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -82,7 +82,7 @@ def test_parts_are_commands_that_there_are(small: bool, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(subprocess, "run", note)
     call, _ = lease(tmp_path, 480)
-    assert call.play(parts(tiny=small)) == []
+    assert call.run(parts(tiny=small)) == []
     for _, module, *arguments in commands:
         assert module in ("pytest", "benchmarks.gpu.run")
         if module == "benchmarks.gpu.run":
@@ -111,24 +111,24 @@ def test_axes_are_chosen_in_the_order_of_their_importance() -> None:
         ((None, "int4", None, None), r"--formats='int4'.*bf16,int8,fp8"),
         ((None, None, "0", None), r"--rows='0'.*from 1 to 64"),
         ((None, None, "8,,1", None), r"--rows="),
-        ((None, None, None, "0"), r"--lengths='0'.*more than 0"),
+        ((None, None, None, "0"), r"--lengths='0'.*at least one length above 0"),
         ((None, None, None, "-1"), r"--lengths='-1'"),
         ((None, None, None, "9" * 99), r"--lengths="),
     ],
 )
-def test_axes_that_there_are_not_are_refused(given: tuple[str | None, ...], message: str) -> None:
+def test_unknown_axes_are_refused(given: tuple[str | None, ...], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         Axes().chosen(*given)
 
 
-def test_auto_is_measured_where_guesses_are_worth_nothing_too() -> None:
+def test_auto_is_also_measured_at_low_acceptance() -> None:
     rates = {cell.setting.rate for cell in plan(Axes()) if cell.kind == "auto"}
     assert rates == {0.2, 0.8}
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_the_benchmark_launches_what_the_engine_launches(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same programs and nothing else, but for how far attention looks, which follows the texts' lengths."""
+    """The same programs and nothing else; only attention's longest length follows the texts' lengths."""
     launched: list[Hashable] = []
     run_graph = Graphs.run
     monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
@@ -161,12 +161,12 @@ def test_the_benchmark_launches_what_the_engine_launches(k: int, monkeypatch: py
 
 def _but_for_the_span(key: Hashable) -> tuple[object, ...]:
     assert isinstance(key, tuple)
-    rows, guesses, _, asks = key
-    return rows, guesses, asks
+    rows, k, _, asks = key
+    return rows, k, asks
 
 
 @pytest.mark.slow
-def test_the_whole_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_everything_runs_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.run", "lease", str(tmp_path), "--device", "cpu", "--tiny"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr

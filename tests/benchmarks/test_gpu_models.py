@@ -59,7 +59,7 @@ def test_a_pair_shares_its_vocabulary_and_its_draft_has_four_layers(pair: str) -
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_matrices_that_count_are_those_that_a_model_multiplies_with(pair: str) -> None:
+def test_counted_matrices_are_those_of_the_forward_pass(pair: str) -> None:
     config = tiny(PAIRS[pair]).target
     multiplied: list[int] = []
 
@@ -80,7 +80,7 @@ def test_the_matrices_that_count_are_those_that_a_model_multiplies_with(pair: st
     assert len(multiplied) == len(matrices(config))
 
 
-def test_a_matrix_is_made_anew_and_equal_while_what_a_model_asks_for_twice_is_kept() -> None:
+def test_a_matrix_is_recreated_equally_and_twice_requested_weights_are_kept() -> None:
     weights = RandomWeights(tiny(PAIRS["gpt-7.8b"]).target, torch.float32, CPU)
     first, second = weights["layers.0.qkv.weight"], weights["layers.0.qkv.weight"]
     assert first is not second
@@ -121,16 +121,16 @@ def test_many_tokens_are_bound_by_arithmetic() -> None:
     assert work.flops >= 2 * matrix_parameters(config) * 64 * 11
 
 
-def test_work_takes_as_long_as_the_slower_of_moving_and_computing() -> None:
+def test_time_is_the_larger_of_moving_and_computing() -> None:
     assert Work(100, 10).seconds(Ceiling(50, 1000)) == 2
     assert Work(100, 10).seconds(Ceiling(1000, 1)) == 10
 
 
 def test_a_round_is_at_least_its_drafts_and_its_verification() -> None:
     target, draft = (Weights(config, "bf16") for config in (PAIRS["gpt-7.8b"].target, PAIRS["gpt-7.8b"].draft))
-    plain, guessing = (round_floor(target, draft, 8, k, 600, H100) for k in (0, 7))
+    plain, speculating = (round_floor(target, draft, 8, k, 600, H100) for k in (0, 7))
     step = pass_work(draft, 8, 1, 600).seconds(H100)
-    assert guessing - plain == pytest.approx(7 * step)
+    assert speculating - plain == pytest.approx(7 * step)
 
 
 def test_tokens_of_a_round() -> None:

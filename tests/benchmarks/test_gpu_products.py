@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", makers(5))
-def test_all_ways_compute_the_same_product_but_for_their_rounding(name: str) -> None:
+def test_all_methods_compute_the_same_product_up_to_rounding(name: str) -> None:
     torch.manual_seed(1)
     matrix, x = torch.randn(32, 64), torch.randn(5, 64)
     (way,) = makers(5)[name]([matrix], x)
@@ -30,7 +30,7 @@ def test_all_ways_compute_the_same_product_but_for_their_rounding(name: str) -> 
     assert error > most / 10 or name.startswith("16"), "weights of 8 bits are rounded"
 
 
-def test_a_way_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_method_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> object:
         raise RuntimeError("no such product\nhere")
 
@@ -41,11 +41,11 @@ def test_a_way_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     assert "FAILED" in products.describe(timed)
 
 
-def test_many_rows_are_torchs() -> None:
+def test_many_rows_use_torch() -> None:
     assert not [name for name in makers(512) if "our tiles" in name]
 
 
-def test_the_command_leaves_its_document(tmp_path: Path) -> None:
+def test_the_command_writes_its_document(tmp_path: Path) -> None:
     output = tmp_path / "products.json"
     done = CliRunner().invoke(app, ["products", "--device", "cpu", "--tiny", "--output", str(output)])
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""What is measured first, and what becomes of it: ratios, and lines that say what was wanted."""
+"""The order of measurements, and the lines that compare them with the wanted figures."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from benchmarks.gpu.auto import AutoRun
 from benchmarks.gpu.cells import Axes, Cell, Setting, plan, traces
 from benchmarks.gpu.results import Automatic, Measured, Results, Traced
 from benchmarks.gpu.show import Line, show
-from benchmarks.gpu.stage import Played
+from benchmarks.gpu.stage import TimedRounds
 
 BASE = Setting("gpt-7.8b", "bf16", "ragged", 600, 8)
 AXES = Axes(pairs=("gpt-7.8b",), formats=("bf16",), contexts=(600,), rows=(8, 1), lengths=(0, 7))
 
 
-def played(gained: float) -> Played:
-    return Played(round_ms=1.0, rounds=10, gained=gained, context=650, accepted=8, drafted=10)
+def rounds_with(gained: float) -> TimedRounds:
+    return TimedRounds(round_ms=1.0, rounds=10, gained=gained, context=650, accepted=8, drafted=10)
 
 
 def measured(setting: Setting, k: int, ms: float, gained: float = 1.0) -> Measured:
-    return Measured(Cell(setting, k), ms, floor_ms=6.0, played=played(gained))
+    return Measured(Cell(setting, k), ms, floor_ms=6.0, played=rounds_with(gained))
 
 
 def results_of(*found: Measured | Automatic | Traced) -> Results:
@@ -52,7 +52,7 @@ def test_every_combination_is_planned_once() -> None:
     assert grid <= set(cells)
 
 
-def test_what_the_wanted_figures_need_comes_before_the_sweeps() -> None:
+def test_cells_of_the_requested_figures_precede_the_sweeps() -> None:
     cells = plan(Axes())
     first = cells[: cells.index(Cell(replace(BASE, format="int8"), 0))]
     wanted = [
@@ -68,30 +68,30 @@ def test_what_the_wanted_figures_need_comes_before_the_sweeps() -> None:
     assert max(map(cells.index, shown)) < cells.index(swept)
 
 
-def test_traces_come_apart_from_the_rest() -> None:
+def test_traces_come_last() -> None:
     assert {cell.k for cell in traces(Axes())} == {0, 7}
     assert not set(traces(Axes())) & set(plan(Axes()))
 
 
-def test_a_speed_up_counts_the_tokens_of_the_law() -> None:
+def test_a_speed_up_counts_the_expected_tokens() -> None:
     results = results_of(measured(BASE, 0, 6.0), measured(BASE, 2, 9.0, gained=2.6), measured(BASE, 1, 9.0))
     assert results.speedup(BASE, 2, 0.8) == pytest.approx(6.0 * (1 + 0.8 + 0.64) / 9.0)
     assert results.speedup(BASE, 2, 0.5) == pytest.approx(6.0 * 1.75 / 9.0)
     assert results.best(BASE, 0.8) == (results.speedup(BASE, 2, 0.8), 2)
-    assert results.played(BASE, 2) == pytest.approx(6.0 * 2.6 / 9.0)
+    assert results.measured_speedup(BASE, 2) == pytest.approx(6.0 * 2.6 / 9.0)
     assert results.speedup(BASE, 3, 0.8) is None
     assert results.best(replace(BASE, rows=4), 0.8) is None
 
 
-def test_rounds_at_another_acceptance_are_held_against_the_same_plain_decoding() -> None:
+def test_rounds_at_other_acceptance_rates_share_one_plain_baseline() -> None:
     other = replace(BASE, rate=0.9)
     results = results_of(measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), measured(other, 7, 10.0, gained=5.0))
     assert results.speedup(BASE, 7, 0.8) == pytest.approx(6.0 * (1 - 0.8**8) / 0.2 / 9.0)
     assert results.speedup(other, 7, 0.9) == pytest.approx(6.0 * (1 - 0.9**8) / 0.1 / 10.0)
-    assert results.played(other, 7) == pytest.approx(6.0 * 5.0 / 10.0)
+    assert results.measured_speedup(other, 7) == pytest.approx(6.0 * 5.0 / 10.0)
 
 
-def test_what_was_not_measured_is_said_to_be_so() -> None:
+def test_missing_measurements_are_reported() -> None:
     lines = show(Results(), [], AXES)
     assert {line.met for line in lines} == {None}
     assert len(lines) > 12
@@ -116,10 +116,10 @@ def test_lines_say_whether_the_wanted_figures_were_met() -> None:
     assert line_of(lines, "idle in a round, k=0").met is True
     assert line_of(lines, "idle in a round, k=7").met is False
     assert (line := line_of(lines, "acceptance 0.8, batch 8")).met is True
-    assert line.measured == "3.24x (k=7; 3.11x with the tokens that were played)"
+    assert line.measured == "3.24x (k=7; 3.11x with the measured tokens)"
     assert line_of(lines, "acceptance 0.9, batch 8").measured == "4.43x (k=7)"
     assert line_of(lines, "acceptance 0.8, batch 1").met is None
-    assert line_of(lines, "a token of a sequence").measured == "2.16 ms"
+    assert line_of(lines, "time per token").measured == "2.16 ms"
     assert (line := line_of(lines, "auto over plain")).met is False
     assert line.measured == "0.97x"
 

@@ -1,4 +1,4 @@
-"""``benchmarks/greedy.py``: where another program's greedy answers part from ours, told from one reading of ours."""
+"""``benchmarks/greedy.py``: where greedy answers part from another program's, found in one pass over ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_the_same_answer_never_parts(model: LlamaForCausalLM, greedy: list[int])
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("place", [0, 5, 11])
-def test_from_another_token_on_it_goes_its_own_way(model: LlamaForCausalLM, greedy: list[int], place: int) -> None:
+def test_after_a_different_token_the_reference_continues_by_itself(
+    model: LlamaForCausalLM, greedy: list[int], place: int
+) -> None:
     other = (greedy[place] + 1) % 50
     parted, gap, theirs = _follow(model, PROMPT, [*greedy[:place], other, *[7] * (11 - place)])
     assert (parted, theirs) == (place, greedy)

@@ -1,4 +1,4 @@
-"""The orchestrator of `make bench-peers`, with workers that only pretend."""
+"""The orchestrator of `make bench-peers`, with fake workers."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ WORKER = Path(__file__).parent / "fake_worker.py"
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Peers are fake, models are empty files; returns what the workers have noted."""
+    """Peers are fake, models are empty files; returns the workers' logged calls."""
     monkeypatch.setenv("PACELINE_TEST_MODELS", str(tmp_path))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "calls"))
     for name in ("qwen-coder-1.5b", "qwen-coder-0.5b", "smollm2-135m"):
@@ -82,7 +82,7 @@ def test_a_pair_without_a_draft_model_skips_that_mode(bench) -> None:
         ("broken", 1, "RuntimeError: cannot load"),
         ("refuses", 2, "ValueError: batch > 1 is not supported"),
         ("dies", 2, "the process ended with status -9"),
-        ("short", 1, "answered [7] tokens a row instead of 8"),
+        ("short", 1, "answered [7] tokens per row instead of 8"),
     ],
 )
 def test_a_peer_that_fails_is_in_the_results_with_its_error(bench, how: str, batch: int, line: str) -> None:
@@ -93,12 +93,12 @@ def test_a_peer_that_fails_is_in_the_results_with_its_error(bench, how: str, bat
     assert [found["sound", "plain", b]["status"] for b in (1, 2)] == ["ok", "ok"]
 
 
-def test_what_a_peer_does_not_refuse_is_measured(bench) -> None:
+def test_modes_that_a_peer_accepts_are_measured(bench) -> None:
     found = cells(bench("refuses", arguments="--repeats 2 --modes draft"))
     assert len(found["refuses", "draft", 1]["samples"]) == 2
 
 
-def test_a_call_that_takes_too_long_is_cut_and_the_worker_given_up(bench) -> None:
+def test_a_call_that_times_out_ends_its_worker(bench) -> None:
     found = cells(bench("hangs", arguments="--repeats 1 --modes plain --call-seconds 1 --batches 1,2,4"))
     errors = [found["hangs", "plain", batch]["error"] for batch in (1, 2, 4)]
     assert errors == ["no answer within 1 s"] * 2 + ["its worker was lost 2 times before"]
@@ -181,7 +181,7 @@ def test_every_peer_has_its_worker_and_pinned_requirements(peer: config.Peer) ->
     assert all("==" in line for line in lines)
 
 
-def test_an_export_is_complete_or_not_there(tmp_path: Path, monkeypatch) -> None:
+def test_an_export_is_complete_or_missing(tmp_path: Path, monkeypatch) -> None:
     def half(source: Path, target: Path) -> None:
         (target / "part").touch()
         raise OSError("disk full")
@@ -193,7 +193,7 @@ def test_an_export_is_complete_or_not_there(tmp_path: Path, monkeypatch) -> None
     assert not (tmp_path / "a").exists()
 
 
-def test_results_say_which_prompts_they_are_of(bench) -> None:
+def test_results_name_their_prompts(bench) -> None:
     assert bench("good")["settings"]["prompts"] == "stubs"
     assert bench("good", arguments="--prompts edits")["settings"]["prompts"] == "edits"
     assert all(len(SETS[chosen]) >= 16 for chosen in run.PROMPT_SETS), "as many as the largest batch"
@@ -206,7 +206,7 @@ def test_wrong_arguments_are_refused(wrong: str, capsys) -> None:
     assert "error" in capsys.readouterr().err
 
 
-def test_what_was_far_behind_its_peers_best_is_left_out_and_says_so(bench, calls, tmp_path: Path) -> None:
+def test_points_far_behind_in_an_earlier_run_are_skipped_with_a_reason(bench, calls, tmp_path: Path) -> None:
     speeds = {("one", "plain"): 100, ("one", "draft"): 80, ("one", "ngram"): 90, ("paceline-int8", "draft"): 1}
     speeds |= {("paceline-int8", "plain"): 9}
     results = [{"peer": p, "mode": m, "batch": 2, "tokens_per_s": speed} for (p, m), speed in speeds.items()]
@@ -223,7 +223,7 @@ def test_what_was_far_behind_its_peers_best_is_left_out_and_says_so(bench, calls
     assert ("draft", 2) not in measured
 
 
-def test_what_is_far_behind_in_the_first_repeat_has_one_sample(bench, monkeypatch) -> None:
+def test_points_far_behind_in_the_first_repeat_have_one_sample(bench, monkeypatch) -> None:
     words = {("one", "draft", 2): "slow"}
     monkeypatch.setattr(schedule, "far_behind", lambda speeds: words if ("one", "draft", 2) in speeds else {})
     found = cells(bench("one", arguments="--repeats 3"))
@@ -233,7 +233,7 @@ def test_what_is_far_behind_in_the_first_repeat_has_one_sample(bench, monkeypatc
     }
 
 
-def test_far_behind_is_a_peers_own_best_at_each_batch_size() -> None:
+def test_far_behind_is_relative_to_the_peers_best_at_each_batch_size() -> None:
     speeds = {("a", "plain", 1): 100.0, ("a", "draft", 1): 84.0, ("a", "ngram", 1): 86.0, ("a", "draft", 2): 50.0}
     speeds |= {("b", "plain", 1): 10.0, ("paceline-int8", "plain", 1): 1.0, ("paceline-int8", "draft", 1): 9.0}
     assert contenders.far_behind(speeds) == {("a", "draft", 1): "84.0 tokens/s, 84% of this peer's best"}

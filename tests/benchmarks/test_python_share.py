@@ -1,4 +1,4 @@
-"""Python's share of a round: what passes outside of the library's calls; on a tiny model it is most."""
+"""Python's share of a round: the time outside of the library; on a tiny model it is most of the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @needs_kernels
-def test_what_passes_outside_of_the_library_is_pythons() -> None:
+def test_time_outside_of_the_library_is_pythons() -> None:
     kernels = native.select()
     assert kernels is not None
     untimed = kernels.library.pl_round

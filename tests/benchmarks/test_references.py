@@ -1,4 +1,4 @@
-"""References and siblings: what the command line lets pass."""
+"""Reference texts and siblings: the command line and the sides."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def on_toys(**options: Any) -> LLM:
     return llm
 
 
-def played(sides: Sequence[Side]) -> dict[str, BatchRun]:
-    return {name: play() for name, play in sides}
+def run_sides(sides: Sequence[Side]) -> dict[str, BatchRun]:
+    return {name: run() for name, run in sides}
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_answers_and_requests_read_is_what_their_side_says() -> None:
-    """Each time anew."""
+def test_sides_prefill_or_copy_as_their_names_say() -> None:
+    """Each side starts with an empty cache."""
     options = arguments(["separate", "model", "--rows", "4", "--n", "4", "--max-tokens", "12", "--prompts", "1"])
     sides = separate(options, on_toys(), SETS["retrieval"][:1])
     for _ in range(2):
-        runs = played(sides)
+        runs = run_sides(sides)
         assert {run.tokens for run in runs.values()} == {4 * 12}
         assert {name: sum(m.cached_tokens for m in run.metrics) for name, run in runs.items()} == {
             "n = 4": 3 * 60,
             "4 requests at once, reading all": 0,
             "4 requests in turn, reading all": 0,
-            "4 requests at once, copying what was read": 3 * 60,
-            "4 requests in turn, copying what was read": 3 * 60,
+            "4 requests at once, with prefix reuse": 3 * 60,
+            "4 requests in turn, with prefix reuse": 3 * 60,
         }
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_siblings_are_counted_with_and_without_each_other() -> None:
-    """The same answers; whoever copies from siblings guesses more."""
+def test_sibling_drafts_are_counted_with_and_without_copying() -> None:
+    """The answers are equal; copying from siblings gives more draft tokens."""
     given = ["siblings", "model", "--rows", "4", "--n", "4", "--max-tokens", "24", "--temperature", "0.5", "--counts"]
-    alone, together = played(siblings(arguments(given), on_toys(), SETS["retrieval"][:1])).values()
+    alone, together = run_sides(siblings(arguments(given), on_toys(), SETS["retrieval"][:1])).values()
     assert alone.token_ids == together.token_ids
     assert sum(m.drafted for m in alone.metrics) < sum(m.drafted for m in together.metrics)

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: the parts are all there and add up; on a tiny model their sizes mean nothing."""
+"""The parts of a round's time: all are present and add up; on a tiny model their sizes are arbitrary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 class Repeating:
-    """In the place of a tokenizer: every text is the same tokens, so that n-grams find something."""
+    """A tokenizer that gives every text the same tokens, so that n-gram lookup finds drafts."""
 
     def encode(self, text: str) -> list[int]:
         return [1, 2, 3, 4] * 3
@@ -67,7 +67,7 @@ def test_every_part_of_a_round_is_timed_and_they_add_up(k: int) -> None:
     assert found.as_json()["precision"] == "int8"
 
 
-def test_what_lies_outside_of_products_and_attention() -> None:
+def test_time_outside_of_products_and_attention() -> None:
     parts = {PRODUCTS: 5.0, HEAD: 2.0, ATTENTION: 1.0, "accept": 2.0}
     one = Profile("m", "k", "int8", 8, 0, 0.0, 9, 8.0, 10.0, parts)
     assert one.outside == pytest.approx(0.2)

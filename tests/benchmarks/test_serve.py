@@ -1,4 +1,4 @@
-"""The server's benchmark: what it takes from guidellm's report, in which turn it loads, how a failure is shown."""
+"""The server's benchmark: guidellm's report, the order of loads, and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_failed_requests_fail_the_load() -> None:
         reduced(report(7), [Load(4, 8)])
 
 
-def test_guidellm_is_told_all_loads_and_what_each_request_says(tmp_path: Path) -> None:
+def test_guidellm_gets_all_loads_and_the_body_of_each_request(tmp_path: Path) -> None:
     words = command(
         Target("http://x", "m", {"num_speculative_tokens": 0}), [Load(1, 8), Load(4, 9)], 32, tmp_path, tmp_path
     )
@@ -46,13 +46,13 @@ def test_guidellm_is_told_all_loads_and_what_each_request_says(tmp_path: Path) -
     assert json.loads(options["--backend"])["extras"] == {"body": {"num_speculative_tokens": 0}}
 
 
-def test_every_contender_begins_once() -> None:
+def test_every_contender_comes_first_once() -> None:
     courses = [Course(contender, {}) for contender in CONTENDERS]
     first = [next(iter(_order(courses, repeat))) for repeat in range(len(courses))]
     assert [course.contender for course in first] == list(CONTENDERS)
 
 
-def test_medians_are_shown_and_so_is_a_failure(tmp_path: Path) -> None:
+def test_medians_and_failures_are_plotted(tmp_path: Path) -> None:
     samples = [
         {**entry, "ttft_ms_p50": value} for value in (1.0, 9.0, 5.0) for entry in reduced(report(8), [Load(4, 8)])
     ]
@@ -66,7 +66,7 @@ def test_medians_are_shown_and_so_is_a_failure(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_reports_its_last_line(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo starting; echo 'an error of its own' >&2; exit 1"]
     with pytest.raises(ServerError, match="an error of its own"), running(command, free_port(), tmp_path / "log"):
         pass

@@ -1,4 +1,4 @@
-"""The count of what trees can gain: what is drafted at a place does not depend on the places seen before it."""
+"""The possible gain of trees: a draft at a place does not depend on the places visited before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.tree_gain import (
     cut,
     likeliest,
     of_all,
-    play,
+    replay,
     rounds,
     survivals_of,
 )
@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
-    """Of the second of two rows."""
+    """The trees of the second of two rows."""
     target = tiny_llama() if kind == "feature" else ToyModel()
     draft = {"feature": lambda: tiny_head(target, 32), "model": lambda: ToyModel(blur=0.3), "self": ToyModel}[kind]()
     engine = make_engine(target, draft, drafter="feature" if kind == "feature" else "model", speculation_width=WIDE)
@@ -53,7 +53,7 @@ def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
 
 
 @pytest.mark.parametrize("kind", ["model", "feature"])
-def test_a_tree_is_the_same_in_whatever_order_places_are_seen(kind: str) -> None:
+def test_a_tree_does_not_depend_on_the_order_of_places(kind: str) -> None:
     _, there = grown(kind)
     _, back = grown(kind)
     places = [0, 3, 4, 11, 17]
@@ -65,16 +65,16 @@ def test_a_tree_is_the_same_in_whatever_order_places_are_seen(kind: str) -> None
     assert any(len(tree.tokens) > len(tree.path(tree.tokens)) for tree in trees.values()), "some of them branch"
 
 
-def test_a_model_that_guesses_for_itself_takes_as_few_rounds_as_there_can_be() -> None:
+def test_a_model_that_drafts_for_itself_takes_the_fewest_rounds() -> None:
     answer, own = grown("self")
-    played = play([(answer.answer, own.chain)], best(DEEP))
-    assert played.tokens == len(answer.answer)
-    assert played.rounds == -(-len(answer.answer) // (DEEP + 1))
-    assert played.saved == 0
-    assert play([(answer.answer, own.tree)], best(WIDE * DEEP)).rounds == played.rounds
+    totals = replay([(answer.answer, own.chain)], best(DEEP))
+    assert totals.tokens == len(answer.answer)
+    assert totals.rounds == -(-len(answer.answer) // (DEEP + 1))
+    assert totals.saved == 0
+    assert replay([(answer.answer, own.tree)], best(WIDE * DEEP)).rounds == totals.rounds
 
 
-def test_what_is_cut_takes_what_follows_it_along() -> None:
+def test_cutting_a_node_removes_its_descendants() -> None:
     tree = Branches([7, 8, 9, 7, 5], [-1, -1, 1, 2, 0], [0.5, 0.4, 0.9, 0.9, 0.1], [0] * 5)
     assert survivals_of(tree.scores, tree.follows) == pytest.approx([0.5, 0.4, 0.36, 0.324, 0.05])
     without = cut(tree, lambda way: way[-1] != 1)
@@ -83,7 +83,7 @@ def test_what_is_cut_takes_what_follows_it_along() -> None:
     assert (shaped.tokens, shaped.follows) == ([7, 8, 9, 7], [-1, -1, 1, 2])
 
 
-def test_copies_are_counted_without_a_model_and_what_was_counted_stays(tmp_path: Path) -> None:
+def test_ngram_trees_need_no_model_and_results_are_kept(tmp_path: Path) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 9, 5, 6, 7, 1, 2, 3, 4, 8]
     answers, output = tmp_path / "answers.json", tmp_path / "out.json"
     answers.write_text(json.dumps([Answer(name, 0.0, text, [], text[1:])._asdict() for name in ("chat", "edits")]))
@@ -102,7 +102,7 @@ def test_copies_are_counted_without_a_model_and_what_was_counted_stays(tmp_path:
     assert json.loads(output.read_text())["results"][1]["prompts"] == "edits"
 
 
-def test_sets_side_by_side_take_the_rounds_of_each() -> None:
+def test_all_sets_together_add_their_rounds() -> None:
     one = {"prompts": "chat", "temperature": 0.0, "tokens": 12, "curves": {"chain": [(0, 1), (3, 3)]}}  # 12, 4 rounds
     other = one | {"prompts": "edits", "curves": {"chain": [(0, 1), (5, 6)]}}  # 12, 2 rounds
     hot = one | {"temperature": 0.8, "tokens": 99}

@@ -1,4 +1,4 @@
-"""Trees beside chains on a clock: what the sides are."""
+"""Trees compared with chains by time: the sides."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def graphs() -> Graphs:
 def test_all_are_captured_where_there_is_time_and_memory(graphs: Graphs) -> None:
     done = ahead.capture_ahead(graphs, programs(5), PLENTY)
     assert done == ahead.Ahead(5, 5.0)
-    assert str(done) == "5 programs captured ahead as graphs in 5.0 s: all that are likely"
+    assert str(done) == "5 programs captured ahead as graphs in 5.0 s: all likely ones"
     assert sorted(graphs.keys, key=str) == list(range(5))
 
 
@@ -158,15 +158,15 @@ def test_the_time_ends_it(graphs: Graphs, seconds: float, captured: int) -> None
     done = ahead.capture_ahead(graphs, programs(5), seconds)
     assert (done.captured, done.left) == (captured, 5 - captured)
     assert len(graphs.keys) == captured
-    assert f"{5 - captured} likely ones are left to their first use" in str(done)
-    assert str(done).endswith(f"no more than {seconds:g} s were given")
+    assert f"{5 - captured} likely ones will be captured at first use" in str(done)
+    assert str(done).endswith(f"the limit of {seconds:g} s was reached")
 
 
 def test_memory_ends_it(graphs: Graphs, machine: Machine) -> None:
     machine.memory = 10
     done = ahead.capture_ahead(graphs, programs(9), PLENTY)
     assert (done.captured, done.left) == (6, 3), "the one that takes it below half is the last"
-    assert "less than 50% is left of the memory" in str(done)
+    assert "less than 50% of the memory" in str(done)
 
 
 def test_nothing_is_forgotten_for_what_nobody_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:

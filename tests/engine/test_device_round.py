@@ -30,7 +30,7 @@ from paceline.engine.device_round import DeviceRound, Rule
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu.graphs import Graphs, Nobody, Ring, Ticket, Upload
+from paceline.kernels.gpu.graphs import Graphs, NoFellows, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import RoundOps, TritonOps, TwinOps
 from paceline.kernels.gpu.state import read_record, read_trees
@@ -333,7 +333,7 @@ class Replayed:
 
 def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
-    numbers, forgotten, fellows = count(), [], Nobody()
+    numbers, forgotten, fellows = count(), [], NoFellows()
     monkeypatch.setattr(fellows, "forget", forgotten.append)
     graphs = Graphs(torch.device("cpu"), fellows=fellows)
     graphs.captures = True

@@ -1,4 +1,4 @@
-"""paceline.integrations.transformers.generate beside transformers' own: the same calls, the same answers."""
+"""paceline.integrations.transformers.generate compared with transformers' own: the same calls, the same answers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from model_support import FOREIGN, NATIVE, VOCABULARY, tiny
 from paceline.errors import ParameterError
-from paceline.integrations.transformers.wishes import HONOURED, NEUTRAL, OTHERS
+from paceline.integrations.transformers.call_config import HONOURED, NEUTRAL, OTHERS
 from paceline.transformers import generate
 from server_support import byte_tokenizer
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral with a window", "opt", "gpt2"]
-GUESSES = {"num_assistant_tokens": 3}  # a fixed number: nothing is measured first
+DRAFT_LENGTH = {"num_assistant_tokens": 3}  # a fixed length: no calibration
 
 
 def model_of(name: str = "llama", seed: int = 0) -> PreTrainedModel:
@@ -43,7 +43,7 @@ def model_of(name: str = "llama", seed: int = 0) -> PreTrainedModel:
 
 
 def padded(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
-    """Prompts that repeat themselves, so that lookup finds guesses; padded on the left with the token 0."""
+    """Prompts that repeat themselves, so that lookup finds drafts; padded on the left with the token 0."""
     generator = torch.Generator().manual_seed(seed)
     ids, mask = (
         torch.zeros(len(lengths), max(lengths), dtype=torch.long),
@@ -56,26 +56,26 @@ def padded(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
 
 
 def both(model: PreTrainedModel, prompts: dict[str, Tensor], **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """transformers' answers without an assistant, which it refuses for batches; and ours."""
+    """transformers' answers without an assistant, which it refuses for batches; and paceline's."""
     theirs = model.generate(**prompts, **{k: v for k, v in kwargs.items() if k != "assistant_model"})
-    ours = generate(model, **prompts, **GUESSES, **kwargs)
+    ours = generate(model, **prompts, **DRAFT_LENGTH, **kwargs)
     assert isinstance(ours, Tensor)
     return theirs, ours
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "gemma3", "gpt_neox"])
-def test_greedy_answers_to_a_padded_batch_are_theirs(name: str) -> None:
+def test_greedy_answers_to_a_padded_batch_equal_transformers(name: str) -> None:
     model = model_of(name)
     theirs, ours = both(model, padded([7, 3, 12]), max_new_tokens=24, do_sample=False)
     assert torch.equal(theirs, ours)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta")], ids=["inference", "device"])
-def test_and_in_a_mode_of_the_callers(mode: Callable[[], AbstractContextManager[object]]) -> None:
-    """The first call, which loads, in the mode; the second, of the same engine, without."""
+def test_greedy_answers_under_the_callers_torch_modes(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    """The first call, which loads the model, is in the mode; the second, on the same engine, is not."""
     model, prompts = model_of(), padded([7, 3, 12])
     processors = LogitsProcessorList([_Odd()])
-    fields: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "logits_processor": processors, **GUESSES}
+    fields: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "logits_processor": processors, **DRAFT_LENGTH}
     with mode():
         found = generate(model, **prompts, **fields)
     again = generate(model, **prompts, **fields)
@@ -87,7 +87,7 @@ def test_and_in_a_mode_of_the_callers(mode: Callable[[], AbstractContextManager[
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_and_with_an_assistant(name: str) -> None:
+def test_greedy_answers_with_an_assistant(name: str) -> None:
     model, assistant = model_of(name), model_of(name, seed=1)
     theirs, ours = both(model, padded([5, 9]), max_new_tokens=16, do_sample=False, assistant_model=assistant)
     assert torch.equal(theirs, ours)
@@ -113,13 +113,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_field_means_what_it_means_there(name: str) -> None:
+def test_every_field_means_the_same_as_in_transformers(name: str) -> None:
     fields = {"max_new_tokens": 20, "do_sample": False} | CONFIGS[name]
     theirs, ours = both(model_of(), padded([7, 3, 12]), **fields)
     assert torch.equal(theirs, ours)
 
 
-def test_a_configuration_and_the_models_own_are_merged_as_there() -> None:
+def test_configurations_are_merged_as_in_transformers() -> None:
     model = model_of()
     model.generation_config = GenerationConfig(repetition_penalty=1.5, eos_token_id=2, pad_token_id=0, top_k=7)
     given = GenerationConfig(max_new_tokens=11, no_repeat_ngram_size=2)
@@ -131,7 +131,7 @@ def test_a_configuration_and_the_models_own_are_merged_as_there() -> None:
 
 
 class _Odd:
-    """A processor of one's own: no odd token behind an odd one."""
+    """A custom processor: no odd token after an odd one."""
 
     def __call__(self, text: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
@@ -143,7 +143,7 @@ def _ends_at_a_multiple_of_seven(text: Tensor, scores: object) -> Tensor:
     return text[:, -1] % 7 == 0
 
 
-def test_processors_criteria_and_allowed_tokens_of_ones_own() -> None:
+def test_custom_processors_criteria_and_allowed_tokens() -> None:
     model = model_of()
     hooks: dict[str, Any] = {
         "logits_processor": LogitsProcessorList([_Odd()]),
@@ -159,7 +159,7 @@ def test_scores_and_logits_are_those_of_transformers() -> None:
     model, prompts = model_of(), padded([7, 3])
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 9}
     fields = asked | {"repetition_penalty": 1.3, "do_sample": False}
-    theirs, ours = model.generate(**prompts, **fields), generate(model, **prompts, **fields, **GUESSES)
+    theirs, ours = model.generate(**prompts, **fields), generate(model, **prompts, **fields, **DRAFT_LENGTH)
     assert isinstance(ours, GenerateDecoderOnlyOutput)
     assert torch.equal(theirs.sequences, ours.sequences)
     for kind in ("scores", "logits"):
@@ -179,12 +179,12 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_only_tokens_that_they_would_draw_are_drawn(name: str) -> None:
-    """Every token has a chance under transformers' own processors; the law of draws has tests of its own."""
+def test_sampled_tokens_have_a_probability_in_transformers(name: str) -> None:
+    """Every token has a probability under transformers' own processors; other tests check the distribution."""
     model, prompts = model_of(), padded([7, 3])
     fields = {"do_sample": True, "max_new_tokens": 12} | SAMPLED[name]
     torch.manual_seed(0)
-    ours = generate(model, **prompts, num_return_sequences=6, **fields, **GUESSES)
+    ours = generate(model, **prompts, num_return_sequences=6, **fields, **DRAFT_LENGTH)
     assert isinstance(ours, Tensor)
     assert ours.shape[0] == 12
     mask = torch.cat([prompts["attention_mask"].repeat_interleave(6, 0), torch.ones(12, ours.shape[1] - 7).long()], 1)
@@ -194,7 +194,7 @@ def test_only_tokens_that_they_would_draw_are_drawn(name: str) -> None:
 
 
 def generate_forced(model: PreTrainedModel, sequences: Tensor, mask: Tensor, fields: dict[str, Any]) -> Tensor:
-    """The scores [B, N] that transformers gives these answers' tokens."""
+    """The scores [B, N] of transformers for these answers' tokens."""
     steps: list[Tensor] = []
 
     with torch.no_grad():
@@ -209,13 +209,13 @@ def generate_forced(model: PreTrainedModel, sequences: Tensor, mask: Tensor, fie
     return torch.cat(steps, 1)
 
 
-def test_torchs_seed_is_the_seed() -> None:
+def test_torchs_seed_fixes_the_draws() -> None:
     model, prompts = model_of(), padded([7, 3])
     fields = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3}
     answers = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        answers.append(generate(model, **prompts, **fields, **GUESSES))
+        answers.append(generate(model, **prompts, **fields, **DRAFT_LENGTH))
     assert torch.equal(answers[0], answers[1])
     assert not torch.equal(answers[0], answers[2])
     first = answers[0]
@@ -223,17 +223,17 @@ def test_torchs_seed_is_the_seed() -> None:
     assert len({tuple(row.tolist()) for row in first}) == 6, "every answer is drawn for itself"
 
 
-def test_speculation_changes_no_draw_and_processors_are_asked_about_what_is_drawn() -> None:
+def test_speculation_changes_no_draw_and_processors_see_every_drawn_token() -> None:
     model, prompts = model_of(), padded([7, 3, 12])
     fields = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 20, "logits_processor": [_Odd()]}
     answers = []
-    guessing: list[dict[str, Any]] = [
+    drafters: list[dict[str, Any]] = [
         {"num_assistant_tokens": 0},
-        GUESSES,
+        DRAFT_LENGTH,
         {"prompt_lookup_num_tokens": 4},
-        {"assistant_model": model} | GUESSES,
+        {"assistant_model": model} | DRAFT_LENGTH,
     ]
-    for drafting in guessing:
+    for drafting in drafters:
         torch.manual_seed(4)
         answers.append(generate(model, **prompts, **(fields | drafting)))
     assert all(torch.equal(answers[0], other) for other in answers[1:])
@@ -255,7 +255,7 @@ def test_a_streamer_gets_the_prompt_then_tokens_then_the_end() -> None:
     model, prompts = model_of(), padded([7])
     theirs, ours = _Noted(), _Noted()
     model.generate(**prompts, max_new_tokens=9, do_sample=False, streamer=theirs)
-    generate(model, **prompts, max_new_tokens=9, do_sample=False, streamer=ours, **GUESSES)
+    generate(model, **prompts, max_new_tokens=9, do_sample=False, streamer=ours, **DRAFT_LENGTH)
     assert ours.put_so_far == theirs.put_so_far
     assert ours.ended
 
@@ -281,7 +281,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+def test_unsupported_options_are_refused_by_name(name: str) -> None:
     model = model_of()
     given = padded([7, 3]) | {"max_new_tokens": 5} | REFUSED[name]
     if given.get("assistant_model") == "itself":
@@ -312,7 +312,7 @@ def test_an_assistant_with_another_vocabulary_is_refused_unless_the_tokenizers_a
     sizes = len(tokenizer), len(tokenizer) + 7  # padded
     model, assistant = (tiny("llama", NATIVE["llama"][1] | {"vocab_size": size}) for size in sizes)
     prompts = padded([5, 9])
-    fields = {"max_new_tokens": 6, "do_sample": False, **GUESSES}
+    fields = {"max_new_tokens": 6, "do_sample": False, **DRAFT_LENGTH}
     with pytest.raises(ParameterError, match=f"^assistant_model=.*{sizes[1]} tokens.*assistant_tokenizer"):
         generate(model, **prompts, assistant_model=assistant, **fields)
     both_given = {"tokenizer": tokenizer, "assistant_tokenizer": byte_tokenizer()}
@@ -327,14 +327,14 @@ def test_an_assistant_with_another_vocabulary_is_refused_unless_the_tokenizers_a
         generate(model, **prompts, assistant_model=assistant, **both_given | {"assistant_tokenizer": swapped}, **fields)
 
 
-def test_no_field_is_both_honoured_and_refused_and_those_honoured_exist() -> None:
+def test_fields_are_honoured_or_refused_and_exist() -> None:
     assert not HONOURED & (set(NEUTRAL) | OTHERS)
     assert set(GenerationConfig().to_dict()) >= HONOURED
 
 
-def test_weights_that_change_are_seen_and_a_model_that_goes_is_let_go() -> None:
+def test_changed_weights_rebuild_the_engine_and_deleted_models_are_freed() -> None:
     model, prompts = model_of(), padded([7, 3])
-    before = generate(model, **prompts, max_new_tokens=9, do_sample=False, **GUESSES)
+    before = generate(model, **prompts, max_new_tokens=9, do_sample=False, **DRAFT_LENGTH)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(-0.7)
@@ -347,16 +347,16 @@ def test_weights_that_change_are_seen_and_a_model_that_goes_is_let_go() -> None:
     assert gone() is None
 
 
-def test_what_a_processor_raises_is_the_callers_and_the_next_call_is_served() -> None:
+def test_a_processors_exception_reaches_the_caller_and_the_next_call_works() -> None:
     model, prompts = model_of(), padded([7, 3])
 
     def broken(text: Tensor, scores: Tensor) -> Tensor:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        generate(model, **prompts, max_new_tokens=5, logits_processor=[broken], **GUESSES)
+        generate(model, **prompts, max_new_tokens=5, logits_processor=[broken], **DRAFT_LENGTH)
     with pytest.raises(KeyError, match="mine"):
-        generate(model, **prompts, max_new_tokens=5, stopping_criteria=[broken], **GUESSES)
+        generate(model, **prompts, max_new_tokens=5, stopping_criteria=[broken], **DRAFT_LENGTH)
     theirs, ours = both(model, prompts, max_new_tokens=5, do_sample=False)
     assert torch.equal(theirs, ours)
 
@@ -366,17 +366,17 @@ def test_a_model_in_float16_is_refused_on_a_cpu() -> None:
         generate(model_of().half(), **padded([7, 3]), max_new_tokens=2)
 
 
-def test_a_model_that_is_no_decoder_alone_is_refused() -> None:
+def test_a_model_with_an_encoder_is_refused() -> None:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
     model = T5ForConditionalGeneration(T5Config(**sizes))
-    heard = {"inputs": None, "input_features": torch.zeros(4, 80, 30), "assistant_model": model}  # as Whisper is called
+    heard = {"inputs": None, "input_features": torch.zeros(4, 80, 30), "assistant_model": model}  # Whisper's arguments
     for given in ({"inputs": torch.tensor([[3, 4]])}, heard):
-        with pytest.raises(ParameterError, match="a decoder alone") as raised:
+        with pytest.raises(ParameterError, match="a decoder-only model") as raised:
             generate(model, **given, max_new_tokens=3)  # type: ignore[arg-type]
         assert raised.value.field == "model"
 
 
-def test_stop_strings_end_where_they_do_there() -> None:
+def test_stop_strings_end_as_in_transformers() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     model = tiny("llama", NATIVE["llama"][1] | {"vocab_size": len(tokenizer)})
@@ -389,7 +389,7 @@ def test_stop_strings_end_where_they_do_there() -> None:
 
 
 def test_the_python_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On models that are here: what is fetched from the hub is small and random instead."""
+    """With local random models in place of those from the hub."""
     page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     tokenizer = byte_tokenizer()

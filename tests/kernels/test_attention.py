@@ -34,7 +34,7 @@ def case(kv_heads, shared, dim, past, new, positions, dtype):
     return cache, qkv, past + torch.arange(new), twin.rotary_table(spec)
 
 
-def by_twin(cache, qkv, positions, table, heads, window):
+def by_reference(cache, qkv, positions, table, heads, window):
     kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
     q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     cos, sin = (part[positions] for part in table)
@@ -55,12 +55,12 @@ def by_twin(cache, qkv, positions, table, heads, window):
     window=st.sampled_from([None, 1, 7, 100, 1000]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_attention_equals_its_twin(kernels, kv_heads, shared, dim, past, new, window, dtype):
+def test_attention_equals_the_reference(kernels, kv_heads, shared, dim, past, new, window, dtype):
     cache, qkv, positions, table = case(kv_heads, shared, dim, past, new, 350, dtype)
     other = copy_of(cache)
     heads = kv_heads * shared
     out = run_attention(kernels, cache, qkv, ROW, positions, table, heads, window)
-    expected = by_twin(other, qkv, positions, table, heads, window)
+    expected = by_reference(other, qkv, positions, table, heads, window)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5 if dtype == torch.float32 else 2e-2)
     torch.testing.assert_close(cache.keys, other.keys, rtol=1e-2, atol=1e-6)
     assert torch.equal(cache.values, other.values)
@@ -81,7 +81,7 @@ def test_a_querys_bits_do_not_depend_on_the_other_queries(kernels, dtype, window
 
 
 @on_every_isa
-def test_what_lies_beyond_the_query_is_never_seen(kernels):
+def test_keys_beyond_the_query_are_never_read(kernels):
     cache, qkv, positions, table = case(2, 3, 64, 100, 4, 400, torch.bfloat16)
     first = run_attention(kernels, cache, qkv, ROW, positions, table, 6)
     cache.keys[:, :, :, 104:] = 50.0
@@ -101,7 +101,7 @@ def test_padding_beyond_the_end_is_written_to_the_trash_position(kernels):
 
 
 @on_every_isa
-def test_other_rows_are_left_alone(kernels):
+def test_other_rows_stay_unchanged(kernels):
     cache, qkv, positions, table = case(2, 3, 64, 18, 5, 40, torch.float32)
     before = copy_of(cache)
     run_attention(kernels, cache, qkv, ROW, positions, table, 6)

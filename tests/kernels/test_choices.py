@@ -1,4 +1,4 @@
-"""Everything between the model's logits and a token, natively and in torch: the same tokens, bit for bit."""
+"""Everything between the model's logits and a token, native and in torch: the same tokens, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = [
 ]
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 VOCABULARIES = [7, 49152, 151936]
-GUESSES = 2
+DRAFT_LENGTH = 2
 
 
 def batch_of(params: list[SamplingParams], vocab: int, seed: int = 0) -> Batch:
-    """Rows with a prompt and a begun answer of tokens that come again and again."""
+    """Rows with a prompt and the beginning of an answer, of a few repeated tokens."""
     rng = random.Random(seed)
     batch = new_batch(len(params), 200, vocab)
     for row, one in enumerate(params):
@@ -44,7 +44,7 @@ def batch_of(params: list[SamplingParams], vocab: int, seed: int = 0) -> Batch:
 
 
 def logits_of(rows: int, places: int, vocab: int, spread: float, seed: int, kind: str = "plain") -> torch.Tensor:
-    """tied: few different numbers. cut: every third token is ruled out. one: all but one are."""
+    """tied: few different numbers. cut: every third token is masked. one: all but one are."""
     logits = torch.randn(rows, places, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     if kind == "tied":
         logits = (logits * 2 / max(spread, 1e-3)).round()
@@ -55,13 +55,13 @@ def logits_of(rows: int, places: int, vocab: int, spread: float, seed: int, kind
     return logits
 
 
-def guesses_of(batch: Batch, seed: int) -> torch.Tensor:
+def draft_tokens_of(batch: Batch, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, min(batch.vocab_size, 30), (batch.rows, GUESSES), generator=generator)
+    return torch.randint(0, min(batch.vocab_size, 30), (batch.rows, DRAFT_LENGTH), generator=generator)
 
 
-def twin_tokens(logits: torch.Tensor, batch: Batch, guesses: torch.Tensor) -> torch.Tensor:
-    return _draw_adjusted(adjust(logits, batch, guesses), batch, 0, Purpose.DRAW)
+def reference_tokens(logits: torch.Tensor, batch: Batch, draft_tokens: torch.Tensor) -> torch.Tensor:
+    return _draw_adjusted(adjust(logits, batch, draft_tokens), batch, 0, Purpose.DRAW)
 
 
 def rows_of(batch: Batch):
@@ -101,10 +101,10 @@ ALL = [
 ]
 
 
-def assert_all_draw_the_twins_tokens(logits: torch.Tensor, batch: Batch, guesses: torch.Tensor) -> None:
-    expected, before = twin_tokens(logits, batch, guesses), logits.clone()
+def assert_all_draw_the_reference_tokens(logits: torch.Tensor, batch: Batch, draft_tokens: torch.Tensor) -> None:
+    expected, before = reference_tokens(logits, batch, draft_tokens), logits.clone()
     for kernels in native.available():
-        found = CpuOps(kernels).draw(Places(logits, rows_of(batch), guesses), Purpose.DRAW)
+        found = CpuOps(kernels).draw(Places(logits, rows_of(batch), draft_tokens), Purpose.DRAW)
         assert torch.equal(found, expected), kernels.name
         assert torch.equal(logits, before), "the caller's logits are the caller's"
 
@@ -112,23 +112,23 @@ def assert_all_draw_the_twins_tokens(logits: torch.Tensor, batch: Batch, guesses
 @pytest.mark.parametrize("spread", [3.0, 0.7])
 @pytest.mark.parametrize("kind", ["plain", "tied", "cut"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_are_the_twins_whatever_the_parameters(vocab: int, kind: str, spread: float) -> None:
+def test_tokens_equal_the_references_for_each_parameter(vocab: int, kind: str, spread: float) -> None:
     params = ALL if vocab < 1000 else ALL[VOCABULARIES.index(vocab) + len(kind) :: 13]
     batch = batch_of(params, vocab)
-    places = GUESSES + 1 if vocab < 1000 else 1
-    assert_all_draw_the_twins_tokens(
-        logits_of(len(params), places, vocab, spread, 7, kind), batch, guesses_of(batch, 8)
+    places = DRAFT_LENGTH + 1 if vocab < 1000 else 1
+    assert_all_draw_the_reference_tokens(
+        logits_of(len(params), places, vocab, spread, 7, kind), batch, draft_tokens_of(batch, 8)
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "tied", "cut"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_are_the_twins_for_all_of_the_parameters(vocab: int, kind: str) -> None:
+def test_tokens_equal_the_references_for_all_parameters_together(vocab: int, kind: str) -> None:
     for seed, spread in enumerate((3.0, 0.7)):
         params = ALL[seed::2]
         batch, logits = batch_of(params, vocab), logits_of(len(params), 2, vocab, spread, seed, kind)
-        assert_all_draw_the_twins_tokens(logits, batch, guesses_of(batch, 8))
+        assert_all_draw_the_reference_tokens(logits, batch, draft_tokens_of(batch, 8))
 
 
 sampling_params = st.builds(
@@ -153,40 +153,40 @@ sampling_params = st.builds(
     kind=st.sampled_from(["plain", "plain", "tied", "cut", "one"]),
     seed=st.integers(0, 10**6),
 )
-def test_tokens_are_the_twins_for_any_logits(
+def test_tokens_equal_the_references_for_any_logits(
     params: list[SamplingParams], vocab: int, spread: float, kind: str, seed: int
 ) -> None:
     batch = batch_of(params, vocab, seed)
-    logits = logits_of(len(params), GUESSES + 1, vocab, spread, seed, kind)
-    assert_all_draw_the_twins_tokens(logits, batch, guesses_of(batch, seed))
+    logits = logits_of(len(params), DRAFT_LENGTH + 1, vocab, spread, seed, kind)
+    assert_all_draw_the_reference_tokens(logits, batch, draft_tokens_of(batch, seed))
 
 
 @on_every_isa
 @pytest.mark.parametrize("packed", [False, True])
-def test_guesses_are_judged_as_the_twins_draws_are_whatever_the_parameters(
+def test_draft_tokens_are_accepted_like_the_references_for_any_parameters(
     kernels: native.Kernels, packed: bool
 ) -> None:
     vocab = 300
     batch = batch_of(ALL, vocab)
-    counts = torch.arange(len(ALL)) % (GUESSES + 1)
-    logits = logits_of(len(ALL), GUESSES + 1, vocab, 3.0, 3)
-    guesses = guesses_of(batch, 4)
-    for place in range(GUESSES):  # most guesses right, so that later places are reached
-        right = twin_tokens(logits, batch, guesses)[:, place]
-        guesses[:, place] = torch.where(torch.arange(len(ALL)) % 5 == place, guesses[:, place], right)
-    draws = twin_tokens(logits, batch, guesses)
-    real = torch.arange(GUESSES + 1) < counts[:, None] + 1
-    kept = ((guesses == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
+    counts = torch.arange(len(ALL)) % (DRAFT_LENGTH + 1)
+    logits = logits_of(len(ALL), DRAFT_LENGTH + 1, vocab, 3.0, 3)
+    draft_tokens = draft_tokens_of(batch, 4)
+    for place in range(DRAFT_LENGTH):  # most draft tokens are right, so that later places are reached
+        right = reference_tokens(logits, batch, draft_tokens)[:, place]
+        draft_tokens[:, place] = torch.where(torch.arange(len(ALL)) % 5 == place, draft_tokens[:, place], right)
+    draws = reference_tokens(logits, batch, draft_tokens)
+    real = torch.arange(DRAFT_LENGTH + 1) < counts[:, None] + 1
+    kept = ((draft_tokens == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
-    places, scored = Places(given_logits, rows_of(batch), guesses, counts), torch.arange(len(ALL)) % 2
+    places, scored = Places(given_logits, rows_of(batch), draft_tokens, counts), torch.arange(len(ALL)) % 2
     tokens, accepted, _, own = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
     assert torch.equal(accepted, kept)
-    assert len(set(kept.tolist())) == GUESSES + 1
-    drawn = torch.arange(GUESSES + 1) <= kept[:, None]
+    assert len(set(kept.tolist())) == DRAFT_LENGTH + 1
+    drawn = torch.arange(DRAFT_LENGTH + 1) <= kept[:, None]
     assert torch.equal(tokens, draws * drawn)
     assert own is not None
-    law = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # the model's own, whatever the parameters
-    assert torch.allclose(own, law * drawn * scored[:, None], atol=2e-5)
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # the model's own, for any parameters
+    assert torch.allclose(own, logprobs * drawn * scored[:, None], atol=2e-5)
     wanted = [0 if each else -1 for each in scored.tolist()]
     assert torch.equal(own, CpuOps(kernels).logprobs(given_logits, Gained(tokens, accepted, counts), wanted)[0])
     assert CpuOps(kernels).accept(places, Purpose.DRAW).own is None
@@ -194,38 +194,40 @@ def test_guesses_are_judged_as_the_twins_draws_are_whatever_the_parameters(
 
 @on_every_isa
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_the_law_is_the_twins(kernels: native.Kernels, vocab: int) -> None:
+def test_probabilities_equal_the_references(kernels: native.Kernels, vocab: int) -> None:
     params = [*(ALL if vocab < 1000 else ALL[::16]), SamplingParams(temperature=0.0)]
     batch = batch_of(params, vocab)
-    logits, guesses = logits_of(len(params), GUESSES + 1, vocab, 3.0, 7), guesses_of(batch, 8)
-    found = CpuOps(kernels).probabilities(Places(logits, rows_of(batch), guesses))
-    adjusted = adjust(logits, batch, guesses)
+    logits, draft_tokens = logits_of(len(params), DRAFT_LENGTH + 1, vocab, 3.0, 7), draft_tokens_of(batch, 8)
+    found = CpuOps(kernels).probabilities(Places(logits, rows_of(batch), draft_tokens))
+    adjusted = adjust(logits, batch, draft_tokens)
     expected = probabilities(adjusted, batch)
     assert torch.allclose(found, expected, rtol=2e-5, atol=1e-12)
-    far = warp(adjusted, batch) < -80  # e^-87 and less is nothing to the kernels, in torch no normal number
+    far = warp(adjusted, batch) < -80  # the kernels give 0 below e^-87; torch gives denormals
     assert torch.equal((found > 0) | far, (expected > 0) | far)
-    assert torch.allclose(found.double().sum(-1), torch.ones(len(params), GUESSES + 1).double(), atol=1e-5)
+    assert torch.allclose(found.double().sum(-1), torch.ones(len(params), DRAFT_LENGTH + 1).double(), atol=1e-5)
 
 
 @on_every_isa
-def test_a_likelihood_is_of_the_adjusted_logits_neither_divided_nor_cut(kernels: native.Kernels) -> None:
+def test_a_likelihood_is_of_the_adjusted_logits_before_temperature_and_cuts(kernels: native.Kernels) -> None:
     batch = batch_of(ALL, 300)
-    logits, guesses = logits_of(len(ALL), GUESSES + 1, 300, 3.0, 7), guesses_of(batch, 8)
-    tokens = torch.randint(0, 300, (len(ALL), GUESSES + 1), generator=torch.Generator().manual_seed(0))
-    expected = adjust(logits, batch, guesses).softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    found = CpuOps(kernels).likelihood(Places(logits, rows_of(batch), guesses), tokens)
+    logits, draft_tokens = logits_of(len(ALL), DRAFT_LENGTH + 1, 300, 3.0, 7), draft_tokens_of(batch, 8)
+    tokens = torch.randint(0, 300, (len(ALL), DRAFT_LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    expected = adjust(logits, batch, draft_tokens).softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    found = CpuOps(kernels).likelihood(Places(logits, rows_of(batch), draft_tokens), tokens)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-30)
 
 
 @pytest.mark.skipif(len(native.available()) < 2, reason="this CPU has one instruction set")
-def test_all_instruction_sets_find_the_same_law_to_the_bit() -> None:
+def test_all_instruction_sets_give_the_same_probabilities_to_the_bit() -> None:
     batch = batch_of(ALL, 5000)
-    logits, guesses = logits_of(len(ALL), GUESSES + 1, 5000, 3.0, 7), guesses_of(batch, 8)
-    laws = [CpuOps(kernels).probabilities(Places(logits, rows_of(batch), guesses)) for kernels in native.available()]
-    assert all(torch.equal(laws[0], law) for law in laws)
+    logits, draft_tokens = logits_of(len(ALL), DRAFT_LENGTH + 1, 5000, 3.0, 7), draft_tokens_of(batch, 8)
+    found = [
+        CpuOps(kernels).probabilities(Places(logits, rows_of(batch), draft_tokens)) for kernels in native.available()
+    ]
+    assert all(torch.equal(found[0], each) for each in found)
 
 
-def test_masses_are_probabilities_in_whole_numbers() -> None:
+def test_masses_are_probabilities_as_integers() -> None:
     depth = torch.cat([torch.zeros(1), torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 25])
     expected = (-depth.double()).exp()
     found = masses(-depth).double() * 2.0**-30
@@ -235,14 +237,14 @@ def test_masses_are_probabilities_in_whole_numbers() -> None:
 
 
 @on_every_isa
-def test_where_masses_tie_with_top_p_to_the_last_unit_the_boundary_is_the_twins(kernels: native.Kernels) -> None:
+def test_the_boundary_equals_the_references_where_masses_tie_with_top_p(kernels: native.Kernels) -> None:
     """Equal logits: the mass before the n-th is n whole leaders, and top_p of 512 of them is a whole number, too."""
     vocab = 512
     params = [SamplingParams(top_p=n / vocab) for n in range(1, vocab, 7)]
     batch = batch_of(params, vocab)
     logits = -torch.arange(vocab).float().remainder(8)[None, None].expand(len(params), 1, vocab).contiguous() * 1e-7
-    law = CpuOps(kernels).probabilities(Places(logits, rows_of(batch)))
-    assert torch.equal(law > 0, probabilities(logits, batch) > 0)
+    found = CpuOps(kernels).probabilities(Places(logits, rows_of(batch)))
+    assert torch.equal(found > 0, probabilities(logits, batch) > 0)
 
 
 @on_every_isa
@@ -260,11 +262,11 @@ def test_log_probabilities_are_torchs_and_ties_go_to_the_smaller_token(
     own, ids, values = CpuOps(kernels).logprobs(
         logits[real] if packed else logits, Gained(tokens, accepted, counts), wanted
     )
-    law = logits.log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
     assert ids.shape[-1] == min(20, vocab)
     for row, count in enumerate(wanted):
         for place in range(int(accepted[row]) + 1 if count >= 0 else 0):
-            line = law[row, place]
+            line = logprobs[row, place]
             best = sorted(range(vocab), key=lambda t, line=line: (-line[t].item(), t)) if vocab < 10 else None
             most = min(count, vocab)
             assert own[row, place] == pytest.approx(line[tokens[row, place]].item(), abs=2e-5)
@@ -275,7 +277,7 @@ def test_log_probabilities_are_torchs_and_ties_go_to_the_smaller_token(
 
 
 @on_every_isa
-def test_log_probabilities_of_logits_that_are_not_numbers_stay_inside_the_vocabulary(kernels: native.Kernels) -> None:
+def test_log_probabilities_of_nan_logits_stay_inside_the_vocabulary(kernels: native.Kernels) -> None:
     logits = torch.full((4, 1, 50), -math.inf)
     logits[0, 0, 7] = 1.0
     logits[2], logits[3] = math.inf, math.nan
@@ -289,16 +291,16 @@ def test_log_probabilities_of_logits_that_are_not_numbers_stay_inside_the_vocabu
 
 def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     class Even:
-        """A constraint, and what is asked of it."""
+        """A constraint that records how it is called."""
 
-        def ask(self, guesses: list[int], first: int, places: int) -> Even:
-            assert (len(guesses), first, places) == (GUESSES, 0, GUESSES + 1)
+        def ask(self, draft_tokens: list[int], first: int, places: int) -> Even:
+            assert (len(draft_tokens), first, places) == (DRAFT_LENGTH, 0, DRAFT_LENGTH + 1)
             return self
 
         def send(self) -> None: ...
 
         def mask(self, logits: torch.Tensor) -> None:
-            assert logits.shape == (GUESSES + 1, 100)
+            assert logits.shape == (DRAFT_LENGTH + 1, 100)
             logits[:, 1::2] = -math.inf
 
         def advance(self, tokens: list[int]) -> None: ...
@@ -307,13 +309,13 @@ def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatc
     for row in range(0, 40, 2):
         batch.sampling.constraints[row] = Even()
     batch.set_rows(40)
-    logits, guesses = logits_of(40, GUESSES + 1, 100, 1.0, 7), guesses_of(batch, 8)
-    expected = twin_tokens(logits, batch, guesses)
+    logits, draft_tokens = logits_of(40, DRAFT_LENGTH + 1, 100, 1.0, 7), draft_tokens_of(batch, 8)
+    expected = reference_tokens(logits, batch, draft_tokens)
     monkeypatch.setattr("paceline.core.sampling.adjust", lambda *_: pytest.fail("no torch"))
-    counts = torch.full((40,), GUESSES)
+    counts = torch.full((40,), DRAFT_LENGTH)
     for choices in (
-        Choices(logits, batch, guesses),
-        Choices(logits.flatten(0, 1), batch, guesses, counts=counts),
+        Choices(logits, batch, draft_tokens),
+        Choices(logits.flatten(0, 1), batch, draft_tokens, counts=counts),
     ):
         found = choices.draw()
         assert torch.equal(found, expected)
@@ -322,8 +324,8 @@ def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatc
 
 
 @on_every_isa
-def test_rows_of_one_place_may_lie_in_memory_as_they_like(kernels: native.Kernels) -> None:
-    """Where a dimension has one place, its stride may be any number."""
+def test_rows_of_one_place_may_have_any_stride(kernels: native.Kernels) -> None:
+    """A dimension of size one may have any stride."""
     batch = batch_of([SamplingParams(temperature=0)] * 3, 131)
     logits = logits_of(1, 3, 131, 3.0, 9).transpose(0, 1)
     assert logits.stride(1) == 3 * 131

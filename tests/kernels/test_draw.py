@@ -25,7 +25,7 @@ def both(kernels, logits, temperature, seeds, positions, offset=0, purpose=Purpo
 
 
 def unasked(rows):
-    """Whatever a likelihood does not depend on."""
+    """Arguments on which a likelihood does not depend."""
     zeros = torch.zeros(rows, dtype=torch.int64)
     return Rows(zeros.float(), zeros, zeros)
 
@@ -51,7 +51,9 @@ def case(rows, block, vocab, spread, seed):
     purpose=st.sampled_from(list(Purpose)),
     seed=st.integers(0, 10**6),
 )
-def test_the_native_draw_is_the_twins(kernels, rows, block, vocab, spread, temperatures, offset, purpose, seed):
+def test_the_native_draw_equals_the_references(
+    kernels, rows, block, vocab, spread, temperatures, offset, purpose, seed
+):
     logits, seeds, positions = case(rows, block, vocab, spread, seed)
     temperature = torch.tensor(temperatures[:rows])
     found, expected = both(kernels, logits, temperature, seeds, positions, offset, purpose)
@@ -60,7 +62,7 @@ def test_the_native_draw_is_the_twins(kernels, rows, block, vocab, spread, tempe
 
 @on_every_isa
 @pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 3.0])
-def test_also_over_a_whole_vocabulary(kernels, temperature):
+def test_the_native_draw_over_a_whole_vocabulary(kernels, temperature):
     logits, seeds, positions = case(40, 4, 5003, 4.0, 1)
     found, expected = both(kernels, logits, torch.full((40,), temperature), seeds, positions)
     assert torch.equal(found, expected)
@@ -68,7 +70,7 @@ def test_also_over_a_whole_vocabulary(kernels, temperature):
 
 
 @on_every_isa
-def test_equal_logits_are_told_apart_by_noise_alone_and_by_the_smaller_token_without_it(kernels):
+def test_noise_alone_decides_among_equal_logits_and_without_it_the_smaller_token(kernels):
     logits, seeds, positions = torch.zeros(64, 1, 999), torch.arange(64), torch.zeros(64, dtype=torch.int64)
     found, expected = both(kernels, logits, torch.ones(64), seeds, positions)
     assert torch.equal(found, expected)
@@ -77,7 +79,7 @@ def test_equal_logits_are_told_apart_by_noise_alone_and_by_the_smaller_token_wit
 
 
 @on_every_isa
-def test_tokens_that_were_cut_never_win(kernels):
+def test_cut_tokens_never_win(kernels):
     logits, seeds, positions = case(200, 1, 100, 3.0, 2)
     logits[:, :, 1::2] = -math.inf
     found, expected = both(kernels, logits, torch.full((200,), 50.0), seeds, positions)
@@ -102,13 +104,15 @@ def test_torch_draws_where_the_kernels_cannot(monkeypatch):
     assert cpu_ops(torch.device("cpu")) is None
 
 
-def guessed(logits, counts, temperature, seeds, positions, right):
-    """The twin's draws [B, k + 1], guesses of which those up to ``right`` of each row are its own, and what is kept."""
+def drafted_batch(logits, counts, temperature, seeds, positions, right):
+    """The reference's draws [B, k + 1], draft tokens of which the first ``right`` per row equal them, and the number
+    accepted.
+    """
     draws = both(native.available()[0], logits, temperature, seeds, positions)[1]
     place = torch.arange(logits.shape[1] - 1)
-    guesses = torch.where(place < right[:, None], draws[:, :-1], (draws[:, :-1] + 1) % logits.shape[-1])
-    kept = (guesses == draws[:, :-1]) & (place < counts[:, None])
-    return draws, guesses, kept.cumprod(1).sum(1)
+    draft_tokens = torch.where(place < right[:, None], draws[:, :-1], (draws[:, :-1] + 1) % logits.shape[-1])
+    kept = (draft_tokens == draws[:, :-1]) & (place < counts[:, None])
+    return draws, draft_tokens, kept.cumprod(1).sum(1)
 
 
 @on_every_isa
@@ -123,13 +127,17 @@ def guessed(logits, counts, temperature, seeds, positions, right):
     packed=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_guesses_are_kept_as_the_twin_keeps_them(kernels, rows, k, vocab, temperatures, counts, right, packed, seed):
+def test_draft_tokens_are_accepted_like_the_references(
+    kernels, rows, k, vocab, temperatures, counts, right, packed, seed
+):
     logits, seeds, positions = case(rows, k + 1, vocab, 4.0, seed)
     temperature, counts = torch.tensor(temperatures[:rows]), torch.tensor(counts[:rows]).clamp(max=k)
-    draws, guesses, accepted = guessed(logits, counts, temperature, seeds, positions, torch.tensor(right[:rows]))
+    draws, draft_tokens, accepted = drafted_batch(
+        logits, counts, temperature, seeds, positions, torch.tensor(right[:rows])
+    )
     real = torch.arange(k + 1) < counts[:, None] + 1
     rows = Rows(temperature, seeds, positions)
-    found = CpuOps(kernels).accept(Places(logits[real] if packed else logits, rows, guesses, counts), Purpose.DRAW)
+    found = CpuOps(kernels).accept(Places(logits[real] if packed else logits, rows, draft_tokens, counts), Purpose.DRAW)
     drawn = torch.arange(k + 1) <= accepted[:, None]
     assert torch.equal(found[1], accepted)
     assert torch.equal(found[0], draws * drawn)
@@ -159,7 +167,7 @@ def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, voca
     spread=st.sampled_from([0.0, 0.01, 1.0, 8.0, 40.0, 1e4]),
     seed=st.integers(0, 10**6),
 )
-def test_the_native_likelihood_is_the_twins(kernels, rows, block, vocab, spread, seed):
+def test_the_native_likelihood_equals_the_references(kernels, rows, block, vocab, spread, seed):
     logits, _, _ = case(rows, block, vocab, spread, seed)
     tokens = torch.randint(0, vocab, (rows, block), generator=torch.Generator().manual_seed(seed))
     expected = logits.double().softmax(-1).gather(-1, tokens[..., None])[..., 0]
@@ -169,7 +177,7 @@ def test_the_native_likelihood_is_the_twins(kernels, rows, block, vocab, spread,
 
 
 @on_every_isa
-def test_a_token_that_is_ruled_out_has_no_likelihood(kernels):
+def test_a_masked_token_has_no_likelihood(kernels):
     logits = torch.full((1, 2, 37), -math.inf)
     logits[0, :, 5] = 3.0
     found = CpuOps(kernels).likelihood(Places(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()

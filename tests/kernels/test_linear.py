@@ -36,7 +36,7 @@ def close(y, expected, x, weight):
     loud=st.sampled_from([1e-20, 1.0, 1e15]),
     seed=st.integers(0, 1000),
 )
-def test_a_linear_layer_equals_its_twin_whatever_its_shape(kernels, rows, inputs, outputs, to, bias, loud, seed):
+def test_a_linear_layer_of_any_shape_equals_the_reference(kernels, rows, inputs, outputs, to, bias, loud, seed):
     x = normal(rows, inputs, seed=seed) * loud
     weight = pack.quantise(normal(outputs, inputs, seed=seed + 1), to)
     b = normal(outputs, seed=seed + 2) if bias else None
@@ -85,7 +85,7 @@ def test_silent_and_single_inputs(kernels, to):
 @on_every_isa
 @settings(max_examples=30, deadline=None)
 @given(inputs=st.integers(1, 400), scale=st.sampled_from([0.0, 1e-38, 1e-25, 1.0, 1e30]), seed=st.integers(0, 1000))
-def test_quantised_rows_equal_the_twins_exactly(kernels, inputs, scale, seed):
+def test_quantised_rows_equal_the_references_exactly(kernels, inputs, scale, seed):
     x = normal(inputs, seed=seed) * scale
     expected, scales = twin.quantise_rows(x[None])
     for to, factor in (("int8", -128), ("int4", 1)):
@@ -144,7 +144,7 @@ def test_adding_to_the_residual_in_the_epilogue(kernels, to):
 @on_every_isa
 @settings(max_examples=30, deadline=None)
 @given(width=st.integers(1, 300), scale=st.sampled_from([0.0, 1e-15, 1.0, 1e15]), seed=st.integers(0, 1000))
-def test_rms_norm_equals_its_twin(kernels, width, scale, seed):
+def test_rms_norm_equals_the_reference(kernels, width, scale, seed):
     x, weight = normal(width, seed=seed) * scale, normal(width, seed=seed + 1)
     torch.testing.assert_close(
         rms_norm(kernels, x, weight, 1e-6), twin.rms_norm(x, weight, 1e-6), rtol=2e-6, atol=1e-30
@@ -179,14 +179,14 @@ def test_bf16_weights_round_as_torch_does():
     assert torch.equal(quantised.values, weight.bfloat16())
 
 
-def test_four_bit_groups_of_a_file_are_kept_as_they_are():
-    """Weights that already lie on a grid of 4 bits, with a low of their own (GGUF's Q4_1): the same codes again."""
+def test_four_bit_groups_of_a_file_are_kept_unchanged():
+    """Weights that already lie on a 4-bit grid with lows (GGUF's Q4_1) get the same codes again."""
     codes = torch.randint(0, 16, (48, 6, 32))
     codes[:, :, 0], codes[:, :, 1] = 0, 15
     scales = torch.rand(48, 6).half() * 0.01 + 0.001
     lows = (-scales * (6 + 3 * torch.rand(48, 6))).half()
     weight = (codes * scales.float()[:, :, None] + lows.float()[:, :, None]).flatten(1)
-    again = pack.quantise(weight.bfloat16().float(), "int4")  # as a model loaded in bfloat16 has them
+    again = pack.quantise(weight.bfloat16().float(), "int4")  # as in a model loaded in bfloat16
     assert torch.equal(again.values, codes.flatten(1).byte())
     assert (pack.dequantise(again, 192) - weight).norm() / weight.norm() < 0.003  # bfloat16's own rounding
 

@@ -11,7 +11,7 @@ from paceline.models.native import NativeModel
 needs_extension = pytest.mark.skipif(not native.available(), reason=native.why_none())
 
 
-def test_off_means_the_twin(monkeypatch):
+def test_off_selects_the_reference(monkeypatch):
     monkeypatch.setenv(native.VARIABLE, "off")
     assert native.select() is None
 
@@ -31,7 +31,7 @@ def test_the_variable_forces_an_instruction_set(monkeypatch):
         assert chosen.name in native.CHOICES[choice]
 
 
-def test_an_instruction_set_that_is_not_here_is_refused_not_replaced(monkeypatch):
+def test_an_unavailable_instruction_set_is_refused_not_replaced(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: ())
     with pytest.raises(ParameterError, match="not available here"):
         native.select("avx512")
@@ -47,8 +47,8 @@ def test_a_missing_library_is_explained(monkeypatch, tmp_path):
 
 
 @needs_extension
-def test_a_library_of_no_use_is_warned_about_and_the_twin_runs(monkeypatch):
-    """A changed source without a new build would otherwise be noticed by its slowness alone."""
+def test_an_unusable_library_is_logged_and_the_reference_runs(monkeypatch):
+    """Changed sources without a new build would otherwise only be noticed as slowness."""
     monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
     script = (
         "from paceline.kernels import abi; abi.ABI_VERSION = 0\n"
@@ -57,23 +57,23 @@ def test_a_library_of_no_use_is_warned_about_and_the_twin_runs(monkeypatch):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "None None\n"
     assert done.stderr.count("built from other sources") == 1
-    assert "twin" in done.stderr
+    assert "plain torch implementation" in done.stderr
 
 
-def test_without_a_compiler_the_build_says_so(monkeypatch, tmp_path):
+def test_the_build_reports_a_missing_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "compiler", lambda: None)
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
         build.build(tmp_path)
 
 
 @needs_extension
-def test_no_threads_are_refused():
+def test_zero_threads_are_refused():
     with pytest.raises(ParameterError, match="threads"):
         native.pool(native.available()[0], 0)
 
 
 @needs_extension
-def test_an_arena_knows_its_end():
+def test_an_arena_refuses_more_than_its_size():
     arena = native.Arena(native.available()[0].library, 200)
     assert arena.take(100).numel() == 100
     with pytest.raises(MemoryError):
@@ -97,7 +97,7 @@ def test_emulated_tiles_run_only_if_asked_for(monkeypatch):
     assert chosen.name == native.EMULATED
 
 
-def test_why_amx_is_not_used_is_said(monkeypatch):
+def test_the_reason_for_not_using_amx_is_reported(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: ())
     monkeypatch.setattr(native, "amx_obstacle", lambda: "it is Sunday")
     with pytest.raises(ParameterError, match="it is Sunday"):

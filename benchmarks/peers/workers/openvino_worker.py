@@ -1,6 +1,7 @@
-"""openvino-genai's continuous batching, one mode a worker (its pipeline takes one speculative configuration).
+"""openvino-genai's continuous batching, one mode per worker (its pipeline takes one speculative configuration).
 
-The pipeline's own step loop is driven here; prefill: until the step that gave the last row its first token has ended.
+This worker drives the pipeline's own step loop; prefill: until the end of the step that gave the last row its first
+token.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class OpenVino:
         return self._result(first, rows, steps, row_steps, k)
 
     def _result(self, first: FirstTokens, rows: list[list[int]], steps: int, row_steps: int, k: int) -> Run:
-        """The pipeline does not tell what was drafted; with a draft model it is k a row and step after the first."""
+        """The result. The pipeline does not report drafted tokens; with a draft model they are k per row and step after
+        the first.
+        """
         decoding_steps = row_steps - len(rows)
         return Run(
             prefill_s=first.prefill(),
@@ -74,7 +77,7 @@ class OpenVino:
 
 
 def _drain(handle: Any, row: list[int]) -> bool:
-    """Take what a step gave a row, and tell whether it gave anything."""
+    """Take a row's tokens of a step; returns whether there were any."""
     before = len(row)
     while handle.can_read():
         for output in handle.read().values():

@@ -19,7 +19,7 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
 
 
 class Paceline:
-    """One set of weights; an engine for each (mode, batch, k), made before its first run."""
+    """One set of weights; an engine for each (mode, batch, k), built before its first run."""
 
     def __init__(self, setup: Setup) -> None:
         options: dict[str, Any] = {**PRECISIONS[setup.precision], **setup.options}
@@ -29,7 +29,7 @@ class Paceline:
             max_batch_size=setup.max_batch,
             max_model_len=setup.max_tokens_of_row,
             threads=setup.threads,
-            prefix_cache=False,  # prompts come several times, and prefill is measured
+            prefix_cache=False,  # prompts repeat, and prefill is measured
             **options,
         )
         self._engines: dict[tuple[str, int, int | str], LLM] = {}

@@ -1,7 +1,7 @@
 """transformers ``generate``: plain, with an assistant model, with prompt lookup (the last two: batch 1 only).
 
-Prefill: until the first call of a stopping criterion, that is until the first step (with an assistant: the first round,
-which prefills both models) has ended. Rounds are the criterion's calls; acceptance follows from them.
+Prefill: until the first call of a stopping criterion, at the end of the first step (with an assistant: the first round,
+    which prefills both models). Rounds are the criterion's calls; acceptance is derived from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAD = 0
 
 
 class Clock(StoppingCriteria):
-    """Never stops anything; counts the steps and notes the first one's end."""
+    """A criterion that never stops; counts the steps and records the end of the first."""
 
     def __init__(self) -> None:
         self.first, self.steps = FirstTokens(), 0

@@ -1,6 +1,7 @@
-"""vLLM on a CPU, in this process, one mode a worker (its engine takes one speculative configuration).
+"""vLLM on a CPU, in this process, one mode per worker (its engine takes one speculative configuration).
 
-The engine's own step loop is driven here; prefill: until the step that gave the last row its first token has ended.
+This worker drives the engine's own step loop; prefill: until the end of the step that gave the last row its first
+token.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ class NativeRound:
         self._describe_rows()
         self._make_room(rows + sum(drafted))
         call.places = place = given.buffer_info()[0]
-        call.counts, call.guesses = place + 8 * rows, place + 16 * rows
-        call.parents = None if draft.follows is None else call.guesses + 8 * rows * width
-        call.guess_stride, call.rows = width, rows
+        call.counts, call.draft_tokens = place + 8 * rows, place + 16 * rows
+        call.parents = None if draft.follows is None else call.draft_tokens + 8 * rows * width
+        call.draft_stride, call.rows = width, rows
         self._model.play(call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:

@@ -1,9 +1,9 @@
-"""Operations behind protocols, each with a plain torch reference: C++ for CPUs, Triton for GPUs, attention.
+"""Implementations of the tensor operations, each with a plain torch reference: C++ for CPUs, Triton for GPUs.
 
-cpu.py      the round's operations by the compiled kernels (``core.ops.HostOps``)
-spec.py     what a decoder is made of: plain tensors and numbers
-pack.py     quantisation, and the order in which the kernels stream weights
-twin.py     every kernel in plain torch: the reference of the tests, and what runs without a compiler
+cpu.py      the round's operations, run by the compiled kernels (``core.ops.HostOps``)
+spec.py     the parts of a decoder: plain tensors and numbers
+pack.py     quantisation, and the order in which the kernels read weights
+twin.py     reference implementation of every kernel in plain torch; also runs where the extension is missing
 native.py   the extension (``csrc/``), loaded with ctypes
 build.py    compiles it
 attention/  padded, split and ragged attention over the cache

@@ -24,12 +24,12 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 18  # of model.h: it changes with the structs and functions
+ABI_VERSION = 18  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers lie."""
+    """The address of a tensor's first element; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -157,8 +157,8 @@ class CDraw(Structure):
 
     _fields_ = (
         ("by", CDrawRows),
-        *((name, c_void_p) for name in ("logits", "instead", "guesses", "counts", "parents")),
-        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "guess_stride", "first")),
+        *((name, c_void_p) for name in ("logits", "instead", "draft_tokens", "counts", "parents")),
+        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "draft_stride", "first")),
         ("packed", c_int32),
         ("purpose", c_uint32),
     )
@@ -186,7 +186,7 @@ class CTextRows(Structure):
 
     @classmethod
     def of(cls, text: Tensor, length: Tensor, prompt_length: Tensor, limit: Tensor, stops: Tensor) -> CTextRows:
-        """Of tensors that never move."""
+        """The rows' text and limits, described by address. The tensors must keep their memory."""
         places = (tensor.data_ptr() for tensor in (text, length, prompt_length, limit, stops))
         return cls(*places, stops.shape[1], text.stride(0))
 
@@ -210,10 +210,10 @@ class CDraft(Structure):
         ("kept", CKept),
         ("rows", c_int64),
         *((name, c_void_p) for name in ("places", "start", "stop", "counts")),
-        ("guess_stride", c_int64),
-        *((name, c_void_p) for name in ("guesses", "drawn", "chances", "laws", "logits", "instead")),
-        ("look", Callback),
-        ("goes_on", Callback),
+        ("draft_stride", c_int64),
+        *((name, c_void_p) for name in ("draft_tokens", "drawn", "chances", "probabilities", "logits", "instead")),
+        ("before_draw", Callback),
+        ("continue_drafting", Callback),
         ("purpose", c_uint32),
         ("width", c_int64),
         ("parents", c_void_p),
@@ -227,8 +227,8 @@ class CRound(Structure):
     _fields_ = (
         ("by", CDrawRows),
         ("text", CTextRows),
-        *((name, c_void_p) for name in ("places", "guesses", "counts", "parents")),
-        *((name, c_int64) for name in ("guess_stride", "rows", "block")),
+        *((name, c_void_p) for name in ("places", "draft_tokens", "counts", "parents")),
+        *((name, c_int64) for name in ("draft_stride", "rows", "block")),
         *((name, c_void_p) for name in ("tokens", "accepted", "gained", "path", "hidden", "logits")),
         ("room", c_int64),
         ("purpose", c_uint32),

@@ -30,7 +30,7 @@ _FLAGS = {
     _AMX_SOURCE: (*_AVX512, "-mavx512bf16", *_AMX),
     "kernels_amx_emulated.cpp": (*_AVX512, "-mavx512bf16"),
 }
-# No -ffast-math and no contraction: the bits must not depend on the compiler's mood. GCC 12 warns in its own headers.
+# No -ffast-math and no contraction: bits must not depend on the optimiser. GCC 12 warns in its own headers.
 _COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
     *(
@@ -45,17 +45,17 @@ _COMMON = (
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it failed; the message says which and shows its output."""
+    """No compiler was found, or it failed; the message says which, and includes its output."""
 
 
 def compiler() -> str | None:
-    """The C++ compiler's path: $CXX if it is set, else g++ or clang++; None if there is none, or no use for one."""
+    """Path of the C++ compiler: $CXX if set, else g++ or clang++; None if missing, or on an unsupported platform."""
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
     return next(filter(None, map(shutil.which, wanted)), None) if _is_for_this_machine() else None
 
 
 def what_is_missing() -> str:
-    """Why there is no ``compiler``, and what to do; empty if there is one."""
+    """Why ``compiler`` found none and what to do about it; empty if it found one."""
     if compiler() is not None:
         return ""
     if not _is_for_this_machine():
@@ -66,7 +66,7 @@ def what_is_missing() -> str:
 
 
 def how_to_build() -> str:
-    """What somebody does to whom the library is missing."""
+    """Instructions for building or reinstalling the missing library."""
     obstacle = what_is_missing()
     if not _is_for_this_machine():
         return obstacle
@@ -81,7 +81,7 @@ def _is_for_this_machine() -> bool:
 
 
 def source_hash(sources: Path = SOURCES) -> str:
-    """Tells whether a library was built from these sources; empty if they are not here."""
+    """Digest of the C++ sources, to be compared with the one in a library; empty if there are no sources."""
     files = sorted(path for path in sources.glob("*") if path.suffix in (".cpp", ".h"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return digest.hexdigest()[:16] if files else ""
@@ -108,9 +108,9 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, files))
         made = Path(scratch, LIBRARY)
-        # libstdc++ and libgcc stay outside: torch brings them along anyway, and the static ones need a newer glibc.
+        # libstdc++ and libgcc are linked dynamically: torch brings them, and the static ones need a newer glibc.
         _run([cxx, "-shared", "-pthread", *extra, *objects, "-o", str(made)])
-        return made.replace(destination / LIBRARY)  # at once: who has loaded the old one keeps it
+        return made.replace(destination / LIBRARY)  # atomic: a process that has loaded the old library keeps it
 
 
 def _knows(cxx: str, flags: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The C++ implementation of ``core.ops.HostOps``: tokens from logits in a pass or two a row.
+"""The C++ implementation of ``core.ops.HostOps``: tokens from logits in one or two passes per row.
 
 Each operation is tested against the plain torch code of ``core.sampling``, ``core.acceptance`` and ``core.rows``.
 Shapes: B rows, L places, V vocabulary, k draft tokens.
@@ -20,18 +20,18 @@ from paceline.kernels import abi, native
 
 @cache
 def chosen() -> native.Kernels | None:
-    """What PACELINE_KERNELS said when it was first asked: to look each round takes a small model 20 microseconds."""
+    """The kernels that PACELINE_KERNELS selects, read once: reading it each round would cost 20 us."""
     return native.select()
 
 
 def cpu_ops(device: torch.device) -> CpuOps | None:
-    """Operations of the compiled kernels for a batch on this device; None: plain torch."""
+    """Operations of the compiled kernels for a batch on this device; None: plain torch runs instead."""
     kernels = chosen() if device.type == "cpu" else None
     return None if kernels is None else CpuOps(kernels)
 
 
 class CpuOps:
-    """``HostOps`` by one set of the compiled kernels; runs on the pool of threads that is current when it is called."""
+    """``HostOps`` by one set of the compiled kernels; runs on the thread pool that is current at each call."""
 
     def __init__(self, kernels: native.Kernels) -> None:
         self._library, self._handle, self._kernels = kernels.library, kernels.handle, kernels
@@ -106,7 +106,7 @@ class CpuOps:
 
 
 def _call(places: Places, purpose: int = 0) -> tuple[abi.CDraw, Tensor | None]:
-    """Arguments of a call on these places, and a tensor that has to outlive it."""
+    """The C arguments for these places, and a tensor that must outlive the call."""
     instead = places.instead
     addresses = None if instead is None else torch.tensor([0 if t is None else t.data_ptr() for t in instead])
     call = abi.CDraw(
@@ -120,7 +120,7 @@ def _call(places: Places, purpose: int = 0) -> tuple[abi.CDraw, Tensor | None]:
         block=places.block,
         stride=places.logits.stride(-2),
         vocabulary=places.vocabulary,
-        guess_stride=0 if places.draft is None else places.draft.shape[1],
+        draft_stride=0 if places.draft is None else places.draft.shape[1],
         first=places.first,
         packed=places.packed,
         purpose=purpose,
@@ -132,7 +132,7 @@ _DESCRIBED: WeakKeyDictionary[DrawRows, tuple[abi.CDrawRows, Tensor | None]] = W
 
 
 def described(rows: DrawRows) -> abi.CDrawRows:
-    """The rows as the library reads them, by address: made once for each ``rows`` (a round has microseconds for it)."""
+    """The C description of the rows, by address; made once for each ``rows``, because it takes time."""
     found = _DESCRIBED.get(rows)
     if found is None:
         found = _DESCRIBED[rows] = _describe(rows)
@@ -140,7 +140,7 @@ def described(rows: DrawRows) -> abi.CDrawRows:
 
 
 def _describe(rows: DrawRows) -> tuple[abi.CDrawRows, Tensor | None]:
-    """The library's structure, and a tensor that has to live as long."""
+    """The C description, and a tensor that must live as long."""
     made = abi.CDrawRows(rows.temperature.data_ptr(), rows.seeds.data_ptr(), rows.positions.data_ptr())
     deepest = None if rows.cuts is None else -rows.cuts.floor
     if rows.cuts is not None:

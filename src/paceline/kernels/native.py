@@ -1,8 +1,8 @@
 """The extension, loaded with ctypes.
 
 ``PACELINE_KERNELS`` chooses the instruction set: ``auto`` (the default: the best that this CPU has), ``amx``,
-``avx512``, ``avx2``, or ``off`` (the plain torch twin). One that is not available here is an error, never replaced.
-``amx-emulated`` runs the kernels for AMX with tiles in memory: slow, for tests where there is no AMX.
+    ``avx512``, ``avx2``, or ``off`` (the plain torch reference). An unavailable choice is an error, never replaced.
+    ``amx-emulated`` runs the kernels for AMX with tiles in memory: slow, for tests where there is no AMX.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("paceline.kernels")
 
 VARIABLE = "PACELINE_KERNELS"
 EMULATED = "amx-emulated"
-# What the user says: what the library may choose from, best first.
+# The user's choices -> instruction sets that the library may pick from, best first.
 CHOICES: dict[str, tuple[str, ...]] = {
     "auto": ("amx", "avx512-vnni-bf16", "avx512-vnni", "avx2"),
     "amx": ("amx",),
@@ -51,24 +51,24 @@ class Kernels:
 
 
 def library_path() -> Path:
-    """Where the extension lies; PACELINE_BUILD_DIR names another directory (a sanitised build)."""
+    """Path of the extension; PACELINE_BUILD_DIR names another directory (a sanitised build)."""
     return Path(os.environ.get("PACELINE_BUILD_DIR", build.PACKAGE)) / build.LIBRARY
 
 
 @cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none; one that is there and of no use is worth a warning."""
+    """The library, or why there is none; a library that exists but cannot be used is logged as a warning."""
     path = library_path()
     if not path.exists():
         return f"the C++ extension is not built ({build.how_to_build()})"
     loaded = _open(path)
     if isinstance(loaded, str):
-        _log.warning("%s; models run on its torch twin, many times slower", loaded)
+        _log.warning("%s; models run on the plain torch implementation, many times slower", loaded)
     return loaded
 
 
 def _open(path: Path) -> ctypes.CDLL | str:
-    """The library, or what is wrong with it."""
+    """The library, or the reason why it cannot be used."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -91,12 +91,12 @@ _STALE = f"the C++ extension was built from other sources ({build.how_to_build()
 
 @cache
 def available() -> tuple[Kernels, ...]:
-    """What this machine can run, best first; empty without the extension."""
+    """The instruction sets that this machine can run, best first; empty without the extension."""
     return _named(CHOICES["auto"])
 
 
 def _named(names: Sequence[str]) -> tuple[Kernels, ...]:
-    """Those of the kernels that can run here."""
+    """The named instruction sets that can run here."""
     library = _load()
     if isinstance(library, str):
         return ()
@@ -111,7 +111,7 @@ def emulated() -> tuple[Kernels, ...]:
 
 
 def select(choice: str | None = None) -> Kernels | None:
-    """The kernels for ``choice`` (default: what PACELINE_KERNELS says); None: run on the twin.
+    """The kernels for ``choice`` (default: PACELINE_KERNELS); None: run the plain torch reference.
 
     Raises ParameterError if the choice is unknown or not available here.
     """
@@ -123,11 +123,11 @@ def select(choice: str | None = None) -> Kernels | None:
             return kernels
     if choice in ("auto", "off"):
         return None
-    raise ParameterError(VARIABLE, choice, f"not available here; there is {_describe_available()}")
+    raise ParameterError(VARIABLE, choice, f"not available here; available: {_describe_available()}")
 
 
 def amx_obstacle() -> str:
-    """Why a CPU that has AMX does not use it; empty if it does, has none, or there is no extension."""
+    """Why a CPU with AMX does not use it; empty if it does, has none, or there is no extension."""
     library = _load()
     return "" if isinstance(library, str) else str(library.pl_amx_obstacle().decode())
 
@@ -146,7 +146,7 @@ def _describe_available() -> str:
 
 
 class Pool:
-    """Threads that stay. One for each number of threads in the process: target and draft model share it."""
+    """A pool of threads, shared by target and draft model; one per number of threads in the process."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.threads = threads
@@ -154,12 +154,12 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
-# A forked child has none of its parent's threads: it must make its own.
+# A forked child has none of its parent's threads and must make its own.
 os.register_at_fork(after_in_child=_pools.clear)
 
 
 def pool(kernels: Kernels, threads: int) -> Pool:
-    """The process's pool of so many threads."""
+    """The process's pool with this number of threads. Raises ParameterError below 1."""
     if threads < 1:
         raise ParameterError("threads", threads, "at least 1")
     if threads not in _pools:
@@ -172,7 +172,7 @@ _wanted: ContextVar[int | None] = ContextVar("threads of the kernels", default=N
 
 @contextmanager
 def kernel_threads(threads: int) -> Iterator[None]:
-    """Let the kernels use so many threads for a while, for this thread's calls alone."""
+    """Run the kernels with this number of threads inside the context, for this thread's calls only."""
     before = _wanted.set(threads)
     try:
         yield
@@ -181,12 +181,15 @@ def kernel_threads(threads: int) -> Iterator[None]:
 
 
 def current_pool(kernels: Kernels, threads: int | None = None) -> Pool:
-    """What ``kernel_threads`` says; outside of it so many threads, None being as many as torch has."""
+    """The pool that ``kernel_threads`` asks for; else one with ``threads`` threads (default: torch's number)."""
     return pool(kernels, _wanted.get() or threads or torch.get_num_threads())
 
 
 class Arena:
-    """Memory in huge pages for all weights of a model, handed out in the order in which they are read."""
+    """Memory in huge pages for all weights of a model, handed out in the order in which they are read.
+
+    Raises MemoryError if it cannot be allocated.
+    """
 
     def __init__(self, library: ctypes.CDLL, nbytes: int) -> None:
         self._library, self._nbytes, self._used = library, nbytes, 0
@@ -198,7 +201,7 @@ class Arena:
         )
 
     def take(self, nbytes: int) -> Tensor:
-        """The next ``nbytes``, aligned to a cache line."""
+        """The next ``nbytes`` as uint8, aligned to a cache line. Raises MemoryError if the arena is full."""
         start = -(-self._used // 64) * 64
         self._used = start + nbytes
         if self._used > self._nbytes:
@@ -218,7 +221,7 @@ _NO_TAPS = _layers(()), None
 
 
 class NativeDecoder:
-    """A decoder in the library. Keeps alive what the library points to."""
+    """A decoder in the library; keeps the tensors alive that the library points to."""
 
     def __init__(self, kernels: Kernels, model: CModel, keep: object, threads: int) -> None:
         self.kernels, self._model, self._keep = kernels, model, keep
@@ -237,10 +240,12 @@ class NativeDecoder:
         tapped: tuple[Sequence[int], Tensor] | None,
         seconds: Tensor | None,
     ) -> str | None:
-        """Fill hidden [N - read, width]; returns what is wrong with the input, or None.
+        """Fill hidden [N - read, width]; returns an error message about the input, or None.
 
-        hidden: None: only keys, values and features are wanted. tapped: layers, and the features [N - read, taps,
-        width] to fill with what enters them. seconds: adds up PHASES.
+        hidden: None if only keys, values and features are wanted.
+        tapped: layer indices, and features [N - read, taps, width] to fill with the hidden states that enter those
+            layers.
+        seconds: adds the seconds of each of PHASES.
         """
         place, laps = ctypes.addressof(cache), address(seconds)
         tree = (None, None) if nodes.parents is None else (address(nodes.slots), nodes.parents.data_ptr())
@@ -252,7 +257,7 @@ class NativeDecoder:
         return None if problem is None else str(problem.decode())
 
     def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
-        """Verify, accept, commit; returns what is wrong with the input, or None."""
+        """Verify, accept, commit; returns an error message about the input, or None."""
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
         pool = current_pool(self.kernels, threads or self._threads).handle
         problem = self._library.pl_round(self._handle, pool, *given)
@@ -260,16 +265,18 @@ class NativeDecoder:
 
     @property
     def handle(self) -> int:
-        """For calls that name this decoder beside another one. It must be kept alive."""
+        """Address of the decoder, for calls on another decoder. This object must be kept alive."""
         return int(self._handle)
 
     def keep_streams(self, kept: CKept, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        """A head's: fuse features [N, streams, stream width] and keep them at rows, slots [N] int64."""
+        """For a head: fuse features [N, streams, stream width] and keep them at rows, slots [N] int64."""
         where = rows.data_ptr(), slots.data_ptr(), features.data_ptr(), rows.shape[0]
         self._library.pl_keep_streams(self._handle, self._pool, ctypes.addressof(kept), *where)
 
     def draft(self, call: CDraft, cache: CCache) -> str | None:
-        """A head's: read what it lacks, then guess; returns what is wrong with the input, or None."""
+        """For a head: read the tokens it has not computed, then draft; returns an error message about the input, or
+        None.
+        """
         problem = self._library.pl_draft(
             self._handle, self._pool, ctypes.addressof(call), ctypes.addressof(cache), None
         )

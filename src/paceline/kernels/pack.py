@@ -1,4 +1,4 @@
-"""Quantisation of weights, and their packed form: the order in which the kernels stream them (see csrc/kernels.h)."""
+"""Quantisation of weights, and their packed form: the order in which the kernels read them (see csrc/kernels.h)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.nn.functional import pad
 
 Format = Literal["int8", "bf16", "int4"]
 Take: TypeAlias = Callable[[int], Tensor]
-"""Gives so many bytes of memory, uint8."""
+"""Allocates a number of bytes; returns uint8."""
 
-# Raise it whenever a checkpoint's packed bytes change, be it by rounding or by order: weights kept on disk go by it.
+# Raise it whenever a checkpoint's packed bytes change, by rounding or by order: files of packed weights depend on it.
 LAYOUT_VERSION = 1
 PANEL = 32  # output columns packed together
 INPUT_MULTIPLE = 64
 INT4_GROUP = 32
-_AT_ONCE = 1 << 20  # weights that are rounded together: what is computed for them stays in the cache
+_AT_ONCE = 1 << 20  # weights rounded at a time, so that intermediate results stay in the cache
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Bf16Weight:
 class Int4Weight:
     """weight = values * scales + lows, by groups of inputs; values uint8 0..15 [outputs, inputs].
 
-    scales and lows, float16, are [outputs, inputs / group]. A low need be no multiple of its scale: so files that come
-    with 4-bit groups of 32 (GGUF's Q4_0, Q4_1, Q4_K) are taken as they are; rounding them once more would cost much.
+    scales and lows, float16, are [outputs, inputs / group]. A low need not be a multiple of its scale: so 4-bit groups
+    of 32 from GGUF files (Q4_0, Q4_1, Q4_K) are taken unchanged; rounding them again would cost accuracy.
     """
 
     values: Tensor
@@ -56,7 +56,7 @@ Weight = Int8Weight | Bf16Weight | Int4Weight
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear layer as the kernels read it. inputs and the stored columns are padded; outputs is what is asked for."""
+    """A linear layer in the kernels' order. inputs and the stored columns are padded; outputs is the true number."""
 
     format: Format
     weights: Tensor  # uint8
@@ -98,10 +98,10 @@ def _int4(weight: Tensor, group: int) -> Int4Weight:
 
 
 def _int4_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, G, group] -> codes, scales and lows of the grid that comes closest.
+    """[M, G, group] -> codes, scales and lows of the grid with the smallest error.
 
-    The lowest value is always on the grid; tried are all grids on which the highest is too, with 15 down to 8 steps
-    between them: with fewer the error is never the least, except on weights that had fewer bits before.
+    The lowest value is always on the grid. Tried are all grids that also contain the highest, with 15 down to 8 steps
+    between them; fewer steps never give the smallest error, except on weights that had fewer bits before.
     """
     low = groups.amin(dim=2, keepdim=True).half()
     span = groups.amax(dim=2, keepdim=True) - low.float()
@@ -120,7 +120,7 @@ def _int4_codes(groups: Tensor, scale: Tensor, low: Tensor) -> Tensor:
 
 
 def dequantise(weight: Weight, inputs: int) -> Tensor:
-    """The float32 matrix [outputs, inputs] that a quantised weight stands for."""
+    """The float32 matrix [outputs, inputs] of a quantised weight."""
     if isinstance(weight, Bf16Weight):
         return weight.values.float()
     if isinstance(weight, Int8Weight):
@@ -137,7 +137,7 @@ def interleave_gate_up(gate_up: Tensor) -> Tensor:
 
 
 def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP) -> int:
-    """Bytes of the packed weights (scales of int8 and bias not counted)."""
+    """Bytes of the packed weights, without the scales of int8 and the bias."""
     columns, inputs = round_up(outputs, PANEL), round_up(inputs, INPUT_MULTIPLE)
     if to == "int4":
         return columns // PANEL * (inputs // group) * (4 * PANEL + group * PANEL // 2)
@@ -145,7 +145,7 @@ def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP)
 
 
 def allocate(outputs: int, inputs: int, to: Format, bias: bool, take: Take, group: int = INT4_GROUP) -> Packed:
-    """A linear layer of this shape in memory from ``take``; its numbers are whatever lies there."""
+    """A linear layer of this shape in memory from ``take``, uninitialised."""
     columns = round_up(outputs, PANEL)
 
     def floats() -> Tensor:

@@ -1,4 +1,4 @@
-"""What a llama-like decoder is made of: plain tensors (float32 or bfloat16) and numbers, before any packing."""
+"""The parts of a llama-like decoder: plain tensors (float32 or bfloat16) and numbers, before packing."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class FusionWeights:
-    """What makes a decoder a head that reads its target's streams; its first layer's qkv has two widths of inputs.
+    """Extra weights of a head that reads its target's hidden states; its first layer's qkv has twice the inputs.
 
-    fuse: all streams side by side to the width. stream_norms [streams, stream width] or joint_norm [streams * stream
-    width]: before it. hidden_norm [width]: of what enters beside the embedding. targets [outputs of the head] int64:
-    the target's number of each of its tokens, ascending; vocabulary: how many the target has, all of which it reads.
-    mask [width] and mask_token: what stands for guesses that are not there yet; None: it reads its own guesses.
+    fuse: all hidden states, concatenated, to the width.
+    stream_norms: [streams, stream width], or joint_norm [streams * stream width]: norms applied before fuse.
+    hidden_norm: [width], norm of the fused input beside the embedding.
+    targets: [outputs of the head] int64, ascending: the target's token id of each of the head's tokens.
+    vocabulary: size of the target's vocabulary, all of which the head reads.
+    mask: [width], with mask_token: stand for draft tokens that do not exist yet; None: the head reads its own draft
+        tokens.
     """
 
     fuse: LinearWeights

@@ -1,6 +1,6 @@
-"""Every kernel once more in plain torch: what the tests compare with, and what runs where the extension is missing.
+"""Reference implementation of every kernel in plain torch: for tests, and where the extension is missing.
 
-The same quantisation arithmetic, so integer sums agree exactly; sums of floats agree up to their order.
+The quantisation arithmetic is the same, so integer sums agree exactly; sums of floats agree up to their order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 
-ACTIVATION_GROUP = 64  # inputs of a row that share a scale: outliers cost their neighbours alone
-_SILENT = 1e-30  # rows whose largest amplitude is not above it count as zero
+ACTIVATION_GROUP = 64  # inputs of a row that share a scale, so that an outlier costs accuracy only within its group
+_SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = functional.pad(x, (0, -x.shape[1] % ACTIVATION_GROUP)).view(x.shape[0], -1, ACTIVATION_GROUP)
     amplitude = groups.abs().amax(dim=2)
     silent = ~(amplitude > _SILENT)
-    # A true division, as the kernels': torch takes ``127.0 / tensor`` for 127 times its reciprocal, which rounds twice.
+    # A true division, like the kernels': torch computes ``127.0 / tensor`` as 127 times a reciprocal, which rounds
+    # twice.
     inverse = torch.where(silent, 0.0, torch.full_like(amplitude, 127.0) / amplitude)
     scales = torch.where(silent, 0.0, amplitude / 127.0)
     return (groups * inverse[:, :, None]).round().to(torch.int8), scales
@@ -52,7 +53,7 @@ def _int4(x: Tensor, weight: Int4Weight) -> Tensor:
     fine = values.view(values.shape[0], -1, weight.group)
     scales = scales.repeat_interleave(ACTIVATION_GROUP // weight.group, dim=1)
     groups = weight.values.view(*weight.scales.shape, weight.group).double()
-    there = groups.shape[1]  # the weight is padded to its own groups, the activations to theirs
+    there = groups.shape[1]  # the weight and the activations are padded to different multiples
     exact = torch.einsum("ngk,mgk->nmg", fine[:, :there].double(), groups) * weight.scales.double()
     exact += fine[:, :there].double().sum(dim=2)[:, None] * weight.lows.double()
     return (exact * scales[:, None, :there].double()).sum(dim=2).float()
@@ -64,14 +65,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, half] of every position."""
+    """cos and sin [positions, half] for every position."""
     frequencies = torch.tensor(list(spec.inverse_frequencies), dtype=torch.float32)
     angles = torch.arange(spec.max_positions)[:, None] * frequencies
     return angles.cos() * spec.rotary_scaling, angles.sin() * spec.rotary_scaling
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, D]; cos, sin [N, half]: turn the pairs (i, i + half); what lies beyond 2 * half stays."""
+    """x [N, heads, D]; cos, sin [N, half]: rotate the pairs (i, i + half); elements beyond 2 * half stay."""
     half = cos.shape[1]
     a, b, rest = x.split_with_sizes([half, half, x.shape[2] - 2 * half], dim=2)
     c, s = cos[:, None], sin[:, None]
@@ -79,7 +80,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k and v [N, G, D] of tokens at (rows, slots); beyond the capacity: at the trash position."""
+    """Store k and v [N, G, D] of tokens at (rows, slots); slots beyond the capacity go to the trash position."""
     at = slots.clamp(max=cache.positions)
     cache.keys[layer, rows, :, at] = k.to(cache.keys.dtype)
     cache.values[layer, rows, :, at] = v.to(cache.values.dtype)
@@ -88,7 +89,7 @@ def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v:
 def attend(
     layer: int, cache: KVCache, q: Tensor, rows: Tensor, seen: Sequence[Seen], scale: float, window: int | None
 ) -> Tensor:
-    """q [N, H, D] over what each token sees of its row, at most the last ``window`` of it -> [N, H, D]."""
+    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D]."""
     out = torch.empty_like(q)
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
@@ -101,7 +102,7 @@ def attend(
 
 
 class TwinDecoder:
-    """A whole decoder in plain torch. Weights are quantised as the kernels', then kept as float32."""
+    """A whole decoder in plain torch. Weights are quantised like the kernels' and kept as float32."""
 
     def __init__(self, spec: NativeSpec, layer_format: Format, head_format: Format) -> None:
         self._spec = spec
@@ -150,7 +151,7 @@ class TwinDecoder:
 
 
 class _TwinLinear:
-    """Rounded weights and rounded activations, multiplied in float32."""
+    """A product of rounded weights and rounded activations in float32."""
 
     def __init__(self, weights: LinearWeights, to: Format) -> None:
         self._weight = dequantise(quantise(weights.weight, to), weights.weight.shape[1])

@@ -1,4 +1,4 @@
-"""``paceline batch --replicas``: a file played by workers of Ray, one of which is killed."""
+"""``paceline batch --replicas``: a file answered by workers of Ray, one of which is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = ("--dtype", "bfloat16", "--attention", "native", "--device", "cpu", "--m
 
 
 class Actor:
-    """Plays a line when it is told to."""
+    """An actor that answers a line when the test releases it."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, asyncio.Future[Outcome]]] = []
@@ -44,7 +44,7 @@ def line(index: int) -> Line:
     return Line(index, index + 1, b"{}", f"{index:016x}", 100)
 
 
-def test_lines_go_to_the_worker_that_has_least_to_do_and_a_lost_one_ends_the_job() -> None:
+def test_lines_go_to_the_least_busy_worker_and_a_lost_line_ends_the_job() -> None:
     asyncio.run(_three_lines_and_a_loss())
 
 

@@ -1,4 +1,4 @@
-"""``Answers``: columns in, columns out; a row's answer is its own, whatever is beside it. Without Ray."""
+"""``Answers``: columns in, columns out; an answer does not depend on other rows. Without Ray."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_batch_without_rows(answers: Answers) -> None:
         (["prompt", "index", "answer"], "other names"),
     ],
 )
-def test_columns_that_make_no_sense(columns: list[str], words: str) -> None:
+def test_invalid_columns_are_refused(columns: list[str], words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         columns_of(dict.fromkeys(columns))
 
@@ -101,7 +101,7 @@ def test_a_seed_for_all_rows_is_refused(tmp_path: Path) -> None:
         Answers(str(tmp_path), seed=-5)
 
 
-def test_token_ids_may_come_as_ray_brings_them(answers: Answers) -> None:
+def test_token_ids_may_be_arrays(answers: Answers) -> None:
     ids = [[72, 105, 32], [72, 105, 33, 32]]
     lists, arrays = (
         answers(as_columns([{"index": place, "prompt": kind(each)} for place, each in enumerate(ids)]))
@@ -113,7 +113,7 @@ def test_token_ids_may_come_as_ray_brings_them(answers: Answers) -> None:
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
 @pytest.mark.parametrize("cell", [None, float("nan"), 3, b"x", {"a": 1}, [True], [None], [], np.array([1.5])])
-def test_a_cell_that_is_no_prompt_ends_its_row_alone(answers: Answers, column: str, cell: object) -> None:
+def test_an_invalid_prompt_fails_only_its_row(answers: Answers, column: str, cell: object) -> None:
     good = "Hi" if column == "prompt" else [{"role": "user", "content": "Hi"}]
     found = answers(as_columns([{"index": 0, column: cell}, {"index": 1, column: good}]))
     assert found["error"][0]

@@ -1,4 +1,4 @@
-"""The front without Ray: replicas that this test plays, one of which may die at any message."""
+"""The front without Ray: fake replicas, one of which may die at any message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.config import ServerConfig
 from paceline.integrations.ray.front import Front
-from paceline.integrations.ray.replica import played
+from paceline.integrations.ray.replica import run_request
 from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.metrics import Meter
@@ -22,11 +22,11 @@ from paceline.server.streaming import EventStream
 
 
 class Died(Exception):  # noqa: N818 (Ray's are not ours)
-    """As Ray says it."""
+    """Stands for Ray's exception."""
 
 
 class Answer:
-    """What a handle gives: an iterator that can be cancelled."""
+    """The handle's answer: an iterator that can be cancelled."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
@@ -41,7 +41,7 @@ class Answer:
 
 
 class Handle:
-    """Replicas in this process. dies_after: of each request's first try, lists of messages; None: never."""
+    """Replicas in this process. dies_after: lists of messages in each request's first attempt; None: never."""
 
     def __init__(self, dies_after: int | None = None, tries: int = 1) -> None:
         self._dies_after, self._left = dies_after, tries
@@ -59,7 +59,7 @@ class Handle:
     async def _play(self, scope: dict[str, Any], body: bytes, dies_after: int | None) -> AsyncIterator[Any]:
         yield f"replica {len(self.asked)}"
         number = 0
-        async for some in played(app, scope, body):
+        async for some in run_request(app, scope, body):
             for message in some:
                 if number == dies_after:
                     raise Died("killed")
@@ -97,7 +97,7 @@ def ask(
     return asyncio.run(run())
 
 
-def test_what_a_replica_answers_comes_through_with_its_name() -> None:
+def test_a_replicas_answer_is_relayed_with_its_name() -> None:
     handle = Handle()
     reply = ask(handle, "/any/path")
     assert reply.json() == {"body": '{"prompt": "a"}', "path": "/any/path"}
@@ -107,7 +107,7 @@ def test_what_a_replica_answers_comes_through_with_its_name() -> None:
 
 
 @pytest.mark.parametrize("dies_after", [0, 1])
-def test_a_request_of_which_nobody_has_seen_anything_is_asked_again(dies_after: int) -> None:
+def test_a_request_without_output_is_retried(dies_after: int) -> None:
     reply = ask(Handle(dies_after), "/stream")
     assert reply.headers["x-paceline-replica"] == "replica 2"
     assert reply.text.endswith("data: 2\n\ndata: [DONE]\n\n")
@@ -133,13 +133,13 @@ def test_a_stream_in_which_a_replica_fails_ends_with_an_error() -> None:
     assert done == "data: [DONE]"
 
 
-def test_a_request_that_two_replicas_died_of_is_not_tried_on_a_third() -> None:
+def test_a_request_that_killed_two_replicas_is_not_tried_on_a_third() -> None:
     handle = Handle(dies_after=0, tries=9)
     reply = ask(handle, "/any/path")
     assert (reply.status_code, reply.json()["error"]["code"], len(handle.asked)) == (502, "replica_lost", 2)
 
 
-def test_what_runs_when_the_time_to_end_has_passed_ends_with_the_error_given() -> None:
+def test_requests_beyond_the_drain_time_end_with_the_given_error() -> None:
     class Slow(Handle):
         async def _play(self, *_: Any) -> AsyncIterator[Any]:
             yield "replica"
@@ -155,7 +155,7 @@ def test_what_runs_when_the_time_to_end_has_passed_ends_with_the_error_given() -
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
 
 
-def test_before_there_are_replicas_it_says_so() -> None:
+def test_requests_before_replicas_are_ready_are_refused() -> None:
     assert ask(None, "/any/path").json()["error"]["code"] == "not_ready"
     assert ask(None, "/health", method="GET").json() == {"status": "loading", "replicas": 0}
     assert ask(None, "/health").json()["error"]["message"] == "POST /health: Method Not Allowed"

@@ -20,7 +20,7 @@ ROWS = [{"index": place, "prompt": f"Say {place % 5} times: "} for place in rang
 
 
 class Mortal(Answers):
-    """Its first worker to see the row kills itself, as by SIGKILL from elsewhere."""
+    """Its first worker to get the row kills itself with SIGKILL."""
 
     def __init__(self, mark: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""Where a request goes, what each replica may use, and which options are refused. Without Ray."""
+"""Routing of requests, resources of replicas, and refused options. Without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def conversation(turns: int, name: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"{name} {turn}"} for turn in range(turns)]}
 
 
-def test_a_conversation_goes_where_its_beginning_was_read() -> None:
+def test_a_conversation_goes_to_the_replica_with_its_prefix() -> None:
     affinity = Affinity()
     first = {name: affinity.choose(name, blocks_of(conversation(1, name)), REPLICAS) for name in "xyz"}
     assert sorted(first.values()) == REPLICAS, "those that share nothing are spread"
@@ -31,7 +31,7 @@ def test_a_conversation_goes_where_its_beginning_was_read() -> None:
         assert affinity.choose(name, blocks_of(conversation(3, name)), REPLICAS) == first[name]
 
 
-def test_not_where_too_much_is_to_be_done() -> None:
+def test_a_busy_replica_is_avoided() -> None:
     affinity = Affinity(slack=2)
     chosen = [affinity.choose(str(flight), blocks_of(conversation(1, "x")), REPLICAS) for flight in range(9)]
     assert chosen[:3] == ["a"] * 3
@@ -40,7 +40,7 @@ def test_not_where_too_much_is_to_be_done() -> None:
     assert all(max(map(some.count, REPLICAS)) - min(map(some.count, REPLICAS)) <= 3 for some in counts)
 
 
-def test_what_is_over_counts_no_more_and_the_dead_are_not_asked() -> None:
+def test_finished_requests_do_not_count_and_lost_replicas_are_not_chosen() -> None:
     affinity = Affinity(slack=0)
     for flight in range(100):
         affinity.choose(str(flight), [], REPLICAS)
@@ -52,14 +52,14 @@ def test_what_is_over_counts_no_more_and_the_dead_are_not_asked() -> None:
     assert sum(affinity._loads(REPLICAS).values()) == 1, "asked again it counts once"
 
 
-def test_the_memory_of_beginnings_has_a_limit() -> None:
+def test_the_number_of_remembered_prefixes_is_limited() -> None:
     affinity = Affinity(remembered=10)
     for number in range(100):
         affinity.choose(str(number), blocks_of(conversation(2, str(number))), REPLICAS)
     assert len(affinity._readers) == 10
 
 
-def test_blocks_of_a_prompt_are_those_of_its_beginnings() -> None:
+def test_blocks_of_a_prompt_are_digests_of_its_prefixes() -> None:
     long, longer = "x" * BLOCK * 2, "x" * BLOCK * 2 + "y" * BLOCK
     assert blocks_of({"prompt": longer})[:2] == blocks_of({"prompt": long})
     assert len(blocks_of({"prompt": longer})) == 3
@@ -67,14 +67,14 @@ def test_blocks_of_a_prompt_are_those_of_its_beginnings() -> None:
 
 
 @pytest.mark.parametrize("body", [None, 3, [], {"prompt": 3}, {"messages": 3}, {"prompt": "short"}, {"messages": []}])
-def test_what_has_no_beginning_to_know_it_by(body: Any) -> None:
+def test_short_and_invalid_bodies_have_no_blocks(body: Any) -> None:
     assert blocks_of(body) == []
 
 
 @pytest.mark.parametrize(
     "body", [{"messages": [3, None, {}]}, {"prompt": ["\ud800" * 200]}, {"prompt": "\ud800" * 200}]
 )
-def test_odd_bodies_are_for_the_replica_to_refuse(body: Any) -> None:
+def test_invalid_bodies_are_left_to_the_replica(body: Any) -> None:
     assert blocks_of(body)
 
 
@@ -87,12 +87,12 @@ def test_cores_are_divided(given: int | None, replicas: int, cores: list[int], t
 
 
 @pytest.mark.parametrize(("given", "replicas", "name"), [(None, 3, "replicas"), (2, 2, "threads")])
-def test_more_than_there_is_is_refused(given: int | None, replicas: int, name: str) -> None:
+def test_more_threads_than_cores_are_refused(given: int | None, replicas: int, name: str) -> None:
     with pytest.raises(ParameterError, match=name):
         threads_of(given, replicas, [2])
 
 
-def test_each_has_a_device_of_its_own() -> None:
+def test_each_replica_has_its_own_device() -> None:
     assert device_of("auto", 0, 2) == device_of("auto", 1, 2) == device_of("cpu", 4, 2) == ("cpu", 0)
     assert device_of("auto", 2, 2) == device_of("cuda", 2, 2) == ("cuda", 1)
     for given, gpus in itertools.product(["cuda:1"], [0, 8]):
@@ -117,7 +117,7 @@ def test_options_that_would_mean_something_else_are_refused(config: dict[str, An
     assert "secret" not in str(refused.value)
 
 
-def test_what_a_replica_is_not_is_refused() -> None:
+def test_invalid_replica_settings_are_refused() -> None:
     with pytest.raises(ParameterError, match="replicas"):
         check(ServerConfig(), RECIPE, 0)
     with pytest.raises(ParameterError, match="tensor_parallel"):

@@ -1,4 +1,6 @@
-"""``paceline serve --replicas 2``: 200 streams, one replica killed by SIGKILL; then a drain, and nothing is left."""
+"""``paceline serve --replicas 2``: 200 streams, one replica killed by SIGKILL; then a drain, after which nothing is
+left.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def streamed(served: Replicated, number: int) -> tuple[str, str, str]:
-    """The text, which replica sent it, and how it ended: "done", an error's code, or "silence"."""
+    """The text, the replica that sent it, and how it ended: "done", an error's code, or "silence"."""
     text, end = "", "silence"
     with client.stream("POST", f"{served.url}/v1/completions", json={**asked(number), "stream": True}) as reply:
         replica = reply.headers.get("x-paceline-replica", "")
@@ -88,7 +90,7 @@ def streamed(served: Replicated, number: int) -> tuple[str, str, str]:
     return text, replica, end
 
 
-def test_a_killed_replica_loses_only_what_it_decoded_and_says_so(served: Replicated) -> None:
+def test_a_killed_replica_loses_only_its_own_streams_with_an_error(served: Replicated) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         plain = list(pool.map(lambda number: served.post(asked(number)), range(STREAMS)))
         expected = [reply.json()["choices"][0]["text"] for reply in plain]
@@ -114,7 +116,7 @@ def test_a_killed_replica_loses_only_what_it_decoded_and_says_so(served: Replica
 
 
 def check_the_end(served: Replicated) -> None:
-    """Drained: a stream that runs is finished; then nothing of Ray is left."""
+    """A drain finishes the running stream; afterwards nothing of Ray is left."""
     started = psutil.Process(served.process.pid).children(recursive=True)
     with client.stream(
         "POST", f"{served.url}/v1/completions", json={**asked(1), "max_tokens": 400, "stream": True}

@@ -1,4 +1,4 @@
-"""padded and split against the reference of 15 lines, on random ragged shapes with garbage wherever nobody may look."""
+"""padded and split against the reference, on random ragged shapes with garbage in hidden positions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_chain(name: str, data
     rows, new, positions = pick(st.integers(1, 3)), pick(st.integers(1, 7)), 20
     texts = [pick(st.integers(0, positions - new)) for _ in range(rows)]
     counts = [pick(st.integers(0, new - 1)) for _ in range(rows)]  # the rest is padding
-    parents = [[pick(st.integers(-1, guess - 1)) for guess in range(new - 1)] for _ in range(rows)]
+    parents = [[pick(st.integers(-1, node - 1)) for node in range(new - 1)] for _ in range(rows)]
     window = pick(st.sampled_from([None, 1, 2, 3, 100]))
     keys, values = cache_of([text + 1 + count for text, count in zip(texts, counts, strict=True)], 2, positions, 4, 0)
     q = torch.randn(rows, 4, new, 4)
@@ -81,7 +81,7 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_chain(name: str, data
 
 @pytest.mark.parametrize("name", ["padded", "split"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_padding_beyond_the_longest_row_is_finite_and_disturbs_nobody(name: str, window: int | None) -> None:
+def test_padding_beyond_the_longest_row_is_finite_and_changes_no_other_row(name: str, window: int | None) -> None:
     lengths = [1, 9]
     keys, values = cache_of(lengths, 2, 16, 4, 0)
     where = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11]])
@@ -117,7 +117,7 @@ def test_a_key_at_the_querys_own_position_is_visible_and_the_next_is_not(name: s
     assert out[0, 0, :, 0].tolist() == pytest.approx([0, 1 / 4, 1 / 5])
 
 
-def test_every_backend_says_its_name() -> None:
+def test_every_backend_has_its_name() -> None:
     for name, make in BACKENDS.items():
         if name == "ragged":
             pytest.importorskip("triton", reason="triton is not installed")

@@ -56,7 +56,7 @@ def compare(
 @pytest.mark.parametrize("tiles", FEW_TILES)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_it_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject) -> None:
+def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject) -> None:
     pick = data.draw
     rows, groups, shared = pick(st.integers(1, 3)), pick(st.integers(1, 2)), pick(st.integers(1, 3))
     dim, positions = pick(st.sampled_from([4, 16, 24])), 90
@@ -70,7 +70,7 @@ def test_it_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("tiles", FEW_TILES)
-def test_the_longest_block_of_guesses_takes_several_tiles(tiles: str) -> None:
+def test_the_longest_draft_takes_several_tiles(tiles: str) -> None:
     new = MAX_SPECULATION_LENGTH + 1
     cache = ragged_cache([new, 70], 1, 80, 16, 5)
     where = torch.tensor([[new], [70]]) - new + torch.arange(new)
@@ -79,7 +79,7 @@ def test_the_longest_block_of_guesses_takes_several_tiles(tiles: str) -> None:
 
 @pytest.mark.parametrize("longest", [38, 90])
 def test_queries_and_caches_may_be_views_of_larger_tensors(longest: int) -> None:
-    """As the decoder hands them over: the rows of one layer, heads and tokens swapped."""
+    """The decoder's layout: the rows of one layer, heads and tokens swapped."""
     cache = torch.randn(2, 3, 5, 2, 91, 16, device=DEVICE)  # keys and values, layers, rows, heads, positions
     q = torch.randn(2, 4, 6, 16, device=DEVICE).transpose(1, 2)
     where = torch.tensor([[10, 11, 12, 13], [34, 35, 36, 37]])
@@ -89,7 +89,7 @@ def test_queries_and_caches_may_be_views_of_larger_tensors(longest: int) -> None
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_padding_beyond_the_longest_row_is_finite_and_disturbs_nobody(window: int | None) -> None:
+def test_padding_beyond_the_longest_row_is_finite_and_changes_no_other_row(window: int | None) -> None:
     cache = ragged_cache([1, 9], 2, 16, 4, 0)
     where = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11]], device=DEVICE)
     q = torch.randn(2, 4, 4, 4, device=DEVICE)
@@ -142,8 +142,8 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataOb
 @pytest.mark.usefixtures("ordered_products")
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_deterministic_means_the_same_bits_alone_and_in_company(data: st.DataObject) -> None:
-    """A query alone, at k = 0, in a batch of one: the same bits as amid a batch and a block of guesses."""
+def test_deterministic_bits_do_not_depend_on_the_batch(data: st.DataObject) -> None:
+    """A query alone, at k = 0, in a batch of one: the same bits as in a batch with a block of draft tokens."""
     pick = data.draw
     lengths = [pick(st.integers(8, 300)) for _ in range(3)]
     new, row, token = pick(st.integers(1, 8)), pick(st.integers(0, 2)), pick(st.integers(0, 7))
@@ -161,8 +161,8 @@ def test_deterministic_means_the_same_bits_alone_and_in_company(data: st.DataObj
 
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("text", [3, 60, 250])
-def test_deterministic_means_that_a_node_of_a_tree_has_the_bits_of_its_chain(text: int) -> None:
-    """Also where slots and positions lie in different blocks of 64 or stretches of 256."""
+def test_deterministic_nodes_of_a_tree_have_the_bits_of_their_chain(text: int) -> None:
+    """Also where slots and positions lie in different blocks of 64 or splits of 256."""
     parents = [-1, 0, 0, 1, 1, 3, 5, 2, 7]
     ancestors = Tree.of(torch.tensor([parents[1:]]) - 1, torch.tensor([8])).ancestors.to(DEVICE)
     keys, values = ragged_cache([text + 9], 2, 304, 16, 2)
@@ -181,8 +181,8 @@ def test_deterministic_means_that_a_node_of_a_tree_has_the_bits_of_its_chain(tex
 
 
 @pytest.mark.usefixtures("ordered_products")
-def test_deterministic_stretches_do_not_move_with_the_rows_length() -> None:
-    """Seven more tokens in the row fill another block of 64: shared evenly, every stretch would begin elsewhere."""
+def test_deterministic_splits_do_not_move_with_the_rows_length() -> None:
+    """Seven more tokens in the row fill another block of 64: evenly shared splits would all begin elsewhere."""
     keys, values = ragged_cache([196], 2, 304, 16, 2)
     where = torch.arange(188, 196, device=DEVICE)[None]
     q = torch.randn(1, 6, 8, 16, device=DEVICE)
@@ -203,5 +203,5 @@ def test_half_precision_is_as_close_as_its_format() -> None:
     torch.testing.assert_close(found, expected, atol=4e-3, rtol=4e-3)
 
 
-def test_the_dictionary_knows_it() -> None:
+def test_the_backend_is_registered() -> None:
     assert BACKENDS["ragged"]().name == "ragged"

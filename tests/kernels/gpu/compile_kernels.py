@@ -30,7 +30,7 @@ ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs
 
 @dataclass(frozen=True)
 class Used:
-    """By a thread: registers, and bytes that did not find one; by a program: bytes of shared memory."""
+    """Per thread: registers, and spilled bytes; per program: bytes of shared memory."""
 
     registers: int
     spilled: int
@@ -52,7 +52,7 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
 
 
 def assembled(ptx: str) -> tuple[int, int]:
-    """Registers, and bytes of spilled stores, as the assembler says them."""
+    """Registers, and bytes of spilled stores, from the assembler's output."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
@@ -76,7 +76,7 @@ TYPES = {
     "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
     "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
     "leaders": "*i32", "p_leaders": "*i32", "q_leaders": "*i32", "ids": "*i64", "temperature": "*fp32",
-    "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "guesses": "*i64",
+    "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "draft_tokens": "*i64",
     "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
     "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
     "own": "*fp32", "seen": "*fp32", "presence": "*fp32", "frequency": "*fp32",
@@ -88,7 +88,7 @@ ROW = {"LENGTH": 8, "LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
 
 
 def arguments(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
-    """Each runtime argument's type: as said, by its name, or a number."""
+    """Each runtime argument's type: given, by its name, or a number."""
     names = [name for name in kernel.arg_names if name not in constants]
     return {name: types.get(name, TYPES.get(name, "i32")) for name in names}
 
@@ -161,7 +161,7 @@ def accepting() -> dict[str, Used]:
         "coupled": build(accept.coupled_kernel, {"SYNTHETIC": False, **BLOCKS, **ROW}),
         "coupled synthetic": build(accept.coupled_kernel, {"SYNTHETIC": True, **BLOCKS, **ROW}),
         "mass": build(accept.mass_kernel, wide, warps=8),
-        "judge": build(accept.judge_kernel, {"LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
+        "judge": build(accept.rejection_kernel, {"LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
         "recover": build(accept.recover_kernel, wide, warps=8),
         "finish": build(accept.finish_kernel, {**BLOCKS, **ROW}),
         "logprob": build(accept.logprob_kernel, {"RECORD": 11, "LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
@@ -258,7 +258,7 @@ def every_kernel() -> dict[str, Used]:
 
 
 def table(by_arch: dict[int, dict[str, Used]]) -> str:
-    """In Markdown, a line a kernel, with the versions of the compiler behind it."""
+    """A Markdown table, one line per kernel, with the versions of the compiler."""
     names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
     lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]
     for name in names:

@@ -1,7 +1,7 @@
-"""How many kernels prompts of new lengths would compile; test_compile.py runs it where kernels are not interpreted.
+"""Count the kernels that prompts of new lengths would compile; test_compile.py runs it without the interpreter.
 
-Nothing is compiled and nothing is launched: a driver without a device chooses the kernels, a hook notes what they would
-be compiled for. Prints the number after warm-up, which is the number of stalls that users would see.
+Nothing is compiled or launched: a driver without a device chooses the kernels, and a hook records what would be
+    compiled. Prints the number after warm-up, which is the number of stalls that users would see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ seen: set[str] = set()
 
 
 class NoDevice:
-    """What chooses kernels asks a driver for; CPU tensors stand for the device's."""
+    """The driver for choosing kernels; CPU tensors stand for the device's."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -39,7 +39,7 @@ class NoDevice:
 
 
 def note(*, key: Any, fn: Any, **_: Any) -> bool:
-    """Called where a kernel would be compiled; True leaves it at that."""
+    """Called where a kernel would be compiled; True prevents it."""
     seen.add(f"{fn.name} {key}")
     return True
 

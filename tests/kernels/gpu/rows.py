@@ -29,7 +29,7 @@ def make_batch(temperatures: list[float], vocab: int, seed: int = 0, positions: 
 def state_of(
     batch: Batch, limit: int | None = None, stops: list[list[int]] | None = None, live: int | None = None
 ) -> RowState:
-    """The batch's rows, which another ``limit``, other stop tokens or fewer live rows may end."""
+    """The batch's rows as kernels take them; another ``limit``, other stop tokens or fewer live rows may end some."""
     state = copied(batch.state(batch.rows, reads=False))
     if limit is not None:
         state.limit.fill_(limit)
@@ -39,7 +39,7 @@ def state_of(
 
 
 def copied(state: RowState) -> RowState:
-    """The same rows in memory of their own: every implementation commits into its copy."""
+    """The same rows in separate memory: every implementation commits into its copy."""
     tensors = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "reads"}
     return replace(state, **{name: tensor.clone() for name, tensor in tensors.items()})
 
@@ -53,7 +53,7 @@ def same(one: RowState, other: RowState) -> bool:
 
 
 def kept(record: Tensor) -> list[tuple[list[int], int, int, int]]:
-    """A record without what lies beyond the tokens that count."""
+    """A record without the numbers beyond the gained tokens."""
     return [(line[: line[-3] + 1], line[-3], line[-2], line[-1]) for line in record.tolist()]
 
 

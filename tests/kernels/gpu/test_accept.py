@@ -1,4 +1,4 @@
-"""Accepting and committing: the kernels, their torch twin and the rules of ``acceptance.py`` decide the same."""
+"""Accepting and committing: the kernels, their torch reference and the rules of ``acceptance.py`` agree."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from paceline.kernels.gpu.state import read_logprobs, read_record, with_logprobs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK = 32
-twin = TwinOps()
+reference = TwinOps()
 TEMPERATURES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=3)
 
 
-def likely_guesses(pick: st.DrawFn, batch: Batch, logits: Tensor, purpose: Purpose) -> Tensor:  # type: ignore[type-arg]
-    """What the logits draw, here and there replaced by something else."""
-    guesses = draw(logits, batch, purpose=purpose)
-    wrong = torch.tensor([[pick(st.integers(0, 3)) == 0 for _ in line] for line in guesses.tolist()], device=DEVICE)
-    return torch.where(wrong, (guesses + 1) % logits.shape[-1], guesses)
+def likely_draft_tokens(pick: st.DrawFn, batch: Batch, logits: Tensor, purpose: Purpose) -> Tensor:  # type: ignore[type-arg]
+    """The tokens drawn from the logits, some of them replaced by others."""
+    tokens = draw(logits, batch, purpose=purpose)
+    wrong = torch.tensor([[pick(st.integers(0, 3)) == 0 for _ in line] for line in tokens.tolist()], device=DEVICE)
+    return torch.where(wrong, (tokens + 1) % logits.shape[-1], tokens)
 
 
 def counts_of(pick: st.DrawFn, rows: int, k: int) -> Tensor:  # type: ignore[type-arg]
@@ -45,11 +45,13 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
     temperatures, k, vocab = pick(TEMPERATURES), pick(st.integers(0, 5)), pick(st.integers(2, 90))
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
-    tokens = likely_guesses(pick, batch, logits[:, :k], Purpose.DRAW) if k else batch.tokens.new_empty(batch.rows, 0)
-    guesses = Draft(tokens, counts_of(pick, batch.rows, k))
-    verdict = acceptance.coupled(Draft(guesses.tokens, guesses.counts), logits, batch)
+    tokens = (
+        likely_draft_tokens(pick, batch, logits[:, :k], Purpose.DRAW) if k else batch.tokens.new_empty(batch.rows, 0)
+    )
+    draft = Draft(tokens, counts_of(pick, batch.rows, k))
+    verdict = acceptance.coupled(Draft(draft.tokens, draft.counts), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.coupled(guesses, logits, states[0], block=BLOCK), twin.coupled(guesses, logits, states[1], None)]
+    records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
     batch.commit(verdict)
     for record, state in zip(records, states, strict=True):
         host = read_record(record.tolist())
@@ -66,11 +68,11 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     q_logits = logits[:, :k] + pick(st.sampled_from([0.0, 0.5, 3.0])) * torch.randn(batch.rows, k, vocab, device=DEVICE)
-    guesses = Draft(draw(q_logits, batch, purpose=Purpose.GUESS), counts_of(pick, batch.rows, k), logits=q_logits)
-    law = probabilities(q_logits, batch)
-    verdict = acceptance.rejection(Draft(guesses.tokens, guesses.counts, law), logits, batch)
+    draft = Draft(draw(q_logits, batch, purpose=Purpose.GUESS), counts_of(pick, batch.rows, k), logits=q_logits)
+    q = probabilities(q_logits, batch)
+    verdict = acceptance.rejection(Draft(draft.tokens, draft.counts, q), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.rejection(guesses, logits, states[0], block=BLOCK), twin.rejection(guesses, logits, states[1])]
+    records = [accept.rejection(draft, logits, states[0], block=BLOCK), reference.rejection(draft, logits, states[1])]
     batch.commit(verdict)
     for record, state in zip(records, states, strict=True):
         assert read_record(record.tolist()) == verdict.host
@@ -79,14 +81,14 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> None:
-    """Whatever the temperatures; and their bits survive among whole numbers."""
+    """At any temperature; and their bits survive among integers."""
     batch = make_batch([0.0, 0.5, 3.0], 90)
     logits = (3 * torch.randn(3, 4, 90, device=DEVICE)).to(dtype)
     draft = Draft(draw(logits[:, :3].float(), batch), torch.tensor([3, 1, 0], device=DEVICE))
     record = TwinOps().coupled(draft, logits.float(), copied(state_of(batch)), None)
-    law = logits.float().log_softmax(-1).gather(-1, record[:, :4, None]).squeeze(-1)
+    logprobs = logits.float().log_softmax(-1).gather(-1, record[:, :4, None]).squeeze(-1)
     for own in (accept.own_logprobs(logits, record, block=BLOCK), TwinOps().own_logprobs(logits, record)):
-        assert torch.allclose(own, law, atol=1e-5)
+        assert torch.allclose(own, logprobs, atol=1e-5)
         lines, read = read_logprobs(with_logprobs(record, own).tolist(), 3)
         assert lines == record.tolist()
         assert read.own.tolist() == own.tolist()
@@ -99,63 +101,63 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
         assert torch.allclose(top, logits.float().log_softmax(-1).topk(5).values, atol=1e-5)
 
 
-def test_guesses_without_a_law_are_certain_and_follow_the_coupled_rule() -> None:
+def test_draft_tokens_without_probabilities_follow_the_coupled_rule() -> None:
     batch = make_batch([1.0], 40)
     logits = torch.randn(1, 3, 40, device=DEVICE)
-    guesses = Draft(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
-    for rule in (accept, twin):
-        assert kept(rule.rejection(guesses, logits, copied(state_of(batch))))[0][1:] == (2, 2, 3)
+    draft = Draft(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
+    for rule in (accept, reference):
+        assert kept(rule.rejection(draft, logits, copied(state_of(batch))))[0][1:] == (2, 2, 3)
 
 
 @pytest.mark.parametrize("rate", [0.6, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 1.0))])
-def test_synthetic_acceptance_keeps_guesses_by_chance_whatever_they_are(rate: float) -> None:
+def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -> None:
     batch = make_batch([1.0] * 4, 50)
     logits = torch.randn(4, 4, 50, device=DEVICE)
-    guesses = Draft(torch.full((4, 3), 7, device=DEVICE), torch.tensor([3, 3, 1, 0], device=DEVICE))
+    draft = Draft(torch.full((4, 3), 7, device=DEVICE), torch.tensor([3, 3, 1, 0], device=DEVICE))
     total = 0
-    for turn in range(30):  # of which the kernel, slow in the interpreter, plays three
+    for turn in range(30):  # the interpreter is slow: the kernel runs three of these
         states = [copied(state_of(batch)) for _ in range(2)]
-        record = twin.coupled(guesses, logits, states[1], rate)
+        record = reference.coupled(draft, logits, states[1], rate)
         if turn < 3:
-            assert kept(accept.coupled(guesses, logits, states[0], rate, block=BLOCK)) == kept(record)
+            assert kept(accept.coupled(draft, logits, states[0], rate, block=BLOCK)) == kept(record)
             assert same(*states)
         for tokens, accepted, drafted, _ in kept(record):
             assert accepted <= drafted
             assert tokens[:accepted] == [7] * accepted
         total += sum(line[1] for line in kept(record)[:2])
-        batch.length += 1  # other positions, other coins
+        batch.length += 1  # other positions, other noise
     expected = {0.0: 0, 0.6: 60 * (0.6 + 0.36 + 0.216), 1.0: 180}[rate]
     assert total == pytest.approx(expected, abs=22 if rate == 0.6 else 0)
 
 
-def commit_both(logits: Tensor, guesses: Draft, state: RowState) -> list[tuple[list[int], int, int, int]]:
+def commit_both(logits: Tensor, draft: Draft, state: RowState) -> list[tuple[list[int], int, int, int]]:
     states = [copied(state) for _ in range(2)]
-    records = [accept.coupled(guesses, logits, states[0], block=BLOCK), twin.coupled(guesses, logits, states[1], None)]
+    records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
     assert kept(records[0]) == kept(records[1])
     assert same(*states)
     return kept(records[0])
 
 
 def certain(tokens: list[list[int]], vocab: int = 20) -> tuple[Tensor, Draft]:
-    """Logits that draw exactly these tokens, guessed right."""
+    """Logits that draw exactly these tokens, drafted correctly."""
     table = torch.tensor(tokens, device=DEVICE)
     logits = torch.nn.functional.one_hot(table, vocab).float() * 100
     return logits, Draft(table[:, :-1].contiguous(), torch.full((len(tokens),), len(tokens[0]) - 1, device=DEVICE))
 
 
 def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit() -> None:
-    logits, guesses = certain([[4, 5, 6, 7]] * 3)
+    logits, draft = certain([[4, 5, 6, 7]] * 3)
     batch = make_batch([0.0] * 3, 20)
-    lines = commit_both(logits, guesses, state_of(batch, limit=25, stops=[[6, -1], [9, 5], [-1, -1]]))
+    lines = commit_both(logits, draft, state_of(batch, limit=25, stops=[[6, -1], [9, 5], [-1, -1]]))
     assert [line[3] for line in lines] == [3, 2, 0]  # row 2 is longer than the limit
-    assert [line[3] for line in commit_both(logits, guesses, state_of(batch, limit=45))] == [4, 4, 2]
+    assert [line[3] for line in commit_both(logits, draft, state_of(batch, limit=45))] == [4, 4, 2]
 
 
-def test_a_row_that_has_ended_rests_and_so_do_rows_that_do_not_play() -> None:
-    logits, guesses = certain([[4, 5]] * 3)
+def test_ended_rows_and_rows_that_are_not_live_stay_idle() -> None:
+    logits, draft = certain([[4, 5]] * 3)
     batch = make_batch([0.0] * 3, 20)
     batch.tokens[0, 3] = 8  # row 0 has drawn a stop token in the round before; row 1's prompt ends with one
     batch.length[0] += 1
     batch.tokens[1, 22] = 8
     state = state_of(batch, stops=[[8, -1], [8, -1], [8, -1]], live=2)
-    assert [line[1:] for line in commit_both(logits, guesses, state)] == [(0, 0, 0), (1, 1, 2), (0, 0, 0)]
+    assert [line[1:] for line in commit_both(logits, draft, state)] == [(0, 0, 0), (1, 1, 2), (0, 0, 0)]

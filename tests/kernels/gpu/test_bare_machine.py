@@ -1,4 +1,4 @@
-"""The GPU path runs from the source tree with torch, triton, transformers and little else."""
+"""The GPU path runs from the source tree with torch, triton, transformers and few other packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import paceline.models.transformer, paceline.models.weights
 """
 
 
-def test_the_engine_needs_no_more_than_a_bare_machine_has() -> None:
+def test_the_engine_runs_with_few_packages() -> None:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every kernel compiles without a GPU, and what it uses stands in a committed table."""
+"""Every kernel compiles without a GPU, and its registers and memory are in a committed table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TABLE = ROOT / "docs" / "gpu-kernels.md"
-MAY_SPILL = "*fp32"  # single precision is for comparisons; its products have no tensor cores
+MAY_SPILL = "*fp32"  # float32 is for comparisons; its products have no tensor cores
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:
-    """Its standard output, where kernels are compiled and not interpreted."""
+    """Its standard output, with kernels compiled instead of interpreted."""
     own = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "src"), **environment}
     command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
@@ -37,7 +37,7 @@ def spills(cell: str) -> bool:
     return cell != "-" and cell.split(" / ")[1] != "0"
 
 
-def test_every_kernel_compiles_for_sm_90_and_stands_in_the_table(tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_sm_90_and_is_in_the_table(tmp_path: Path) -> None:
     """One or two shapes of each."""
     lines = run("compile_kernels.py", "--few", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     assert len(lines) >= 29
@@ -47,7 +47,7 @@ def test_every_kernel_compiles_for_sm_90_and_stands_in_the_table(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_table_is_what_the_compiler_says(tmp_path: Path) -> None:
+def test_the_table_equals_the_compilers_output(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     arguments = ["--all", "--arch", "80,89,90,100", "--table", str(table)]
     run("compile_kernels.py", *arguments, TRITON_CACHE_DIR=str(tmp_path / "cache"))

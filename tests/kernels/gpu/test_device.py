@@ -1,9 +1,9 @@
-"""What only a GPU can tell, in one call of about three minutes; torch, triton, transformers, pytest and hypothesis do:
+"""Tests that need a GPU, in one call of about three minutes with torch, triton, transformers, pytest and hypothesis:
 
     PYTHONPATH=src:tests python -m pytest -c /dev/null --rootdir . --import-mode=importlib -q \
         tests/kernels/gpu tests/kernels/attention
 
-There, the other tests of these directories hold every kernel against its twin on the device.
+On a GPU the other tests of these directories compare every kernel with its reference on the device.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def weights_of(config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 def pair(
     device: str, dtype: torch.dtype = torch.float32, linear: Callable[[], LinearFactory] = lambda: Dense
 ) -> Models:
-    """A target of 4 layers, and its own first layers as the draft model: a fair guesser."""
+    """A target of 4 layers, and its own first layers as the draft model, which gives fair acceptance."""
     target, draft = small_llama(4), small_llama(3)
     weights = {name: tensor.to(device) for name, tensor in weights_of(target, dtype).items()}
     names = {slot.target for slot in slots(draft).values()}
@@ -92,7 +92,7 @@ def engine_of(models: Models, **options: Any) -> Engine:
 def run(
     engine: Engine, prompts: list[list[int]], tokens: int, temperatures: tuple[float, ...]
 ) -> list[list[list[int]]]:
-    """Row i at temperatures[i % n]."""
+    """Outputs of row i at temperatures[i % n]."""
     outputs = [
         engine.add(
             Request(p, SamplingParams(temperature=temperatures[i % len(temperatures)], max_tokens=tokens, seed=i))
@@ -105,7 +105,7 @@ def run(
 
 
 def equal_lines(one: list[list[list[int]]], other: list[list[list[int]]]) -> str:
-    """In words, for the message of a failed test."""
+    """A comparison in words, for the message of a failed test."""
     lines = [(i, a[0], b[0]) for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     first = [(i, next(p for p, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)) for i, a, b in lines[:8]]
     return f"{len(one) - len(lines)} of {len(one)} equal; the others first differ at (prompt, token) {first}"
@@ -198,7 +198,7 @@ def no_synchronising() -> Iterator[Callable[[], None]]:
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_the_loop_never_waits_for_the_device(k: int, no_synchronising: Callable[[], None]) -> None:
-    """But for the record of the round before, which has its own event."""
+    """Except for the record of the previous round, which has its own event."""
     engine = engine_of(pair(DEVICE), num_speculative_tokens=k, max_batch_size=8)
     outputs = [engine.add(Request(prompt, SamplingParams(max_tokens=300, seed=1))) for prompt in PROMPTS[:8]]
     for _ in range(5):
@@ -226,7 +226,7 @@ def test_attention_equals_the_reference(name: Any, dtype: torch.dtype, new: int)
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotary_in_bfloat16_equals_its_twin(normed: bool) -> None:
+def test_rotary_in_bfloat16_equals_the_reference(normed: bool) -> None:
     make = torch.Generator(DEVICE).manual_seed(1)
 
     def random(*shape: int) -> Tensor:

@@ -55,7 +55,7 @@ def test_kernel_and_sampling_with_and_without_reading_the_device_draw_the_same_t
 
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_cut_vocabulary_draws_what_the_whole_one_would_if_nothing_else_could_win(data: st.DataObject) -> None:
+def test_a_cut_vocabulary_draws_like_the_whole_one_without_the_other_tokens(data: st.DataObject) -> None:
     """The noise belongs to the token, not to its column: drafter and target still agree."""
     pick = data.draw
     vocab = pick(st.integers(3, 120))
@@ -86,8 +86,8 @@ def test_ties_go_to_the_smaller_token_also_across_blocks(temperature: float) -> 
         assert found.item() == 9
 
 
-def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary() -> None:
-    """It is looked up in the next pass: beyond the embedding's table a GPU's whole process would end."""
+def test_nan_logits_give_a_token_of_the_vocabulary() -> None:
+    """The token is looked up in the next pass: an index beyond the embedding would end the process on a GPU."""
     logits = torch.full((2, 2, 40), float("nan"), device=DEVICE)
     noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=t) for t in (torch.float32, torch.int64, torch.int64)))
     for temperature in (0.0, 1.0):

@@ -36,7 +36,7 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def tiny_opt() -> Any:
-    """With layer norms, biases and no gate."""
+    """A model with layer norms, biases and no gate."""
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
@@ -64,14 +64,14 @@ def test_sum_and_norm_equal_torchs(data: st.DataObject) -> None:
     x = random(make, dtype, tokens, 2 * width)[:, :width]  # lines may lie apart
     added = random(make, dtype, tokens, width)
     (total, found), (plain, expected) = (steps.add_norm(x, added, norm) for steps in (TritonSteps(), TorchSteps()))
-    if dtype == torch.bfloat16 and DEVICE == "cpu":  # which the interpreter cuts off where it should round
+    if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter truncates where it should round
         torch.testing.assert_close(total, plain, atol=0, rtol=2**-7)
     else:
         assert torch.equal(total, plain)
     torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # of numpy, which the interpreter computes with
+@pytest.mark.filterwarnings("ignore:overflow")  # from numpy, which the interpreter uses
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activation_and_gate_equal_torchs(activation: str, dtype: torch.dtype) -> None:
@@ -108,7 +108,7 @@ NO_KERNEL = {
 
 
 class Launches(TorchDispatchMode):
-    """Counts what would be a kernel on a device: torch's operations, but for views, and Triton's launches."""
+    """Counts the kernels of a device: torch's operations except views, and Triton's launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def kernels_of_a_layer(model: Transformer, rows: int, new: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What a pass over the model takes more than one over the model without its last layer."""
+    """The kernels of a pass over the model, minus those without its last layer."""
     names = []
     for blocks in (model._blocks, model._blocks[:-1]):
         same = copy(model)
@@ -153,7 +153,7 @@ def kernels_of_a_layer(model: Transformer, rows: int, new: int, monkeypatch: pyt
 def test_a_layer_takes_at_most_ten_kernels(
     make: Any, rows: int, new: int, most: int, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine where attention has one split; of a plain round and of one that verifies."""
+    """Nine if attention has one split; in a plain round and in one that verifies."""
     model = deepcopy(make())
     if weights == "int8":
         model.replace_linears(Linears("int8"))

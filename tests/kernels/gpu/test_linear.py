@@ -1,4 +1,4 @@
-"""Small-row matrix products over 8-bit weights against their torch twin."""
+"""Small-row matrix products over 8-bit weights against their torch reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMATS = ["int8", "fp8", "same"]
 @pytest.mark.parametrize("to", FORMATS)
 @settings(max_examples=12)
 @given(data=st.data())
-def test_the_kernel_equals_its_twin(to: str, data: st.DataObject) -> None:
+def test_the_kernel_equals_the_reference(to: str, data: st.DataObject) -> None:
     pick = data.draw
     rows, inputs, outputs = (
         pick(st.integers(1, 40)),
@@ -78,7 +78,7 @@ def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: b
 
 
 @pytest.mark.usefixtures("ordered_products")
-def test_deterministic_rows_have_the_same_bits_in_any_company() -> None:
+def test_deterministic_rows_do_not_depend_on_their_neighbours() -> None:
     layer = Linears("same", deterministic=True)(torch.randn(40, 1100, device=DEVICE))
     x = torch.randn(70, 1100, device=DEVICE)
     together = layer(x)
@@ -135,7 +135,7 @@ def test_many_rows_of_fixed_order_are_one_launch_unless_its_inputs_are_cut(monke
 
 
 class Widths(TorchDispatchMode):
-    """Notes how many bytes of results each operator writes."""
+    """Records the bytes of each operator's results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_sums_of_float16_do_not_overflow_before_they_are_scaled() -> None:
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 def test_tiles_fit_the_devices_shared_memory(shared: int) -> None:
-    """Ada's, Ampere's and Hopper's. What cannot keep two stages takes fewer inputs at a time."""
+    """Ada's, Ampere's and Hopper's. A tile without memory for two stages takes fewer inputs at a time."""
     for tile in CANDIDATES:
         for block_m in module.ROW_TILES:
             for weight, x in ((1, 2), (2, 2), (4, 4)):
@@ -180,9 +180,9 @@ def test_tiles_fit_the_devices_shared_memory(shared: int) -> None:
 
 def test_parts_are_chosen_so_that_the_busiest_multiprocessor_has_the_least_to_do() -> None:
     """80 tiles on 132 of them: in four parts 320 programs, three here and two there; in six 480, four at most."""
-    here = torch.device("cpu")  # which stands for an H100
+    here = torch.device("cpu")  # stands for an H100
     tile = LinearTile(outputs=64, inputs=128)
     assert [tile.filled(5120, inputs, here).parts for inputs in (5120, 20480)] == [6, 6]
     assert tile.filled(1536, 1536, here).parts == 3
     assert tile.filled(28672, 4096, here).parts == 1
-    assert tile.filled(64, 576, here).parts == 1  # a part has 512 inputs at least
+    assert tile.filled(64, 576, here).parts == 1  # a part has at least 512 inputs

@@ -1,4 +1,4 @@
-"""Noise that float32 decides: the same tokens and values, to the bit, as float64 noise for every token."""
+"""Draws decided with float32 noise: the same tokens and values, to the bit, as with float64 noise for every token."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from paceline.kernels.gpu.noise import GUMBEL_ERROR, gumbel, near_gumbel, noise_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
-LOGARITHM = DIVISION = 2.0**-22  # by which lg2.approx (the worst that Triton may choose) and div.full may be off
-FAR = -60.0  # no noise lifts a token from here to the leader
+LOGARITHM = DIVISION = 2.0**-22  # error bounds of lg2.approx (the worst that Triton may choose) and div.full
+FAR = -60.0  # no noise lifts a token from here to the top
 SIGNS = list(itertools.product([-1.0, 1.0], repeat=3))
 
 
@@ -38,7 +38,7 @@ def exact_kernel(
     salt: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (N, blocks): what ``draw_kernel`` has to find, with float64 noise for every token."""
+    """Grid (N, blocks): the expected result of ``draw_kernel``, with float64 noise for every token."""
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
@@ -58,7 +58,7 @@ def near_kernel(first: tl.tensor, step: tl.tensor, out: tl.tensor, BLOCK: tl.con
 
 
 def noise_for(lines: int, temperature: float = 1.0, seed: int = 7) -> kernels.Noise:
-    """Every line is a row of its own, at a position of its own."""
+    """Every line is a row of its own, at its own position."""
     heat = torch.full((lines,), temperature, device=DEVICE)
     seeds = torch.full((lines,), sampling.sequence_seed(seed, 0), device=DEVICE)
     return kernels.Noise(heat, seeds, torch.arange(3, 3 + lines, device=DEVICE))
@@ -93,7 +93,7 @@ def check(logits: Tensor, noise: kernels.Noise, block: int = 64) -> None:
 
 
 def nearly_tied(noise: kernels.Noise, vocab: int) -> Tensor:
-    """Logits [N, V] whose two best noisy scores differ by as little as float32 logits can say."""
+    """Logits [N, V] whose two best noisy scores differ by as little as float32 logits allow."""
     true, lines = true_noise(noise, vocab), torch.arange(len(noise.length))
     order = true.argsort(-1)
     place = torch.randint(vocab - 1, (len(lines),), generator=torch.Generator().manual_seed(0))
@@ -105,8 +105,8 @@ def nearly_tied(noise: kernels.Noise, vocab: int) -> Tensor:
 
 
 def nearly_tied_and_coarse(noise: kernels.Noise, vocab: int) -> Tensor:
-    """Logits [N, 2 V]: the leader in the second half; in the first two that nearly tie at -300, where float32 sums are
-    multiples of 2^-15, and so that one sum may be rounded up and the other down.
+    """Logits [N, 2 V]: the largest in the second half; in the first two that nearly tie at -300, where float32 sums are
+    multiples of 2^-15, so that one sum may be rounded up and the other down.
     """
     true, level, grid = true_noise(noise, vocab), -300.0, 2.0**-15
     logits = torch.full((len(true), 2 * vocab), level + FAR, device=DEVICE)
@@ -127,9 +127,9 @@ def off(value: Any, by: Any) -> Any:
 
 @pytest.fixture
 def as_bad_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """float32 logarithms and divisions off by as much as their instructions may be.
+    """Disturb float32 logarithms and divisions by as much as the instructions' error bounds allow.
 
-    -> in which direction: of divisions, inner and outer logarithms; 0: in a random one, for each number.
+    Returns the directions for divisions, inner and outer logarithms; 0: a random one for each number.
     """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     signs, calls, make = [0.0, 0.0, 0.0], itertools.count(), np.random.default_rng(0)
@@ -156,7 +156,7 @@ def as_bad_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def worst_error(first: int, count: int, step: int = 1) -> float:
-    """Of ``near_gumbel``, over so many of the 2^24 uniforms."""
+    """The largest error of ``near_gumbel`` over ``count`` of the 2^24 uniforms."""
     worst, size = 0.0, min(count, 1 << 18)
     for start in range(0, count, size):
         out = torch.empty(size, device=DEVICE)
@@ -192,7 +192,7 @@ def test_random_lines_draw_what_float64_draws(temperature: float, spread: float)
 
 @pytest.mark.parametrize("temperature", [1.0, *(pytest.param(other, marks=pytest.mark.slow) for other in (0.5, 2.0))])
 def test_near_ties_are_decided_in_float64(temperature: float) -> None:
-    """Two tokens whose scores differ by less than 1e-7, where float32 errs by more."""
+    """Two tokens whose scores differ by less than 1e-7, below float32's error."""
     noise = noise_for(60, temperature)
     logits = nearly_tied(noise, 64)
     first, second = (logits.double() / temperature + true_noise(noise, 64)).topk(2).values.T
@@ -203,28 +203,28 @@ def test_near_ties_are_decided_in_float64(temperature: float) -> None:
 @interpreted
 @pytest.mark.parametrize("make", [nearly_tied, nearly_tied_and_coarse])
 @pytest.mark.usefixtures("as_bad_as_a_gpu")
-def test_near_ties_are_decided_right_with_the_worst_logarithms_and_coarse_sums(make: Any) -> None:
+def test_near_ties_are_decided_correctly_with_the_worst_logarithms_and_coarse_sums(make: Any) -> None:
     noise = noise_for(60)
     check(make(noise, 64), noise)
 
 
 def test_equal_scores_go_to_the_smaller_token() -> None:
-    """Tokens of one uniform and one logit."""
+    """Tokens with one uniform and one logit."""
     noise, vocab = noise_for(40), 4096
     key = sampling.noise_key(noise.seed[:, None], noise.length[:, None], Purpose.DRAW)
     uniforms = sampling.uniform(key, torch.arange(vocab, device=DEVICE))
     logits, pairs = torch.full((40, vocab), FAR, device=DEVICE), 0
     for line, values in enumerate(uniforms):
         _, place, counts = values.unique(return_inverse=True, return_counts=True)
-        twins = (counts[place] > 1).nonzero().flatten()
-        if len(twins):
-            logits[line, (place == place[twins[0]]).nonzero().flatten()] = 0.0
+        equals = (counts[place] > 1).nonzero().flatten()
+        if len(equals):
+            logits[line, (place == place[equals[0]]).nonzero().flatten()] = 0.0
             pairs += 1
     assert pairs > 5
     check(logits, noise, block=vocab)
 
 
-def test_tokens_that_are_ruled_out() -> None:
+def test_blocks_with_masked_tokens() -> None:
     """Blocks of nothing but -inf, of one token, and of some."""
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     logits[0, 64:] = -torch.inf
@@ -262,8 +262,8 @@ def test_float64_noise_is_made_for_one_token_of_a_block(monkeypatch: pytest.Monk
     blocks, lines = kernels.Blocks(8192, 4096), 40
     for temperature in (0.7, 1.0):
         logits = 4 * torch.randn(lines, 8192, generator=make)
-        logits[:, 5000] = 30.0  # and of one line's blocks one has the leader
-        logits[lines // 2 :, 100:] = -torch.inf  # what a cut leaves
+        logits[:, 5000] = 30.0  # one block per line has the largest logit
+        logits[lines // 2 :, 100:] = -torch.inf  # the rest after a cut
         kernels.noisy_blocks(logits, noise_for(lines, temperature), 0, Purpose.DRAW, blocks)
     assert len(made) == 2 * 2 * lines
     assert sum(count > 1 for count in made) <= 1  # by chance 0.003 of them

@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_the_kernel_equals_its_twin(data: st.DataObject) -> None:
+def test_the_kernel_equals_the_reference(data: st.DataObject) -> None:
     pick = data.draw
     rows, length, groups = pick(st.integers(1, 3)), pick(st.integers(1, 4)), pick(st.integers(1, 3))
     heads, dim, positions = groups * pick(st.integers(1, 4)), pick(st.sampled_from([4, 6, 16])), 20
@@ -45,13 +45,13 @@ def test_the_kernel_equals_its_twin(data: st.DataObject) -> None:
     ]
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}
     torch.testing.assert_close(*queries, **close)
-    kernel, plain = (cache[..., :positions, :] for cache in caches)  # what lies beyond the end is nobody's
+    kernel, plain = (cache[..., :positions, :] for cache in caches)  # positions beyond the end are not compared
     torch.testing.assert_close(kernel, plain, **close)
     untouched = plain == before[..., :positions, :]
     assert torch.equal(kernel[untouched], plain[untouched])
 
 
-def test_a_model_that_hands_over_packed_heads_gives_the_same_hidden_states() -> None:
+def test_packed_heads_give_the_same_hidden_states() -> None:
     if DEVICE == "cuda":
         pytest.skip("the tiny model is on the CPU; test_device.py compares whole models on the GPU")
     ragged = make_backend("ragged", torch.device("cpu"))
@@ -59,14 +59,14 @@ def test_a_model_that_hands_over_packed_heads_gives_the_same_hidden_states() -> 
     decoders[1].packs = True
     tokens = torch.arange(12).view(3, 4)
     for start in ([0, 0, 0], [4, 4, 4], [8, 6, 5], [9, 28, 1]):  # the last: beyond the end
-        inside = torch.tensor(start)[:, None] + torch.arange(4) < 30  # what lies beyond the end is nobody's
+        inside = torch.tensor(start)[:, None] + torch.arange(4) < 30  # positions beyond the end are not compared
         hidden = [decoder.forward(tokens, torch.tensor(start), 31)[inside] for decoder in decoders]
         torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(decoders[0].cache.keys[..., :30, :], decoders[1].cache.keys[..., :30, :])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the tiny model is on the CPU; test_device.py compares whole models")
-def test_trees_whose_heads_are_handed_over_packed_give_the_same_hidden_states() -> None:
+def test_packed_heads_of_trees_give_the_same_hidden_states() -> None:
     """Nodes side by side stand at one position, and their keys in slots of their own."""
     ragged = make_backend("ragged", torch.device("cpu"))
     decoders = [Decoder(tiny_llama(), ragged, 2, 30) for _ in range(2)]

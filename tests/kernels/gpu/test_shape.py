@@ -1,4 +1,4 @@
-"""Penalties and cuts of a round's logits: the kernels against their twin, and this against what the host does."""
+"""Penalties and cuts of a round's logits: the kernels against the torch reference, and that against the host's code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMS = [
 
 
 def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Tensor]:
-    """Rows with answers of some tokens, guesses and logits with ties."""
+    """Rows with answers of some tokens, draft tokens, and logits with ties."""
     make = torch.Generator().manual_seed(seed)
     batch = new_batch(len(params), 120, VOCAB, DEVICE)
     for row, each in enumerate(params):
@@ -42,22 +42,22 @@ def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Ten
         batch.tokens[row, size : size + 22] = torch.randint(VOCAB // 3, (22,), generator=make)
         batch.length[row] += 22
         batch.lengths[row] += 22
-    guesses = torch.randint(VOCAB // 3, (len(params), PLACES + 1), generator=make).to(DEVICE)
+    draft_tokens = torch.randint(VOCAB // 3, (len(params), PLACES + 1), generator=make).to(DEVICE)
     logits = torch.randn(len(params), PLACES, VOCAB, generator=make) * 3
     coarse = (logits * 2).round() / 2  # many equal ones
-    return batch, guesses, torch.where(torch.rand(logits.shape, generator=make) < 0.5, coarse, logits).to(DEVICE)
+    return batch, draft_tokens, torch.where(torch.rand(logits.shape, generator=make) < 0.5, coarse, logits).to(DEVICE)
 
 
 @pytest.mark.parametrize(
     ("params", "adjusts", "first", "block"),
     [(PARAMS, True, 1, 128), (PARAMS[1:2], True, 0, 32), (PARAMS[:1], False, 0, 128)],
 )
-def test_the_kernels_equal_their_twin(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
-    batch, guesses, logits = rows_of(params, first)
+def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
+    batch, draft_tokens, logits = rows_of(params, first)
     rows = batch.state(batch.rows, reads=False)
     asks, before = Asks(adjusts, cuts=True), logits.clone()
-    found = shape.shaped(logits, rows, asks, guesses, first, block=block)
-    expected = sampling.shaped(logits, rows, asks, guesses, first)
+    found = shape.shaped(logits, rows, asks, draft_tokens, first, block=block)
+    expected = sampling.shaped(logits, rows, asks, draft_tokens, first)
     assert torch.equal(logits, before)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert 0 < torch.isinf(found).sum() < found.numel()
@@ -65,11 +65,11 @@ def test_the_kernels_equal_their_twin(params: list[SamplingParams], adjusts: boo
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 999), first=st.integers(0, 1))
-def test_the_twin_cuts_what_the_host_cuts_and_draws_the_same_tokens(seed: int, first: int) -> None:
-    batch, guesses, logits = rows_of(PARAMS, seed)
+def test_the_reference_cuts_and_draws_like_the_host(seed: int, first: int) -> None:
+    batch, draft_tokens, logits = rows_of(PARAMS, seed)
     rows = batch.state(batch.rows, reads=False)
-    found = sampling.shaped(logits, rows, batch.sampling.asks, guesses, first)
-    adjusted = sampling.adjust(logits, batch, guesses, first)
+    found = sampling.shaped(logits, rows, batch.sampling.asks, draft_tokens, first)
+    adjusted = sampling.adjust(logits, batch, draft_tokens, first)
     assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(adjusted, batch)))
     host = sampling._draw_adjusted(adjusted, batch, first, sampling.Purpose.DRAW)
     assert torch.equal(sampling.draw_at_temperature(found, rows, first), host)
@@ -87,7 +87,7 @@ def test_masses_are_those_of_torch_to_the_bit() -> None:
     none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
     total = sampling.masses(logits).sum().double()
     ordered = sampling.masses(logits.flatten().sort(descending=True).values).cumsum(0)
-    for place in (1, 40, 700):  # a share on the very edge of a token
+    for place in (1, 40, 700):  # a share at the exact boundary of a token
         batch.sampling.top_p.fill_(float(ordered[place] / total))
         expected = sampling.shaped(logits.to(DEVICE), rows, Asks(cuts=True), none)
         assert torch.equal(shape.shaped(logits.to(DEVICE), rows, Asks(cuts=True), none), expected)

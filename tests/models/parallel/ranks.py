@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, the same code as in processes, and toy checkpoints for them."""
+"""Ranks as threads of this process, running the same code as processes, and toy checkpoints for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 44,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "num_key_value_heads": 3,  # do not divide among two ranks
+    "num_key_value_heads": 3,  # not divisible by two ranks
     "max_position_embeddings": POSITIONS,
     "tie_word_embeddings": False,
 }
@@ -47,7 +47,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def toy(name: str, seed: int = 0) -> PreTrainedModel:
-    """Random weights, spread so wide that near-ties are rare; biases and norms are random, too."""
+    """Random weights with such a large spread that near-ties are rare; biases and norms are random, too."""
     kind, changes = TOYS[name]
     config = AutoConfig.for_model(kind, **SHAPE | changes, bos_token_id=None, eos_token_id=None)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -68,7 +68,7 @@ def write(model: PreTrainedModel, path: Path) -> Path:
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Some repeat themselves, so that there is something to copy; two begin alike."""
+    """Some repeat themselves, so that n-gram lookup finds drafts; two share a prefix."""
     rng = random.Random(seed)
     texts = [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 5, 12, 40)))] for _ in range(count)]
     return [*texts[:-1], [*texts[-2], *texts[-2]]]
@@ -84,10 +84,10 @@ def params(tokens: int) -> list[SamplingParams]:
     ]
 
 
-class Nobody:
-    """Threads end by themselves."""
+class NoProcesses:
+    """``Fellows`` for ranks that are threads, which end by themselves."""
 
-    def fate(self, patience: float = 0.0) -> str | None:
+    def find_ended(self, patience: float = 0.0) -> str | None:
         return None
 
     def end(self, ranks: Ranks | None, *, orderly: bool) -> None: ...
@@ -95,7 +95,7 @@ class Nobody:
 
 @contextmanager
 def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
-    """Rank 0's model; the other ranks run beside it until they are told to end."""
+    """Rank 0's model; the other ranks run in threads until they are told to end."""
     store, failures = dist.HashStore(), []
 
     def part(rank: int) -> tuple[Any, Any, str, Ranks]:
@@ -113,11 +113,11 @@ def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
     others = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, count)]
     for other in others:
         other.start()
-    leader = LeadingPart(*part(0), Nobody())
+    leader = LeadingPart(*part(0), NoProcesses())
     try:
         yield leader
     finally:
-        leader.ranks.say(as_numbers([Step(Op.END)]))
+        leader.ranks.broadcast_numbers(as_numbers([Step(Op.END)]))
         for other in others:
             other.join(30)
     assert not failures

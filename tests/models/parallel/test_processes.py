@@ -1,4 +1,4 @@
-"""Ranks as processes: that they answer as one does, and that they end, whatever ends."""
+"""Ranks as processes: answers equal one process's, and all of them end, whichever ends first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch import distributed as dist
 
-from models.parallel.ranks import POSITIONS, Nobody, params, prompts, toy, write
+from models.parallel.ranks import POSITIONS, NoProcesses, params, prompts, toy, write
 from paceline import LLM
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
@@ -28,7 +28,7 @@ from served import Served
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": POSITIONS, "max_batch_size": 4}
 OPTIONS |= {"drafter": "ngram", "num_speculative_tokens": 3, "threads": 1}
-SECONDS = 20  # in which whoever should end must have; it takes tenths of one
+SECONDS = 20  # limit for ranks to end; it takes tenths of a second
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def texts(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
-def test_two_processes_answer_as_one_and_when_one_is_killed_the_engine_ends(tmp_path: Path) -> None:
+def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(tmp_path: Path) -> None:
     path = write(toy("qwen2"), tmp_path)
     expected = LLM(path, **OPTIONS).generate(prompts(4), params(60), use_tqdm=False)
     with shared(path) as llm:
@@ -69,15 +69,15 @@ def test_two_processes_answer_as_one_and_when_one_is_killed_the_engine_ends(tmp_
             llm.generate([1, 2], use_tqdm=False)
 
 
-def test_what_a_rank_could_not_begin_with_is_told() -> None:
+def test_a_ranks_start_up_error_is_reported() -> None:
     store = dist.HashStore()
     store.set("failed/2", "ModelFormatError: no weights")
-    with pytest.raises(RankError, match="rank 2 could not begin: ModelFormatError: no weights"):
-        launch._wait_for(store, Nobody(), Share(0, 3))
+    with pytest.raises(RankError, match="rank 2 could not start: ModelFormatError: no weights"):
+        launch._wait_for(store, NoProcesses(), Share(0, 3))
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_last_who_uses_them(tmp_path: Path) -> None:
+def test_ranks_end_with_their_last_user(tmp_path: Path) -> None:
     with shared(write(toy("llama"), tmp_path)) as llm:
         other = llm.with_options(max_batch_size=2)
         (rank,) = ranks_of()
@@ -85,14 +85,14 @@ def test_ranks_end_with_the_last_who_uses_them(tmp_path: Path) -> None:
         llm.close()
         assert texts(other.generate(prompts(4), params(20), use_tqdm=False)) == expected
         directory = Path(rank.cmdline()[-1].split('"')[3]).parent
-        assert directory.stat().st_mode & 0o777 == 0o700, "nobody else may take part"
+        assert directory.stat().st_mode & 0o777 == 0o700, "other users must not take part"
         other.close()
         assert not rank.is_running()
         assert not directory.exists()
 
 
 @pytest.mark.slow
-def test_a_rank_that_lives_and_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "PATIENCE", timedelta(seconds=3))
     with shared(write(toy("llama"), tmp_path)) as llm:
         (rank,) = ranks_of()
@@ -103,7 +103,7 @@ def test_a_rank_that_lives_and_does_not_answer_is_given_up(tmp_path: Path, monke
 
 
 def begin(script: str, path: Path, *command: str) -> subprocess.Popen[str]:
-    """A program of its own: LLM, PATH, OPTIONS, prompts, params, texts are there."""
+    """A separate program with LLM, PATH, OPTIONS, prompts, params and texts defined."""
     head = f"""
         import signal
         import sys
@@ -132,7 +132,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_nobody_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+def test_all_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
     script = """
         llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
         print("ready", flush=True)
@@ -172,7 +172,7 @@ def test_after_an_interrupt_the_model_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_ranks_that_are_there_are_taken(tmp_path: Path) -> None:
+def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
     script = """
         llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
         print(texts(llm.generate(prompts(4), params(20), use_tqdm=False)), flush=True)
@@ -188,7 +188,7 @@ def test_under_torchrun_the_ranks_that_are_there_are_taken(tmp_path: Path) -> No
     said, _ = program.communicate(timeout=120)
     first, second = said.splitlines()
     assert first == str(expected), "and once: what stands behind LLM runs on rank 0 alone"
-    assert "given to one LLM alone" in second
+    assert "used by only one LLM" in second
     assert program.returncode == 0
 
 

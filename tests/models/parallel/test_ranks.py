@@ -1,4 +1,4 @@
-"""Several ranks give what one process gives, whatever is guessed. Here they are threads; see test_processes.py."""
+"""Several ranks give one process's results, with any drafter. They are threads here; see test_processes.py."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 QUICK = [("llama", "hybrid"), ("qwen2", "rounds of the device"), ("llama", "trees of the device")]
 
 
-def play(target: Model, draft: Model, tokens: int, **options: Any) -> list[RequestOutput]:
-    """Four prompts, five answers, four rows; prompts that begin alike, so rows are copied, too."""
+def generate(target: Model, draft: Model, tokens: int, **options: Any) -> list[RequestOutput]:
+    """Four prompts, five answers, four rows; prompts share prefixes, so rows are copied, too."""
     wanted = draft if options["drafter"] in ("model", "hybrid") else None
     engine = make_engine(target, wanted, max_model_len=POSITIONS, prefill_chunk=16, **options)
     return run(engine, prompts(4), params(tokens))
@@ -56,30 +56,30 @@ def play(target: Model, draft: Model, tokens: int, **options: Any) -> list[Reque
 
 def assert_equal_to_one_process(path: Path, name: str, tokens: int, ranks: int, **options: Any) -> None:
     whole, draft = load_model(path, dtype=torch.float32), load_model(toy(name, seed=0), dtype=torch.float32)
-    expected = play(whole, draft, tokens, **options)
+    expected = generate(whole, draft, tokens, **options)
     with in_threads(path, ranks) as part:
-        found = play(part, draft, tokens, **options)
+        found = generate(part, draft, tokens, **options)
     assert answers(found) == answers(expected)
     assert all(len(answer) == tokens for each in answers(found) for answer in each)
-    guessing = options["drafter"] is not None
-    assert guessing == any(answer.metrics.accepted > 0 for each in found for answer in each.candidates)
+    speculating = options["drafter"] is not None
+    assert speculating == any(answer.metrics.accepted > 0 for each in found for answer in each.candidates)
 
 
 @pytest.mark.parametrize(("name", "drafter"), QUICK)
-def test_answers_are_those_of_one_process(tmp_path: Path, name: str, drafter: str) -> None:
+def test_answers_equal_those_of_one_process(tmp_path: Path, name: str, drafter: str) -> None:
     assert_equal_to_one_process(write(toy(name), tmp_path), name, 40, 2, **DRAFTERS[drafter])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "ranks"), [*((drafter, 2) for drafter in DRAFTERS), ("hybrid", 3)])
 @pytest.mark.parametrize("name", TOYS)
-def test_200_tokens_are_those_of_one_process(tmp_path: Path, name: str, drafter: str, ranks: int) -> None:
+def test_200_tokens_equal_those_of_one_process(tmp_path: Path, name: str, drafter: str, ranks: int) -> None:
     assert_equal_to_one_process(write(toy(name), tmp_path), name, 200, ranks, **DRAFTERS[drafter])
 
 
 @torch.inference_mode()
 def read(model: Model) -> torch.Tensor:
-    """Logits of three rows, read in two pieces, the second of them beside padding."""
+    """Logits of three rows, computed in two pieces, the second of them with padding."""
     decoder, tokens = Decoder(model, PaddedAttention(), 3, 32), random_tokens(3, 20)
     first = decoder.forward(tokens[:, :11], torch.zeros(3, dtype=torch.int64), 11)
     second = decoder.forward(tokens[:, 11:], torch.full((3,), 11), 20)
@@ -131,7 +131,7 @@ def test_every_head_and_every_column_has_one_owner(ranks: int, heads: int, group
 
 
 def test_the_caches_of_all_ranks_follow_rows_that_move_and_trees_that_are_kept(tmp_path: Path) -> None:
-    """Guesses of a script that knows the answers: siblings of the right guess come first, so accepted nodes move."""
+    """A scripted drafter knows the answers: lower-ranked siblings come first, so accepted nodes move."""
     path = write(toy("llama"), tmp_path)
     whole = load_model(path, dtype=torch.float32)
     requests, each = prompts(6), [replace(s, seed=seed) for seed, s in enumerate([*params(24), *params(9)[:2]])]
@@ -147,7 +147,7 @@ def test_the_caches_of_all_ranks_follow_rows_that_move_and_trees_that_are_kept(t
     assert any(answer.metrics.accepted > 3 for each in found for answer in each.candidates)
 
 
-def test_a_trained_head_reads_the_streams_of_rank_0(tmp_path: Path) -> None:
+def test_a_trained_head_reads_the_hidden_states_of_rank_0(tmp_path: Path) -> None:
     path, requests, each = write(toy("llama"), tmp_path), prompts(3), params(12)[:3]
     whole = load_model(path, dtype=torch.float32)
     expected = run(make_engine(whole, max_model_len=POSITIONS), requests, each)
@@ -190,15 +190,15 @@ def broken(*_: object) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What a shell starts in the background ignores Ctrl-C."""
+    """Restore Ctrl-C, which processes started in the background by a shell ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_comes_after_the_pass_it_falls_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the ranks stay at the same place, and the model goes on."""
+def test_an_interrupt_is_deferred_to_the_end_of_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks stay in step, and the model continues."""
     with in_threads(write(toy("llama"), tmp_path)) as part:
         engine = make_engine(part)
         expected, add_up = engine.next_logits([1, 2]), part.ranks.add_up
@@ -214,7 +214,7 @@ def test_an_interrupt_comes_after_the_pass_it_falls_into(tmp_path: Path, monkeyp
         assert torch.equal(engine.next_logits([1, 2]), expected)
 
 
-def test_caches_that_nobody_uses_are_dropped_on_all_ranks(tmp_path: Path) -> None:
+def test_unused_caches_are_dropped_on_all_ranks(tmp_path: Path) -> None:
     with in_threads(write(toy("llama"), tmp_path)) as part:
         engine = make_engine(part)
         for _ in range(3):
@@ -224,7 +224,7 @@ def test_caches_that_nobody_uses_are_dropped_on_all_ranks(tmp_path: Path) -> Non
 
 
 class Recording:
-    """In place of a CUDA graph: what is captured runs at once, and replays are counted."""
+    """Stands for a CUDA graph: captured programs run at once, and replays are counted."""
 
     replays = 0
     kept: ClassVar[weakref.WeakSet[Recording]] = weakref.WeakSet()
@@ -239,7 +239,7 @@ class Recording:
         return None
 
 
-def test_the_others_capture_what_rank_0_captures_and_replay_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_capture_and_replay_with_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", lambda _graph, **_: nullcontext())
     monkeypatch.setattr(Recording, "replays", 0)
@@ -259,13 +259,13 @@ def test_the_others_capture_what_rank_0_captures_and_replay_it(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_models_of_transformers_own_code_are_refused(tmp_path: Path, kind: str) -> None:
+def test_models_run_by_transformers_are_refused(tmp_path: Path, kind: str) -> None:
     tiny(*FOREIGN[kind]).save_pretrained(tmp_path)
     with pytest.raises(ParameterError, match=r"tensor_parallel=2 is not allowed.*only models of the families llama"):
         check_cut(tmp_path, Share(0, 2))
 
 
-def test_what_ranks_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_divisions_are_refused_by_name(tmp_path: Path) -> None:
     path = write(toy("llama"), tmp_path)
     with pytest.raises(ParameterError, match="tensor_parallel=7 is not allowed: at most 6: a rank needs a head"):
         LLM(path, tensor_parallel=7, device="cpu")
@@ -277,7 +277,7 @@ def test_what_ranks_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
             EngineConfig(tensor_parallel=2, **options)
 
 
-def test_launched_ranks_listen_where_the_user_says() -> None:
+def test_launched_ranks_listen_on_the_given_interface() -> None:
     here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert interface_of(here) is None
     assert interface_of(here | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth1"}) == "eth1"

@@ -17,7 +17,9 @@ def paper_table(alpha: dict[int, float], beta: float, t_s: float) -> CostTable:
 
 ALPHA = {1: 0.2, 2: 0.4, 4: 0.8, 8: 1.6, 16: 3.2}
 ROUNDS = [[(ALPHA[b] + 0.5) * s + 20.0 + b for s in range(9)] for b in SIZES]
-CALIBRATED = paper_table({b: 3 * alpha for b, alpha in ALPHA.items()}, 7.0, 0.5)  # in another minute of the machine
+CALIBRATED = paper_table(
+    {b: 3 * alpha for b, alpha in ALPHA.items()}, 7.0, 0.5
+)  # measured while the machine was slower
 FIT = fit_paper(CALIBRATED, ROUNDS, [0.9 * s**0.548 for s in range(1, 9)])
 
 
@@ -44,12 +46,12 @@ def test_the_optimum_is_where_no_neighbour_is_better(size: int) -> None:
     assert abs(FIT.best(size, 100) - s) <= 1
 
 
-def test_without_accepted_guesses_none_pays() -> None:
+def test_without_acceptance_speculation_never_pays() -> None:
     fit = fit_paper(CALIBRATED, ROUNDS, [0.0] * 8)
     assert (fit.optimum(1), fit.best(1, 8)) == (0, 0)
 
 
-def test_the_error_says_how_far_off_the_fit_is() -> None:
+def test_the_error_measures_the_fit() -> None:
     table = CostTable((1, 2), (0, 1, 2), 100, ((10, 10, 20), (10, 20, 20)), (0, 0), (1, 1))
     fit: PaperFit = fit_paper(table, [[10, 11, 22], [10, 21, 22]], [0.5, 0.6])
     assert 0.05 < fit.error < 0.5

@@ -1,4 +1,4 @@
-"""The offline benchmark: prefill and decoding told apart, every side timed in turn."""
+"""The offline benchmark: prefill and decoding separated, every side timed in turn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from paceline.tools.bench.offline import Timing, measure
 
 @dataclass
 class Scripted:
-    """A side whose decoding takes as long as it is told."""
+    """A side with scripted decoding times."""
 
     name: str
     seconds: list[float]
@@ -34,12 +34,12 @@ def test_latency_is_of_the_first_the_last_and_all_sequences() -> None:
     assert Latency.of([Metrics()]) is None
 
 
-def test_prefill_and_decoding_are_told_apart() -> None:
+def test_prefill_and_decoding_are_separated() -> None:
     prefill, a_round, rounds = 2.0, 0.1, 30
     assert split_times(prefill + a_round, prefill + rounds * a_round, rounds) == pytest.approx((2.0, 3.0))
 
 
-def test_noise_makes_no_negative_times() -> None:
+def test_timing_noise_gives_no_negative_times() -> None:
     assert min(split_times(1.0, 0.9, 10)) >= 0
 
 
@@ -54,7 +54,7 @@ def test_sides_take_turns_after_a_warm_up_and_the_median_counts() -> None:
     assert (results[0].prompt_tokens, results[0].tokens_per_second, results[0].ms_per_token) == (3, 16.0, 125.0)
 
 
-def test_tokens_that_came_are_counted_and_not_those_asked_for() -> None:
+def test_generated_tokens_are_counted_not_requested_ones() -> None:
     sides = [Scripted("a", [9.0, 2.0], [], room=10), Scripted("b", [9.0, 4.0], [], room=40)]
     short, long = measure(sides, [[1, 2], [3, 4]], tokens=4000, repeats=1)
     assert (short.max_tokens, short.output_tokens, short.tokens_per_second, short.ms_per_token) == (4000, 10, 10, 200)

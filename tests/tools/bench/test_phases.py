@@ -25,7 +25,7 @@ def all_wrong(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
 
 
 class Fives(Drafter):
-    """Guesses 5, as many of each row as it is told."""
+    """Proposes token 5, with a given number of draft tokens per row."""
 
     name = "fives"
 
@@ -38,7 +38,7 @@ class Fives(Drafter):
 
 @pytest.mark.parametrize("verified", [[3, 1], [2, 0], [0, 0]])
 @pytest.mark.parametrize("real", [5, 7])
-def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: list[int], real: int) -> None:
+def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list[int], real: int) -> None:
     def rule(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
         return Verdict(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts), draft.counts)
 
@@ -57,14 +57,16 @@ def test_guesses_are_right_as_often_as_was_asked_for_verified_or_not(verified: l
         for gained, kept in zip(verdict.host.tokens, verdict.accepted.tolist(), strict=True):
             assert gained[:kept] == [5] * kept
             assert gained[kept:] in ([5], [6], [7])
-    seen = [min(count, most + 1) for count, most in zip([3, 1], verified, strict=True)]  # the guess after them, too
+    seen = [
+        min(count, most + 1) for count, most in zip([3, 1], verified, strict=True)
+    ]  # including the first token that is not verified
     expected = [sum(0.5 ** (place + 1) for place in range(count)) for count in seen]
     extra = [0.5**count if real == 5 and count < most + 1 else 0 for count, most in zip(seen, verified, strict=True)]
     means = torch.tensor(right).double().mean(0).tolist()
     assert means == pytest.approx([a + b for a, b in zip(expected, extra, strict=True)], abs=0.07)
 
 
-def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
+def test_a_round_without_draft_tokens_has_the_real_verdict() -> None:
     batch = new_batch(1, 40, 8)
     batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
     batch.set_rows(1)
@@ -75,7 +77,7 @@ def test_a_round_that_asked_for_no_guesses_is_the_real_one() -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])
-def test_everybody_plays_all_phases(tmp_path: Path, drafter: str | None) -> None:
+def test_every_policy_runs_all_phases(tmp_path: Path, drafter: str | None) -> None:
     stage = Stage(toy_llm(positions=400, drafter=drafter), [Phase(1, 0.9), Phase(3, 0.1), Phase(1, 0.9)], tokens=12)
     comparison = compare(stage, 1, lambda steps: steps, ["0", "2", "auto"])
     assert all(len(run.seconds) == 3 and min(run.seconds) > 0 for run in comparison.runs.values())

@@ -1,4 +1,4 @@
-"""``paceline profile`` on a toy model: everything is there; the numbers mean nothing."""
+"""``paceline profile`` on a toy model: all parts are present; the numbers are meaningless."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_bar(steps: Iterable[Any], what: str) -> Iterable[Any]:
 
 
 def kept_of(profile: MeasuredProfile) -> list[float]:
-    """Guesses kept of 1, 2, ..., the mean over the batch sizes."""
+    """Mean number of accepted tokens out of 1, 2, ..., over the batch sizes."""
     lengths = sorted({p.k for p in profile.sweep} - {0})
     return [statistics.fmean(p.mean_acceptance_length - 1 for p in profile.sweep if p.k == k) for k in lengths]
 
@@ -66,7 +66,7 @@ def test_its_profile_serves_an_engine_on_the_same_models(tmp_path: Path) -> None
     profile.save(tmp_path / "profile.json")
     guided = llm.with_options(num_speculative_tokens="profiled", profile=str(tmp_path / "profile.json"))
     assert guided.engine.parts.policy.name == "profiled"
-    assert guided.plain().config.drafter is None  # what it is compared with needs no profile
+    assert guided.plain().config.drafter is None  # the baseline needs no profile
     assert [side.name for side in sides_for(guided, 1)] == ["plain", "speculation"]
 
 
@@ -75,28 +75,28 @@ def test_without_a_drafter_there_is_nothing_to_profile() -> None:
         run_profile(toy_llm(drafter=None), PROMPTS, Sweep.quick(), no_bar)
 
 
-def played(k: int, *accepted: int) -> Round:
+def round_with(k: int, *accepted: int) -> Round:
     return Round(0.0, 1.0, k, accepted, (k,) * len(accepted))
 
 
-def test_acceptance_by_position_is_conditional_on_what_was_before() -> None:
-    rounds = [played(2, 0, 1), played(2, 2, 2), played(1, 1, 1)]
+def test_acceptance_by_position_is_conditional_on_earlier_positions() -> None:
+    rounds = [round_with(2, 0, 1), round_with(2, 2, 2), round_with(1, 1, 1)]
     assert acceptance_by_position(rounds, 2) == (3 / 4, 2 / 3)
 
 
-def test_rows_that_keep_more_guesses_take_less_time_for_a_token() -> None:
+def test_rows_with_more_accepted_tokens_take_less_time_per_token() -> None:
     rounds = [Round(0, 1, 2, (2, 0), (2, 2)), Round(1, 2, 2, (2, 1), (2, 2))]
     found = latency_of(rounds, seconds=3.0)  # 6 and 3 tokens
     assert (found.first, found.last, found.all) == pytest.approx((500.0, 1000.0, 750.0))
 
 
 def test_the_longest_stretch_of_a_batch_size() -> None:
-    rounds = [played(1, 0), played(1, 0, 0), played(1, 0), played(2, 0), played(1, 0, 0)]
+    rounds = [round_with(1, 0), round_with(1, 0, 0), round_with(1, 0), round_with(2, 0), round_with(1, 0, 0)]
     assert [r.k for r in longest_stretch(rounds, 1)] == [1, 2]
     assert longest_stretch(rounds, 3) == []
 
 
-def test_a_recorder_is_as_good_as_the_policy_inside(tmp_path: Path) -> None:
+def test_a_recorder_behaves_like_its_inner_policy(tmp_path: Path) -> None:
     from paceline.config import SamplingParams
     from paceline.engine.engine import Request
     from paceline.tools.bench.recording import Recorder

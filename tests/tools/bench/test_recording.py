@@ -1,4 +1,4 @@
-"""Rounds as they were played."""
+"""Recorded rounds."""
 
 import pytest
 
@@ -20,20 +20,20 @@ def test_tokens_beyond_the_ends_of_answers_are_not_counted() -> None:
     while engine.busy:
         engine.step()
     assert [len(output.outputs[0].token_ids) for output in outputs] == sizes
-    assert sum(played.surplus for played in recorder.rounds) > 0
-    assert sum(played.tokens for played in recorder.rounds) == sum(sizes)
+    assert sum(record.surplus for record in recorder.rounds) > 0
+    assert sum(record.tokens for record in recorder.rounds) == sum(sizes)
 
 
 def test_recorded_rounds_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def play(*_: object) -> None:
-        raise AssertionError("the host plays a round")
+    def fail(*_: object) -> None:
+        raise AssertionError("the host runs a round")
 
-    monkeypatch.setattr("paceline.engine.engine.speculative_round", play)
+    monkeypatch.setattr("paceline.engine.engine.speculative_round", fail)
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", num_speculative_tokens=3, rounds="device")
     recorder = engine.parts.policy = Recorder(engine.parts.policy)
     engine.add(Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
     while engine.busy:
         engine.step()
     assert recorder.rounds
-    assert {played.k for played in recorder.rounds} <= {0, 1, 2, 3}
-    assert sum(played.tokens for played in recorder.rounds) == 12
+    assert {record.k for record in recorder.rounds} <= {0, 1, 2, 3}
+    assert sum(record.tokens for record in recorder.rounds) == 12

@@ -60,7 +60,7 @@ def _digest(texts: object) -> str:
 
 
 @pytest.mark.parametrize("name", [*SETS, *PROMPTS])
-def test_a_batch_begins_anew_when_a_set_is_used_up(bench_llm: LLM, name: str) -> None:
+def test_a_batch_larger_than_a_set_repeats_it(bench_llm: LLM, name: str) -> None:
     prompts, references = prompts_for(bench_llm, name, 21)
     size = len(SETS[name]) if name in SETS else len(PROMPTS[name])
     assert prompts[0] == prompts[size]

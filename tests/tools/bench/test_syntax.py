@@ -21,7 +21,7 @@ def test_a_token_belongs_to_the_innermost_named_node_around_its_first_letter() -
     assert node_kinds(BODY) == KINDS
 
 
-def test_of_prose_the_fenced_python_alone_is_code() -> None:
+def test_only_fenced_python_in_prose_is_code() -> None:
     before, after = ["Sure: é\ud800\n", "```python\n"], ["```", "\nx = 1\n", "```js\nlet", " y\n```\n"]
     assert node_kinds([*before, *BODY, *after]) == [None, None, *KINDS, None, None, None, None]
     cut = node_kinds(["```", "\n", *BODY[:4]])
@@ -29,18 +29,18 @@ def test_of_prose_the_fenced_python_alone_is_code() -> None:
     assert cut[:2] == [None, None]
 
 
-def test_what_stands_between_blocks_of_another_language_is_no_code() -> None:
+def test_text_between_blocks_of_other_languages_is_not_code() -> None:
     pieces = ["```js\n", "let y\n", "```", "\n", "and then\n", "so\n", "```Python \n", "y\n", "```", "\nthen", "\nz\n"]
     assert node_kinds(pieces) == [None] * 7 + ["identifier"] + [None] * 3
 
 
-def test_a_text_without_fences_is_code_if_all_of_it_is() -> None:
+def test_text_without_fences_is_code_if_all_of_it_parses() -> None:
     assert node_kinds(BODY) == KINDS
     assert set(node_kinds(["Here it is: ", *BODY])) == {None}
 
 
 @pytest.mark.parametrize("text", ["", "Hello", "Hello world,\nthis is no code.", "```", "```python\n", "\ud800\n" * 3])
-def test_what_is_no_code_has_no_nodes(text: str) -> None:
+def test_text_outside_of_code_has_no_nodes(text: str) -> None:
     assert set(node_kinds(list(text))) <= {None}
 
 
@@ -52,7 +52,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_any_text_is_parsed_and_takes_no_longer_for_being_strange(text: str) -> None:
+def test_any_text_is_parsed_in_bounded_time(text: str) -> None:
     began = time.process_time()
     assert len(node_kinds(HOSTILE[text])) == len(HOSTILE[text])
-    assert time.process_time() - began < 20  # a fifth of a second; one that looks at all tokens for each block: minutes
+    assert time.process_time() - began < 20  # takes a fifth of a second; a quadratic algorithm takes minutes

@@ -1,4 +1,4 @@
-"""The page of an answer: all of it is there, nothing of it is taken for markup, and the trees are those verified."""
+"""The page of an answer: it is complete and escaped, and its trees are the verified ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_what_a_model_wrote_is_shown_and_never_taken_for_markup() -> None:
+def test_model_output_is_shown_and_escaped() -> None:
     answer = CompletionOutput(0, "".join(HOSTILE), [0, 1, 2, 3, 4], ["accepted"] * 3 + ["recovered", "bonus"], HOSTILE)
     rounds = [TracedRound([0, 1, 2], [-1, -1, 1], [1, 2], [1, 2, 3]), TracedRound([], [], [], [4])]
     made = page("<b>a model</b>", answer, rounds, HOSTILE.__getitem__)
@@ -49,8 +49,8 @@ def test_what_a_model_wrote_is_shown_and_never_taken_for_markup() -> None:
     for text in ("".join(HOSTILE), *HOSTILE[:3], "<b>a model</b>"):
         assert text in reader.text
     assert reader.taken == 2
-    assert "3 verified, 2 kept, saved by a sibling" in reader.text
-    assert "0 verified, 0 kept: \u202e\x00é\u23ce" in reader.text
+    assert "3 verified, 2 accepted, saved by a lower-ranked sibling" in reader.text
+    assert "0 verified, 0 accepted: \u202e\x00é\u23ce" in reader.text
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -64,8 +64,8 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
     gained = [token for each in tracer.traced for token in each.tokens]
     assert gained[:40] == output.outputs[0].token_ids
     for each in tracer.traced:
-        tree = Branches(list(each.guesses), list(each.follows))
-        assert [each.guesses[guess] for guess in each.path] == list(each.tokens[:-1])
+        tree = Branches(list(each.draft_tokens), list(each.parents))
+        assert [each.draft_tokens[node] for node in each.path] == list(each.tokens[:-1])
         assert tree.path(each.tokens)[: len(each.path)] == list(each.path)
     saved = sum(each.saved for each in tracer.traced)
     metrics = output.outputs[0].metrics
@@ -73,7 +73,7 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
     assert saved - 1 <= metrics.saved_by_sibling <= saved  # the last one may be cut off
     assert saved == sum(each.saved for each in tracer.rounds)
     assert metrics.rounds == len(tracer.traced)
-    assert sum(len(each.guesses) for each in tracer.traced[:-1]) <= metrics.drafted
+    assert sum(len(each.draft_tokens) for each in tracer.traced[:-1]) <= metrics.drafted
 
 
 ROUNDS = [
@@ -83,20 +83,20 @@ ROUNDS = [
 ]
 
 
-def test_a_depth_counts_where_all_before_it_was_kept_and_something_was_guessed() -> None:
+def test_a_depth_counts_rounds_that_drafted_there_after_accepting_all_before() -> None:
     assert by_depth(ROUNDS) == [("1", 2, 1), ("2", 1, 1)]
     assert by_depth(ROUNDS[2:]) == []
 
 
-def test_a_source_counts_all_its_guesses_and_those_beside_better_ones_apart() -> None:
+def test_a_source_counts_its_draft_tokens_and_lower_ranked_siblings_separately() -> None:
     assert by_source(ROUNDS) == [
         ("<b>a file</b>", 2, 1),
         ("own text", 1, 0),
-        ("own text, beside a better one", 1, 1),
+        ("own text, lower-ranked sibling", 1, 1),
     ]
 
 
-def test_a_node_counts_the_tokens_for_which_something_was_guessed() -> None:
+def test_a_node_counts_the_tokens_that_were_drafted_for() -> None:
     kinds = ["accepted", "accepted", "recovered", "accepted", "recovered", "bonus", "plain"]
     answer = CompletionOutput(0, "", list(range(7)), kinds)
     nodes = ["identifier", None, "identifier", "identifier", "integer", "integer", "identifier"]
@@ -108,11 +108,11 @@ def test_the_page_has_a_table_of_each_and_none_that_is_empty() -> None:
     answer = CompletionOutput(0, "".join(HOSTILE), [0, 1, 2, 3, 4], ["accepted"] * 3 + ["recovered", "bonus"], HOSTILE)
     reader = Reader()
     reader.feed(page("a model", answer, ROUNDS, "{}".format, ["<i>node</i>"] * 4 + [None]))
-    for line in ("depthguessedkept12150%211100%", "<b>a file</b>2150%", "own text100%", "<i>node</i>4375%"):
+    for line in ("depthdraftedaccepted12150%211100%", "<b>a file</b>2150%", "own text100%", "<i>node</i>4375%"):
         assert line in reader.text
     assert "i" not in reader.tags
     bare = page("a model", answer, ROUNDS[2:], "{}".format)
-    assert not any(title in bare for title in ("how deep", "come from", "syntax tree"))
+    assert not any(title in bare for title in ("by depth", "by source", "syntax tree"))
 
 
 PLAIN = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
@@ -126,7 +126,7 @@ DRAFTED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("kind", DRAFTED)
-def test_every_guess_has_the_source_that_it_comes_from(kind: str, width: int) -> None:
+def test_every_draft_token_has_its_source(kind: str, width: int) -> None:
     options, sources = DRAFTED[kind]
     prompt, draft = [3, 1, 4], ToyModel(blur=0.3) if options["drafter"] != "ngram" else None
     text = [*prompt, *slow_answer(ToyModel(), prompt, PLAIN)]
@@ -135,7 +135,7 @@ def test_every_guess_has_the_source_that_it_comes_from(kind: str, width: int) ->
     engine = make_engine(ToyModel(), draft, documents=documents, speculation_width=width, max_batch_size=1, **options)
     tracer = engine.parts.policy = Tracer(engine.parts.policy, drafter=engine.parts.drafter)
     run(engine, [prompt], [PLAIN])
-    assert all(len(each.sources) == len(each.guesses) for each in tracer.traced)
+    assert all(len(each.sources) == len(each.draft_tokens) for each in tracer.traced)
     found = {source for each in tracer.traced for source in each.sources}
     assert sources <= found <= {*sources, "own text"}
     if documents:

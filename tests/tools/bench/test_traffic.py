@@ -1,4 +1,4 @@
-"""The serving experiment: traces that repeat themselves, and every policy on the same one."""
+"""The serving experiment: deterministic traces, and every policy on the same one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_policy_serves_every_request(tmp_path: Path) -> None:
     load = Load(requests=5, interval=0.002, cv=1.0, tokens=6, max_batch_size=3)
     llm = toy_llm(drafter="ngram")
     results = list(measure(llm, [[1, 2, 1], [3, 4]], ["steady", "varying"], load, 1, lambda steps: steps))
-    assert {r.policy for r in results} == set(traffic.POLICIES) - {"profiled"}  # no profile was given
+    assert {r.policy for r in results} == set(traffic.POLICIES) - {"profiled"}  # there is no profile
     assert all(0 < r.p50 <= r.p99 and 1 <= r.mean_rows <= 3 for r in results)
     plain = next(r for r in results if r.policy == "plain")
     assert plain.mean_k == 0

@@ -1,4 +1,4 @@
-"""The serving experiment over HTTP, against a small server of its own that streams as paceline's does."""
+"""The serving experiment over HTTP, against a small fake server that streams like paceline's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.errors import PacelineError, ParameterError
 from paceline.tools.bench.traffic import PROMPTS, Load
-from paceline.tools.bench.traffic_http import MOST_GUESSES, Served, compared, draw, measure, served
+from paceline.tools.bench.traffic_http import MAX_DRAFT_TOKENS, Served, compared, draw, measure, served
 from polling import PATIENCE
 
 LOAD = Load(requests=4, interval=0.01, cv=1.0, tokens=6, max_batch_size=0)
@@ -24,9 +24,9 @@ PAUSE = 0.03  # seconds between two chunks
 
 
 class Fake(ThreadingHTTPServer):
-    """Answers every completion with two chunks of three tokens. refuse: what it says instead, with a 429.
+    """Answers every completion with two chunks of three tokens. refuse: the message of a 429 instead.
 
-    together: nobody is answered before so many have asked.
+    together: the first answer waits until this number of requests has arrived.
     """
 
     daemon_threads = True
@@ -87,9 +87,9 @@ def fake() -> Iterator[Fake]:
         server.shutdown()
 
 
-def test_every_policy_asks_every_request_with_its_own_limit(fake: Fake, tmp_path: Path) -> None:
+def test_every_policy_sends_every_request_with_its_own_limit(fake: Fake, tmp_path: Path) -> None:
     results = list(measure(served([fake.url]), ["steady", "busy"], LOAD, 1, lambda steps: steps, api_key="secret"))
-    assert [(r.trace, r.policy) for r in results] == [(t, p) for t in ("steady", "busy") for p in MOST_GUESSES]
+    assert [(r.trace, r.policy) for r in results] == [(t, p) for t in ("steady", "busy") for p in MAX_DRAFT_TOKENS]
     assert [body.get("num_speculative_tokens") for body in fake.bodies] == [0] * 4 + [2] * 4 + [4] * 4 + [None] * 4 + [
         0
     ] * 4 + [2] * 4 + [4] * 4 + [None] * 4
@@ -107,7 +107,7 @@ def test_every_policy_asks_every_request_with_its_own_limit(fake: Fake, tmp_path
     assert (tmp_path / "http.png").stat().st_size > 1000
 
 
-def test_each_policy_is_played_by_its_server_and_repeats_begin_with_another(fake: Fake) -> None:
+def test_each_policy_runs_on_its_server_and_repeats_begin_with_another(fake: Fake) -> None:
     with Fake() as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         policies = served([f"auto={fake.url}", f"two={other.url}@2"])
@@ -130,7 +130,7 @@ def test_addresses_are_policies() -> None:
         Served("auto", "http://host:1"),
         Served("at most 4", "http://host:2", 4),
     ]
-    assert [policy.most for policy in served(["https://host"])] == list(MOST_GUESSES.values())
+    assert [policy.most for policy in served(["https://host"])] == list(MAX_DRAFT_TOKENS.values())
 
 
 @pytest.mark.parametrize("wrong", [["host:8000"], ["auto=ftp://host"], ["http://host@two"], ["http://a", "http://b"]])
@@ -144,20 +144,20 @@ def test_requests_overlap(fake: Fake) -> None:
     assert len(list(measure(served([fake.url]), ["busy"], LOAD, 1, lambda steps: steps))) == 4
 
 
-def test_latency_includes_waiting_for_what_is_due(fake: Fake) -> None:
+def test_latency_includes_waiting_after_the_due_time(fake: Fake) -> None:
     late = Load(requests=2, interval=0.2, cv=0.01, tokens=6, max_batch_size=0)
     (plain, *_) = measure(served([fake.url]), ["steady"], late, 1, lambda steps: steps)
     assert plain.seconds > 0.4
-    assert plain.mean < plain.seconds - 0.25  # but not the 0.3 s, on the average, before it was due
+    assert plain.mean < plain.seconds - 0.25  # about 0.3 s on average before it was due do not count
 
 
-def test_a_refusal_ends_the_benchmark_with_the_servers_words(fake: Fake) -> None:
+def test_a_refusal_ends_the_benchmark_with_the_servers_message(fake: Fake) -> None:
     fake.refuse = "too many requests wait"
     with pytest.raises(PacelineError, match=r"429: too many requests wait"):
         list(measure(served([fake.url]), ["busy"], LOAD, 1, lambda steps: steps))
 
 
-def test_no_server_is_said_so() -> None:
+def test_a_missing_server_is_reported() -> None:
     with pytest.raises(PacelineError, match=r"no OpenAI-compatible server at http://127\.0\.0\.1:9"):
         list(measure(served(["http://127.0.0.1:9"]), ["busy"], LOAD, 1, lambda steps: steps))
 
@@ -169,7 +169,7 @@ def test_the_command_ends_with_one_json_document(fake: Fake, tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads(file.read_text())
-    assert [r["policy"] for r in document["results"]] == list(MOST_GUESSES)
+    assert [r["policy"] for r in document["results"]] == list(MAX_DRAFT_TOKENS)
     assert document["compared"]["policy"] == "the server's"
     assert document["compared"]["mean_latency_over"]["busy"]["the server's"] == 1
     assert all(r["latency"]["first"] > 0 for r in document["results"])

@@ -211,17 +211,17 @@ class NativeHeadDecoder(HeadDecoder):
         said = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if laws else None
         found = (_Found if width == 1 else _FoundTrees)(memoryview(numbers)[4 * rows :], chances, rows, most)
         call = self._call(batch, rows, numbers)
-        call.guess_stride, call.laws = most, abi.address(said)
+        call.draft_stride, call.probabilities = most, abi.address(said)
         if width > 1:
             self._branch(call, rows, width)
         self._ask(call, batch, Purpose.GUESS if laws else Purpose.DRAW)
         call.chances = None if chances is None else chances.buffer_info()[0]
         questions = _Questions()
         if enough is not None:
-            call.goes_on = questions.callback(lambda: not enough(batch, found.scores, found.follows))
+            call.continue_drafting = questions.callback(lambda: not enough(batch, found.scores, found.follows))
         if batch.sampling.any_constraint:
             held = _Held(batch, counts, found, self._logits, width)
-            call.look, call.instead = questions.callback(held.look), held.addresses.buffer_info()[0]
+            call.before_draw, call.instead = questions.callback(held.look), held.addresses.buffer_info()[0]
         self._run(call, rows)
         questions.raise_failure()
         for place, length, count in zip(places, lengths, counts, strict=True):
@@ -244,14 +244,14 @@ class NativeHeadDecoder(HeadDecoder):
             stop=start + 2 * size,
             counts=more[0],
             drawn=more[1],
-            guesses=more[2],
+            draft_tokens=more[2],
         )
 
     def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
         """Behind the guesses are what each follows and its rank."""
         call.width = width
-        call.parents = call.guesses + 8 * rows * call.guess_stride
-        call.ranks = call.parents + 8 * rows * call.guess_stride
+        call.parents = call.draft_tokens + 8 * rows * call.draft_stride
+        call.ranks = call.parents + 8 * rows * call.draft_stride
         if len(self._logits) < rows * width:
             self._logits = self._nothing_said(rows * width)
 

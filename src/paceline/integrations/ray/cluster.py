@@ -1,4 +1,4 @@
-"""Joining Ray, or starting one here; and what each replica may use of its machines."""
+"""Connecting to Ray, or starting it here, and the resources of each replica."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STORE = 2**27  # bytes of shared memory: requests and answers are small
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model as every replica loads it. documents: texts that the n-gram drafter may copy from."""
+    """Everything a replica needs to load the model. documents: texts that the n-gram drafter may copy from."""
 
     model: str
     draft_model: str | None
@@ -29,7 +29,7 @@ class Recipe:
     options: EngineOptions
 
     def load(self) -> LLM:
-        """In the replica's process."""
+        """Load the model in the replica's process."""
         from paceline.llm import LLM
 
         return LLM(self.model, self.draft_model, reference_documents=self.documents, **self.options)
@@ -37,14 +37,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Share:
-    """What each replica may use. threads: cores of its machine's; gpus: whole devices."""
+    """Resources of each replica. threads: CPU cores; gpus: whole devices."""
 
     threads: int
     gpus: int
 
     @property
     def ray_options(self) -> dict[str, float]:
-        """As Ray calls them."""
+        """The resources under Ray's option names."""
         return {"num_cpus": self.threads, "num_gpus": self.gpus}
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Share:
 
 
 def need_ray() -> Any:
-    """Raises MissingPackageError."""
+    """The ``ray`` module. Raises MissingPackageError."""
     try:
         import ray
         import ray.serve
@@ -64,9 +64,10 @@ def need_ray() -> Any:
 
 @contextmanager
 def joined(address: str, cores: int) -> Iterator[Any]:
-    """Ray, left at the end. address: "local" starts one in this process's care, with so many cores, on loopback alone.
+    """Ray, shut down at the end. address: "local" starts it in this process, with this number of cores, on loopback
+    only.
 
-    Raises ParameterError if there is none at the address.
+    Raises ParameterError if there is no Ray at the address.
     """
     ray = need_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -80,7 +81,7 @@ def joined(address: str, cores: int) -> Iterator[Any]:
         ray.init(address=address, logging_level="WARNING", **(own if address == LOCAL else {}))
     except (ConnectionError, ValueError) as error:
         allowed = (
-            f'where Ray\'s head listens, as HOST:PORT; "auto": this machine\'s; "{LOCAL}": one is started ({error})'
+            f'the address of Ray\'s head, as HOST:PORT; "auto" for this machine\'s; "{LOCAL}" to start one ({error})'
         )
         raise ParameterError("ray_address", address, allowed) from error
     try:
@@ -90,7 +91,7 @@ def joined(address: str, cores: int) -> Iterator[Any]:
 
 
 def shared(ray: Any, recipe: Recipe, replicas: int) -> tuple[Recipe, Share]:
-    """The recipe with the threads and the device of each replica. Raises ParameterError if not all find a place."""
+    """The recipe with the threads and device of each replica. Raises ParameterError if not all replicas fit."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cores, gpus = ([int(node.get(kind, 0)) for node in alive] for kind in ("CPU", "GPU"))
     device, wanted = device_of(str(recipe.options.get("device", "auto")), sum(gpus), replicas)
@@ -101,7 +102,10 @@ def shared(ray: Any, recipe: Recipe, replicas: int) -> tuple[Recipe, Share]:
 
 
 def threads_of(given: int | None, replicas: int, cores: Sequence[int]) -> int:
-    """Threads of each replica: as given, or the most with which all find a place on machines with so many cores."""
+    """Threads per replica: ``given``, or the most with which all replicas fit on machines with these cores.
+
+    Raises ParameterError if they do not fit.
+    """
 
     def fit(threads: int) -> bool:
         return sum(each // threads for each in cores) >= replicas
@@ -116,9 +120,9 @@ def threads_of(given: int | None, replicas: int, cores: Sequence[int]) -> int:
 
 
 def device_of(given: str, gpus: int, replicas: int) -> tuple[str, int]:
-    """The device of each replica, and how many of Ray's GPUs that is. Raises ParameterError."""
+    """The device of each replica, and the number of Ray's GPUs that each takes. Raises ParameterError."""
     if given not in ("auto", "cpu", "cuda"):
-        raise ParameterError("device", given, "auto, cpu or cuda with replicas: Ray gives each a device of its own")
+        raise ParameterError("device", given, "auto, cpu or cuda with replicas: Ray assigns each one a device")
     if given == "cuda" and gpus < replicas:
         raise ParameterError("replicas", replicas, f"at most {gpus}, the GPUs of Ray's machines; or --device cpu")
     on_gpu = given == "cuda" or (given == "auto" and gpus >= replicas)
@@ -126,6 +130,6 @@ def device_of(given: str, gpus: int, replicas: int) -> tuple[str, int]:
 
 
 def placed(name: str) -> str:
-    """A model's name; of a file or directory the whole path: workers may run elsewhere in the tree."""
+    """A model's name; the absolute path of a file or directory, because workers may run in another directory."""
     path = Path(name)
     return str(path.resolve()) if path.exists() else name

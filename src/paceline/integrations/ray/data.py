@@ -1,4 +1,4 @@
-"""A column of prompts or conversations in, columns of answers out: for the ``map_batches`` of Ray Data."""
+"""Answers for columns of prompts or conversations, for the ``map_batches`` of Ray Data."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ GAINED = ("answer", "finish_reason", "output_tokens", "error")
 class Answers:
     """A model in a worker of Ray Data; called with a batch of rows, it adds the columns of their answers.
 
-    A row has either ``prompt`` (text or token ids) or ``messages`` (objects with role and content), and a name of its
-    own: ``custom_id`` (text), else ``index`` (a whole number). Its seed comes from the job's and that name, as in
-    ``paceline batch``: which worker answers it, beside which rows, in which order and how often again changes nothing.
+    A row has either ``prompt`` (text or token ids) or ``messages`` (objects with role and content), and a name:
+    ``custom_id`` (text), else ``index`` (a whole number). Its seed comes from the job's seed and that name, as in
+    ``paceline batch``: the answer does not depend on the worker, on the rows beside it, on the order or on repetitions.
 
-    It gains ``answer`` and ``finish_reason`` (lists of them if ``params.n`` is not 1), ``output_tokens`` (of all of
-    them) and ``error``: empty, or why the row could not be answered. Such a row ends nothing else.
+    The row gains ``answer`` and ``finish_reason`` (lists of them if ``params.n`` is not 1), ``output_tokens`` (of all
+    answers together) and ``error``: empty, or the reason why the row could not be answered. Such a row does not affect
+    the others.
 
-    seed: the job's. params: how to continue, without a seed; a mapping is taken, too. draft_model, options: those of
-    ``LLM``. Raises what ``LLM`` raises, and ParameterError for a seed in ``params``.
+    seed: the job's seed.
+    params: sampling parameters without a seed, also as a mapping.
+    draft_model, options: those of ``LLM``.
+
+    Raises what ``LLM`` raises, and ParameterError for a seed in ``params``.
     """
 
     def __init__(
@@ -50,12 +54,12 @@ class Answers:
         given = params if isinstance(params, SamplingParams) else SamplingParams.from_mapping(params or {})
         if given.seed is not None:
             raise ParameterError("params.seed", given.seed, "left out: each row has its own, from the job's seed")
-        replace(given, seed=seed)  # which checks it
+        replace(given, seed=seed)  # replace validates it
         self._seed, self._params = seed, given
         self._llm = LLM(model, draft_model, **options)
 
     def __call__(self, batch: Columns) -> Columns:
-        """The batch's columns and those of its answers. Raises ParameterError for columns that make no sense."""
+        """The batch's columns and those of its answers. Raises ParameterError if columns are missing or ambiguous."""
         prompts, names = columns_of(batch)
         asked = [self._request(prompts, *row) for row in zip(batch[prompts], batch[names], strict=True)]
         good = [each for each in asked if isinstance(each, Request)]
@@ -67,7 +71,7 @@ class Answers:
         return batch | {name: _column([row[place] for row in rows], name) for place, name in enumerate(GAINED)}
 
     def _request(self, column: str, cell: object, name: object) -> Request | PacelineError:
-        """A row as the engine takes it, or why it would not."""
+        """The row as a request, or the error that explains why it cannot be one."""
         try:
             params = replace(self._params, seed=seed_of(self._seed, own_name(name)))
             request = self._llm.request(self._prompt(column, cell), params)
@@ -77,7 +81,7 @@ class Answers:
         return request
 
     def _prompt(self, column: str, cell: object) -> Prompt:
-        """Raises PacelineError for what is none."""
+        """A cell as a prompt. Raises PacelineError if it is not one."""
         given = cell.tolist() if isinstance(cell, np.ndarray) else cell
         if column == PROMPTS:
             return as_prompt(PROMPTS, given)
@@ -86,14 +90,14 @@ class Answers:
         return self._llm.tokens_of_chat([check_message(message) for message in given])
 
     def _row(self, output: RequestOutput) -> tuple[object, ...]:
-        """What it gains, in the order of GAINED."""
+        """The answer's columns, in the order of GAINED."""
         texts, reasons = [each.text for each in output.outputs], [str(each.finish_reason) for each in output.outputs]
         tokens = sum(answer.metrics.output_tokens for answer in output.candidates)
         error = "" if output.error is None else str(output.error)
         return self._shown(texts), self._shown(reasons), tokens, error
 
     def _failed(self, error: PacelineError) -> tuple[object, ...]:
-        """Likewise."""
+        """The columns of a row that failed, in the order of GAINED."""
         answers = self._params.n
         return self._shown([""] * answers), self._shown(["error"] * answers), 0, str(error)
 
@@ -102,30 +106,30 @@ class Answers:
 
 
 def columns_of(batch: Mapping[str, object]) -> tuple[str, str]:
-    """Which column has what is to be answered, and which one the rows' names. Raises ParameterError."""
+    """Names of the column to be answered and of the column with the rows' names. Raises ParameterError."""
     asked = [name for name in (PROMPTS, CONVERSATIONS) if name in batch]
     if len(asked) != 1:
-        raise ParameterError("columns", list(batch), f"either {PROMPTS!r} or {CONVERSATIONS!r} among them")
+        raise ParameterError("columns", list(batch), f"either {PROMPTS!r} or {CONVERSATIONS!r} as a column")
     named = [name for name in (NAMES, PLACES) if name in batch]
     if not named:
-        allowed = f"{NAMES!r} or {PLACES!r} among them: a row's seed comes from its name"
+        allowed = f"{NAMES!r} or {PLACES!r} as a column: a row's seed comes from its name"
         raise ParameterError("columns", list(batch), allowed)
     if taken := [name for name in GAINED if name in batch]:
-        raise ParameterError("columns", taken, "other names: those of answers are " + ", ".join(GAINED))
+        raise ParameterError("columns", taken, "other names: these are reserved for answers: " + ", ".join(GAINED))
     return asked[0], named[0]
 
 
 def own_name(cell: object) -> str:
-    """What a row's seed is made from: what ``paceline batch`` makes that of its line from. Raises RequestError."""
+    """The name that a row's seed is derived from, as ``paceline batch`` does from a line's. Raises RequestError."""
     if isinstance(cell, str) and cell:
         return f"id {cell}"
     if isinstance(cell, (int, np.integer)) and not isinstance(cell, bool):
         return f"index {int(cell)}"
-    raise RequestError(f"a row's custom_id is a text that is not empty, its index a whole number, not {shown(cell)}")
+    raise RequestError(f"a row's custom_id must be non-empty text, its index a whole number, not {shown(cell)}")
 
 
 def _column(cells: list[object], name: str) -> NDArray[Any]:
-    """Texts and lists as objects: numpy would make a matrix of lists that are equally long."""
+    """Texts and lists as an object array: numpy would turn lists of equal length into a matrix."""
     if name == "output_tokens":
         return np.array(cells, dtype=np.int64)
     column = np.empty(len(cells), dtype=object)

@@ -1,4 +1,4 @@
-"""The front of several replicas: it listens, lets in, sends each request to a replica and passes on what comes back."""
+"""The front of several replicas: it listens, admits requests, sends each to a replica and relays the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.config import ServerConfig
-from paceline.integrations.ray.replica import Look
+from paceline.integrations.ray.replica import ReplicaStatus
 from paceline.integrations.ray.routing import AFFINITY, blocks_of
 from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
@@ -37,20 +37,21 @@ from paceline.server.tracing import HEADER, Tracing
 log = logging.getLogger("paceline.server")
 
 REPLICA = b"x-paceline-replica"
-_ATTEMPTS = 2  # of a request of which nobody has seen anything; a third replica is not risked for it
-_TAKEN_WITHIN = 30.0  # seconds until a replica has it
-_LOOK = 2.0  # seconds that replicas may take to say how they are
+_ATTEMPTS = 2  # attempts while the client has received nothing; a bad request must not take down a third replica
+_ACCEPT_TIMEOUT = 30.0  # seconds until a replica has accepted the request
+_STATUS_TIMEOUT = 2.0  # seconds that replicas may take to report their status
 
 
 class ReplicaLostError(Exception):
-    """It died, or cannot be reached."""
+    """A replica died, or cannot be reached."""
 
 
 class Front:
     """An ASGI application in front of replicas.
 
-    deploy: starts the replicas and returns Ray Serve's handle to them; called in a thread of its own. on_end: called if
-    that fails; ``failure`` says why. lost: the exceptions by which Ray says that a replica is not there any more.
+    deploy: starts the replicas and returns Ray Serve's handle to them; called in a thread of its own.
+    on_end: called if that fails; ``failure`` holds the error.
+    lost: the exceptions by which Ray reports that a replica is gone.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Front:
         self.failure: BaseException | None = None
         self._meter = Meter(config.log_interval)
         self._handle: Any = None
-        self._gone: errors.ApiError | None = None
+        self._final_error: errors.ApiError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def app(self) -> Starlette:
-        """Its own routes, and all others for the replicas."""
+        """The ASGI app: a few routes of its own; all others go to the replicas."""
         own = {"/health": self._health, "/ping": self._health, "/metrics": self._metrics}
         own |= {"/load": self._load, "/stats": self._stats}
         app = Starlette(
@@ -90,59 +91,61 @@ class Front:
             self._handle = self._deploy()
             log.info("ready")
         except Exception as error:  # noqa: BLE001 (whatever Ray says; it is told to the user)
-            if not loop.is_closed():  # else it was ended before
+            if not loop.is_closed():  # otherwise the server was stopped meanwhile
                 self.failure = error
                 self._on_end()
 
     def give_up(self, error: errors.ApiError) -> None:
         """End all requests with this error."""
-        self._gone = error
+        self._final_error = error
         for task in self._tasks:
             task.cancel()
 
-    # --- what it answers itself --------------------------------------------------
+    # --- routes of the front -----------------------------------------------------
 
-    async def _looks(self) -> list[Look]:
-        """Of all replicas that answer."""
+    async def _statuses(self) -> list[ReplicaStatus]:
+        """The status of every replica that answers."""
         if self._handle is None:
             return []
         try:
-            found = await self._handle.broadcast("look").results_async(timeout_s=_LOOK, return_exceptions=True)
+            found = await self._handle.broadcast("status").results_async(
+                timeout_s=_STATUS_TIMEOUT, return_exceptions=True
+            )
         except TimeoutError:
             return []
-        return [cast(Look, each) for each in found if isinstance(each, dict)]
+        return [cast(ReplicaStatus, each) for each in found if isinstance(each, dict)]
 
     async def _health(self, _: Request) -> Response:
         """200 while any replica is ready."""
-        states = [look["state"] for look in await self._looks()]
+        states = [status["state"] for status in await self._statuses()]
         state = "ready" if "ready" in states else states[0] if states else "loading"
         ready = states.count("ready")
         return JSONResponse({"status": state, "replicas": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        texts = {look["name"]: look["metrics"] for look in await self._looks()}
+        texts = {status["name"]: status["metrics"] for status in await self._statuses()}
         return Response(labelled(texts, self._meter.exposition().decode()), media_type=PROMETHEUS)
 
     async def _load(self, _: Request) -> Response:
-        return JSONResponse({"server_load": sum(look["load"] for look in await self._looks())})
+        return JSONResponse({"server_load": sum(status["load"] for status in await self._statuses())})
 
     async def _stats(self, _: Request) -> Response:
-        return JSONResponse(together([look["stats"] for look in await self._looks()]))
+        return JSONResponse(together([status["stats"] for status in await self._statuses()]))
 
-    # --- what replicas answer ----------------------------------------------------
+    # --- routes of the replicas --------------------------------------------------
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive()).get("body", b"")  # the gate has read all of it
+        body = (await receive()).get("body", b"")  # the gate has read the whole body
         relay = Relay(scope, receive, send)
         task = asyncio.ensure_future(self._answer(scope, body, relay))
         self._tasks.add(task)
         try:
             await while_connected(receive, _outcome(task))
         except ClientGoneError:
-            if self._gone is not None:
-                await self._fail(relay, self._gone)
+            if self._final_error is not None:
+                await self._fail(relay, self._final_error)
             elif not relay.ended:
-                log.info("a client hung up")
+                log.info("a client disconnected")
         except errors.ApiError as error:
             await self._fail(relay, error)
         finally:
@@ -154,28 +157,28 @@ class Front:
         await relay.end_with(error)
 
     async def _answer(self, scope: Scope, body: bytes, relay: Relay) -> None:
-        """Raises ApiError if no replica could."""
+        """Relay a replica's answer. Raises ApiError if no replica could give one."""
         if self._handle is None:
             raise errors.unavailable("the server is loading", "not_ready")
         blocks = await asyncio.to_thread(_blocks, body)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                await self._ask_one(_plain(scope), body, blocks, relay)
+                await self._try_replica(_plain_scope(scope), body, blocks, relay)
                 return
             except ReplicaLostError as error:
-                log.warning("a replica was lost with a request on it: %s", error)
-                if relay.ended:  # it died behind its last word
+                log.warning("a replica was lost while it ran a request: %s", error)
+                if relay.ended:  # the replica died after its last message
                     return
                 if relay.begun or attempt == _ATTEMPTS:
-                    message = "the replica that decoded this request was lost; what it sent so far is all there is"
+                    message = "the replica that ran this request was lost; the answer ends here"
                     raise errors.ApiError(502, "server_error", message, code="replica_lost") from error
 
-    async def _ask_one(self, scope: dict[str, Any], body: bytes, blocks: Sequence[bytes], relay: Relay) -> None:
-        """Raises ReplicaLostError, or ApiError if none takes it."""
+    async def _try_replica(self, scope: dict[str, Any], body: bytes, blocks: Sequence[bytes], relay: Relay) -> None:
+        """Let one replica answer. Raises ReplicaLostError, or ApiError if no replica accepts the request."""
         flight = secrets.token_hex(8)
         answer = self._handle.options(stream=True).stream.remote(flight, blocks, scope, body)
         try:
-            async with asyncio.timeout(_TAKEN_WITHIN):
+            async with asyncio.timeout(_ACCEPT_TIMEOUT):
                 relay.replica = await anext(answer)
             async for some in answer:
                 for message in some:
@@ -186,14 +189,14 @@ class Front:
             raise ReplicaLostError(str(error).partition("\n")[0]) from error
         except Exception as error:
             log.exception("a replica failed on a request")
-            raise errors.ApiError(500, "server_error", "an error in a replica; the log says more") from error
+            raise errors.ApiError(500, "server_error", "an error in a replica; see the log") from error
         finally:
             AFFINITY.end(flight)
-            answer.cancel()  # which does nothing where it has ended
+            answer.cancel()  # no effect after the end
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """In the server's words."""
+    """An HTTP error of the front's own routes, in the API's format."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return errors.ApiError(error.status_code, errors.INVALID, message).response()
@@ -204,7 +207,7 @@ async def _outcome(task: asyncio.Task[None]) -> None:
 
 
 class Relay:
-    """Passes a replica's messages on to the client. begun: whether the client has seen any; ended: all."""
+    """Passes a replica's messages on to the client. begun: the client has received some; ended: all."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi = (scope, receive)
@@ -214,7 +217,7 @@ class Relay:
         self.begun = self.ended = False
 
     async def put(self, message: Message) -> None:
-        """The start is kept until something follows it: until then another replica may answer."""
+        """Send a message. The start is held back until the body begins: until then another replica may answer."""
         if message["type"] == "http.response.start":
             kept = [(name, value) for name, value in message["headers"] if name != HEADER]
             self._start = {**message, "headers": [*kept, (REPLICA, self.replica.encode())]}
@@ -227,7 +230,7 @@ class Relay:
         await self._send(message)
 
     async def end_with(self, error: errors.ApiError) -> None:
-        """As an answer of its own, as the last event of a stream, or by an end that is none: the connection breaks."""
+        """Report an error: as a response, or as the last event of a stream; otherwise the connection breaks."""
         if self.ended:
             return
         if not self.begun:
@@ -240,15 +243,15 @@ class Relay:
 
 
 def _blocks(body: bytes) -> list[bytes]:
-    """For the router; what is wrong with a body is for the replica to say."""
+    """The body's blocks for the router; none for an invalid body, which the replica will reject."""
     try:
         return blocks_of(parsed(body)) if body else []
     except errors.ApiError:
         return []
 
 
-def _plain(scope: Scope) -> dict[str, Any]:
-    """What another process needs of it, with the name that logs have for the request."""
+def _plain_scope(scope: Scope) -> dict[str, Any]:
+    """The parts of the scope that can be sent to another process, with the request's id for the logs."""
     name = (request_id.get() or "").encode()
     kept = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
     headers = [(key, value) for key, value in scope["headers"] if key != HEADER]

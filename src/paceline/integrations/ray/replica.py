@@ -1,4 +1,4 @@
-"""A replica: the whole server but its network, in an actor of Ray Serve. Requests come as ASGI scopes with bodies."""
+"""A replica: the whole server without its network, as an actor of Ray Serve. Requests are ASGI scopes with bodies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paceline.server.context import Context
 _TICK = 0.02
 
 
-class Look(TypedDict):
-    """What a replica says of itself. stats: as ``/stats``; load: as ``/load``; metrics: as ``/metrics``."""
+class ReplicaStatus(TypedDict):
+    """A replica's status. stats: as ``/stats``; load: as ``/load``; metrics: as ``/metrics``."""
 
     name: str
     state: str
@@ -30,13 +30,13 @@ class Look(TypedDict):
 
 
 class Replica:
-    """Loads the model when it is made. What Ray asks of it: whether it is well, and answers as messages of ASGI."""
+    """The actor; loads the model when it is created. Ray calls its health check and its ``stream``."""
 
     def __init__(self, config: ServerConfig, recipe: Recipe) -> None:
         from ray import serve
 
         self._name = str(serve.get_replica_context().replica_id.unique_id)
-        ExitStack().enter_context(logs.to_stderr("text"))  # Ray passes it on
+        ExitStack().enter_context(logs.to_stderr("text"))  # Ray forwards it
         llm = recipe.load()
         self._app = make_app(config, lambda: llm)
         self._context: Context = self._app.state.context
@@ -55,14 +55,14 @@ class Replica:
             await asyncio.sleep(_TICK)
 
     async def check_health(self) -> None:
-        """Ray Serve asks this before it sends requests, and then again and again; who raises is replaced."""
+        """Ray Serve calls this before the first request, and then regularly; it replaces an actor that raises."""
         await self._begin()
         state = self._context.service.health
         if state != "ready":
             raise RuntimeError(f"the engine is {state}")
 
-    async def look(self) -> Look:
-        """How it is."""
+    async def status(self) -> ReplicaStatus:
+        """The current status."""
         context = self._context
         return {
             "name": self._name,
@@ -73,23 +73,23 @@ class Replica:
         }
 
     async def stream(self, flight: str, blocks: list[bytes], scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
-        """The replica's name, then messages of ASGI as they come, in lists. flight, blocks: for the router."""
+        """Yield the replica's name, then lists of ASGI messages as they come. flight, blocks: for the router."""
         await self._begin()
         yield self._name
-        async with aclosing(played(self._app, scope, body)) as messages:
+        async with aclosing(run_request(self._app, scope, body)) as messages:
             async for some in messages:
                 yield some
 
 
-async def played(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
-    """What the app sends, all that came meanwhile at once. Closing it is a client that hangs up."""
+async def run_request(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
+    """Yield the app's messages, in lists of those that have arrived. Closing the generator disconnects the client."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    asked: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     gone = asyncio.Event()
 
     async def receive() -> Message:
-        if asked:
-            return asked.pop()
+        if pending:
+            return pending.pop()
         await gone.wait()
         return {"type": "http.disconnect"}
 
@@ -103,14 +103,14 @@ async def played(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGener
             yield [message for message in some if message is not None]
             if some[-1] is None:
                 break
-        await task  # for its exception
+        await task  # raises its exception
     finally:
         gone.set()
         await asyncio.wait({task})
 
 
 async def _all_of(queue: asyncio.Queue[Message | None]) -> list[Message | None]:
-    """One, waited for, and those that are there."""
+    """Wait for one message; return it with those that have arrived."""
     some = [await queue.get()]
     while not queue.empty():
         some.append(queue.get_nowait())

@@ -1,4 +1,4 @@
-"""``routing`` as a request router of Ray Serve, which makes one in the process of the front."""
+"""``routing`` as a request router of Ray Serve, which creates it in the process of the front."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from ray.serve.request_router import RequestRouter
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Asks ``Affinity``; the first two arguments of a request are its name and its blocks."""
+    """A router that uses ``Affinity``; the first two arguments of a request are its flight id and its blocks."""
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """The one that it should be, then the others: for the case that it takes no more."""
-        from paceline.integrations.ray.routing import AFFINITY  # here: Ray copies the class with what its module holds
+        """The preferred replica, then the others in case it accepts no more."""
+        from paceline.integrations.ray.routing import (
+            AFFINITY,
+        )  # here: Ray copies the class with its module's globals
 
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: where its beginning was read before, unless that one has too much to do."""
+"""Prefix-affine routing: a request goes to the replica that has its prefix cached, unless that one is too busy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-BLOCK = 128  # characters of a prompt that are known by one digest: some 30 tokens, read in a moment
+BLOCK = 128  # characters of a prompt per digest: some 30 tokens
 _REMEMBERED = 2**16  # digests
 _SLACK = 4  # requests that a replica may have in flight beyond the one with the fewest, and still be preferred
 
 
 def blocks_of(document: Any) -> list[bytes]:
-    """Digests of a request's beginnings, the shortest first: of its messages one by one, or of its prompt's blocks.
+    """Digests of a request's prefixes, the shortest first: message by message, or block by block of its prompt.
 
-    document: the body, whatever it says; what is no request has none.
+    document: the parsed body; anything but a request has no digests.
     """
     if not isinstance(document, dict):
         return []
@@ -36,7 +36,7 @@ def _chained(before: bytes, part: str) -> bytes:
 
 
 class Affinity:
-    """Who read which beginnings, and who has how much to do. Several threads use it."""
+    """Which replica has which prefixes cached, and how many requests each has in flight. Thread-safe."""
 
     def __init__(self, slack: int = _SLACK, remembered: int = _REMEMBERED) -> None:
         self._slack, self._most = slack, remembered
@@ -47,7 +47,9 @@ class Affinity:
         self._lock = threading.Lock()
 
     def choose(self, flight: str, blocks: Sequence[bytes], replicas: Sequence[str]) -> str:
-        """One of these replicas; the request counts as its own until ``end``, or until it is chosen for again."""
+        """Choose one of the replicas. The request counts as in flight there until ``end``, or until it is chosen for
+        again.
+        """
         with self._lock:
             self._flights.pop(flight, None)
             loads = self._loads(replicas)
@@ -75,9 +77,9 @@ class Affinity:
             self._readers.popitem(last=False)
 
     def end(self, flight: str) -> None:
-        """It is over, however it ended."""
+        """The request is no longer in flight."""
         with self._lock:
             self._flights.pop(flight, None)
 
 
-AFFINITY = Affinity()  # of this process: the router that Ray Serve makes in it, and the front that knows what is over
+AFFINITY = Affinity()  # shared in this process by Ray Serve's router and by the front, which knows when requests end

@@ -1,4 +1,4 @@
-"""``paceline serve --replicas``: Ray Serve places, watches and replaces the replicas; the front is this process."""
+"""``paceline serve --replicas``: Ray Serve places, monitors and replaces the replicas; the front is this process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.server.sockets import listen
 
 log = logging.getLogger("paceline.server")
 
-_HEALTH_EVERY = 2.0  # seconds between two questions of Ray Serve to a replica
-_RAY_ENDS = 30.0  # seconds for Ray to end the replicas
+_HEALTH_EVERY = 2.0  # seconds between Ray Serve's health checks of a replica
+_RAY_ENDS = 30.0  # seconds for Ray to stop the replicas
 
 
 def serve(config: ServerConfig, recipe: Recipe, replicas: int, address: str) -> None:
-    """Serve until a signal comes. Raises ParameterError for what does not go with replicas.
+    """Serve until a signal arrives. Raises ParameterError for options that cannot be combined with replicas.
 
-    PacelineError if they cannot be started.
+    Raises PacelineError if the replicas cannot be started.
     """
     need_ray()
     check(config, recipe, replicas)
@@ -35,9 +35,7 @@ def serve(config: ServerConfig, recipe: Recipe, replicas: int, address: str) -> 
     cores = max(default_threads(), replicas * (recipe.options.get("threads") or 0))
     with logs.to_stderr(config.log_format), joined(address, cores) as ray:
         recipe, share = shared(ray, recipe, replicas)
-        log.info(
-            "%d replicas on Ray (%s): %s; a conversation goes where its beginning was read", replicas, address, share
-        )
+        log.info("%d replicas on Ray (%s): %s; prefix-affine routing", replicas, address, share)
         failure = _serve(config, deployment(ray, config, recipe, replicas, share), sockets, local=address == LOCAL)
     if failure is not None:
         raise PacelineError(f"the replicas could not be started: {failure}") from failure
@@ -50,10 +48,10 @@ def check(config: ServerConfig, recipe: Recipe, replicas: int) -> None:
     if (ranks := recipe.options.get("tensor_parallel", 1)) != 1:
         raise ParameterError("tensor_parallel", ranks, "1 with --replicas: each replica is one process")
     if config.batch_dir is not None:
-        allowed = "left out with --replicas: files belong to one engine; paceline batch plays them, too"
+        allowed = "left out with --replicas: batch files belong to one engine; use paceline batch instead"
         raise ParameterError("batch_dir", config.batch_dir, allowed)
     if config.log_format != "text":
-        allowed = '"text" with --replicas: Ray writes words of its own before the lines of replicas'
+        allowed = '"text" with --replicas: Ray adds a prefix to the log lines of replicas'
         raise ParameterError("log_format", config.log_format, allowed)
     if any(len(key.split()) > 1 for key in config.api_keys):
         allowed = "keys without limits with --replicas: each replica would count for itself"
@@ -61,15 +59,15 @@ def check(config: ServerConfig, recipe: Recipe, replicas: int) -> None:
 
 
 def deployment(ray: Any, config: ServerConfig, recipe: Recipe, replicas: int, share: Share) -> Deployment:
-    """What Ray Serve is told."""
+    """The deployment in Ray Serve's options."""
     options = {
         "num_replicas": replicas,
         "ray_actor_options": share.ray_options,
-        "max_ongoing_requests": config.max_connections,  # replicas refuse by themselves what they have no room for
+        "max_ongoing_requests": config.max_connections,  # replicas refuse by themselves what exceeds their limits
         "health_check_period_s": _HEALTH_EVERY,
         "health_check_timeout_s": config.stall_timeout,
         "graceful_shutdown_timeout_s": 1.0,  # the front has drained them
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},  # replicas have lines of their own
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},  # replicas write their own logs
         "request_router_config": {"request_router_class": "paceline.integrations.ray.router:PrefixRouter"},
     }
     made = ray.serve.deployment(Replica, name="paceline", **options).bind(config, recipe)
@@ -84,18 +82,18 @@ class Deployment:
 
     @property
     def lost(self) -> tuple[type[Exception], ...]:
-        """How Ray says that a replica is not there any more."""
+        """The exceptions by which Ray reports that a replica is gone."""
         found = self._ray.exceptions
         return (found.RayActorError, found.ActorUnavailableError, found.RaySystemError, found.ObjectLostError)
 
     def start(self) -> Any:
-        """A handle to the replicas, once all of them are ready. Raises RuntimeError if they do not become so."""
+        """A handle to the replicas, once all of them are ready. Raises RuntimeError if they do not become ready."""
         serve = self._ray.serve
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         return serve.run(self._made, name=self._name, route_prefix=None)
 
     def end(self, *, local: bool) -> None:
-        """local: with everything else that Ray Serve runs."""
+        """Stop the replicas. local: stop everything else that Ray Serve runs, too."""
         if local:
             self._ray.serve.shutdown()
         else:
@@ -122,5 +120,5 @@ def _serve(
 
 
 def _never() -> bool:
-    """Also while replicas load Ray has to be told that they are to end."""
+    """False. Ray must be told to stop the replicas even while they load."""
     return False

@@ -1,4 +1,4 @@
-"""Figures of several replicas as one document."""
+"""Statistics of several replicas as one document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEANT = ("cache_usage", "acceptance_rate", "mean_acceptance_length", "saved_by_
 
 
 class _Families:
-    """What was read, for ``generate_latest``."""
+    """Metric families as a registry for ``generate_latest``."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -24,7 +24,7 @@ class _Families:
 
 
 def labelled(texts: Mapping[str, str], front: str) -> bytes:
-    """Metrics of all replicas, each value with the label ``replica``; of the front's own, refusals."""
+    """Metrics of all replicas, each value labelled with ``replica``; from the front's own, only the refusals."""
     families: dict[str, Metric] = {}
     for replica, text in [*texts.items(), ("front", front)]:
         for family in text_string_to_metric_families(text):
@@ -44,7 +44,7 @@ def _add(to: Metric, family: Metric, replica: str) -> None:
 
 
 def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``/stats`` of all replicas: counts added, shares as the mean of those that have one."""
+    """``/stats`` of all replicas: counts are added, fractions averaged over the replicas that report them."""
     added = {name: sum(each[name] for each in stats) for name in _ADDED}
     meant = {name: _mean([each[name] for each in stats if each[name] is not None]) for name in _MEANT}
     longest = max((each["num_speculative_tokens"] for each in stats), default=0)

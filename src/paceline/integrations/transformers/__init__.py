@@ -1,4 +1,4 @@
-"""Beside transformers: its ``generate``, for batches and with an assistant, decoded by paceline."""
+"""A replacement of transformers' ``generate``: batches and assisted decoding, run by paceline."""
 
 from paceline.integrations.transformers.generate import generate as generate
 

@@ -1,4 +1,4 @@
-"""transformers' ``generate`` by paceline: the same call, the same shapes, for batches and with an assistant."""
+"""transformers' ``generate`` run by paceline: the same call and shapes, for batches and with an assistant."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.integrations.transformers.assistant import check_assistant
+from paceline.integrations.transformers.call_config import CallConfig, by_their_names, merged
 from paceline.integrations.transformers.hooks import Criteria, Criterion, Processed, Processor, Record
-from paceline.integrations.transformers.wishes import Wishes, by_their_names, merged
 from paceline.llm import LLM
 from paceline.models.loading import max_positions
 
@@ -46,53 +46,53 @@ def generate(
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """``model.generate`` of transformers, decoded by paceline: prompts of any lengths, speculation in all rows.
 
-    inputs (or input_ids) [B, L] int64, padded on the left; attention_mask [B, L]. The rest is called as there, and
-    every field of a ``GenerationConfig`` is honoured or refused by name. Guesses come from the assistant, else from the
-    text so far; they do not change the answers. Sampling draws its seed from torch's generator, so that
-    ``torch.manual_seed`` fixes it; the draws are other ones than transformers'. Processors and criteria are called for
-    one row at a time, [1, L].
+    inputs (or input_ids) [B, L] int64, padded on the left; attention_mask [B, L]. The other arguments are those of
+    transformers, and every field of a ``GenerationConfig`` is honoured or refused by name. Draft tokens come from the
+    assistant, else from the text so far; they do not change the answers. Sampling draws its seed from torch's
+    generator, so that ``torch.manual_seed`` fixes it; the samples differ from transformers'. Processors and criteria
+    are called for one row at a time, [1, L].
 
     Returns sequences [B * num_return_sequences, L + N] on the inputs' device, filled with the padding token; with
     ``return_dict_in_generate`` a GenerateDecoderOnlyOutput.
 
-    The engine is kept as long as the model lives, and made anew when weights or assistant are other ones.
+    The engine is kept as long as the model lives, and rebuilt when weights or assistant have changed.
 
-    Raises ParameterError for what cannot be honoured, ModelError for a model that cannot be run, CapacityError, and
-    what a processor or criterion raises.
+    Raises ParameterError for options that cannot be honoured, ModelError for a model that cannot be run, CapacityError,
+    and any exception of a processor or criterion.
     """
     _check_alone(model)
     refused = dict(kwargs, synced_gpus=synced_gpus)
     for name in _NOT_HERE:
         if refused.get(name):
-            raise ParameterError(name, refused[name], "left out here: model.generate of transformers has it")
+            raise ParameterError(name, refused[name], "omitted: only model.generate of transformers supports it")
         kwargs.pop(name, None)
     with by_their_names():
         config, rest = merged(model, generation_config, kwargs)
         prompts = _prompts(inputs, rest, config)
-        wishes = Wishes(config, prompts.ids.shape[1])
+        call_config = CallConfig(config, prompts.ids.shape[1])
         tokenizers = rest.pop("tokenizer", None), rest.pop("assistant_tokenizer", None)
         criteria = [*(stopping_criteria or ()), *_stop_strings(config, tokenizers[0])]
         if rest:
-            allowed = "left out: this argument is unknown here; model.generate of transformers may have it"
+            allowed = "omitted: paceline does not know this argument; model.generate of transformers may support it"
             raise ParameterError(next(iter(rest)), next(iter(rest.values())), allowed)
         check_assistant(model, assistant_model, *tokenizers)
         if assistant_model is not None and config.prompt_lookup_num_tokens is not None:
             looked_up = config.prompt_lookup_num_tokens
-            raise ParameterError("prompt_lookup_num_tokens", looked_up, "left out with an assistant")
-        if streamer is not None and len(prompts.ids) * wishes.answers > 1:
+            raise ParameterError("prompt_lookup_num_tokens", looked_up, "omitted with an assistant")
+        if streamer is not None and len(prompts.ids) * call_config.answers > 1:
             raise ParameterError("streamer", streamer, "for one prompt with one answer")
-        call = _Call(prompts, wishes, list(logits_processor or ()), criteria, prefix_allowed_tokens_fn, streamer)
+        call = _Call(prompts, call_config, list(logits_processor or ()), criteria, prefix_allowed_tokens_fn, streamer)
         kept = _kept(model)
         with kept.lock:
             return call.run(kept.engine(model, assistant_model, call))
 
 
-# What is given
+# Inputs
 
 
 @dataclass(frozen=True)
 class _Prompts:
-    """ids [B, L] as they were given, on the CPU; paddings: how many tokens of each row's beginning are none."""
+    """ids [B, L] as given, on the CPU; paddings: number of padding tokens at the beginning of each row."""
 
     ids: Tensor
     paddings: list[int]
@@ -106,7 +106,7 @@ class _Prompts:
 def _prompts(inputs: Tensor | None, rest: dict[str, Any], config: GenerationConfig) -> _Prompts:
     named = rest.pop("input_ids", None)
     if inputs is not None and named is not None:
-        raise ParameterError("input_ids", named, "left out where inputs are given")
+        raise ParameterError("input_ids", named, "omitted when inputs are given")
     ids = named if inputs is None else inputs
     if ids is None and config.bos_token_id is not None:
         ids = torch.tensor([[config.bos_token_id]])
@@ -115,21 +115,21 @@ def _prompts(inputs: Tensor | None, rest: dict[str, Any], config: GenerationConf
     mask = _mask(ids, rest.pop("attention_mask", None), config)
     kinds = rest.pop("token_type_ids", None)
     if kinds is not None and bool(torch.as_tensor(kinds).any()):
-        raise ParameterError("token_type_ids", kinds, "left out, or all 0")
+        raise ParameterError("token_type_ids", kinds, "omitted, or all 0")
     return _Prompts(ids.cpu(), (mask == 0).sum(1).tolist(), ids.device)
 
 
 def _mask(ids: Tensor, given: Tensor | None, config: GenerationConfig) -> Tensor:
-    """[B, L]: 0 where a row is padded, which is at its beginning and not all of it.
+    """[B, L]: 0 where a row is padded, which may only be at its beginning, and not all of it.
 
-    Without one, padding tokens are padding, unless they end answers, too: then nothing is, as in transformers.
+    Without a mask padding tokens count as padding, unless they also end answers: then none does, as in transformers.
     """
-    pads = Wishes(config, 0)
+    pads = CallConfig(config, 0)
     if given is None:
         padded = config.pad_token_id is not None and pads.pad not in pads.ends
         given = (ids != pads.pad).long() if padded else torch.ones_like(ids)
     fits = isinstance(given, Tensor) and given.shape == ids.shape
-    allowed = f"[B, L] like the prompts', {tuple(ids.shape)}, 0 at the beginning of a row alone (padding_side='left')"
+    allowed = f"[B, L] = {tuple(ids.shape)} like the prompts, 0 only at the beginning of a row (padding_side='left')"
     if not fits or bool((given[:, 1:].bool() < given[:, :-1].bool()).any()) or not bool(given[:, -1].all()):
         raise ParameterError("attention_mask", given, allowed)
     return given.cpu()
@@ -149,21 +149,21 @@ def _stop_strings(config: GenerationConfig, tokenizer: Any) -> list[Criterion]:
 @dataclass
 class _Call:
     prompts: _Prompts
-    wishes: Wishes
+    call_config: CallConfig
     own: list[Processor]
     criteria: list[Criterion]
     allowed: Allowed | None
     streamer: BaseStreamer | None
-    records: list[Record] = field(default_factory=list)  # one an answer, in their order
+    records: list[Record] = field(default_factory=list)  # one per answer, in order
 
     @property
     def rows(self) -> int:
-        return len(self.prompts.ids) * self.wishes.answers
+        return len(self.prompts.ids) * self.call_config.answers
 
     @property
     def length(self) -> int:
-        """Most tokens of a row."""
-        return self.prompts.ids.shape[1] + self.wishes.max_tokens
+        """Largest number of tokens of a row."""
+        return self.prompts.ids.shape[1] + self.call_config.max_tokens
 
     def run(self, engine: Engine) -> GenerateDecoderOnlyOutput | Tensor:
         try:
@@ -179,24 +179,24 @@ class _Call:
         return self._result([answer.token_ids for answer in answers])
 
     def _requests(self) -> list[Request]:
-        seeds = torch.randint(2**62, (len(self.prompts.ids),)).tolist() if self.wishes.sampled else []
+        seeds = torch.randint(2**62, (len(self.prompts.ids),)).tolist() if self.call_config.sampled else []
         return [self._request(row, seeds[row] if seeds else None) for row in range(len(self.prompts.ids))]
 
     def _request(self, row: int, seed: int | None) -> Request:
-        processed = self.wishes.processed(self.own, self.allowed)
+        processed = self.call_config.processed(self.own, self.allowed)
         return Request(
             self.prompts.tokens(row),
-            self.wishes.params(seed, processed),
+            self.call_config.params(seed, processed),
             make_stream=(lambda _: Criteria(self.prompts.ids[row : row + 1], self.criteria)) if self.criteria else None,
             make_constraint=(lambda: self._processed(row)) if processed else None,
         )
 
     def _processed(self, row: int) -> Processed:
-        record = Record() if self.wishes.records else None
+        record = Record() if self.call_config.records else None
         if record is not None:
             self.records.append(record)
-        processors = self.wishes.processors(row, self.prompts.paddings[row], self.own, self.allowed)
-        return Processed(self.prompts.ids[row : row + 1], processors, self.wishes.ends, record)
+        processors = self.call_config.processors(row, self.prompts.paddings[row], self.own, self.allowed)
+        return Processed(self.prompts.ids[row : row + 1], processors, self.call_config.ends, record)
 
     def _decode(self, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
         if self.streamer is not None:
@@ -217,11 +217,11 @@ class _Call:
 
     def _result(self, answers: list[list[int]]) -> GenerateDecoderOnlyOutput | Tensor:
         longest = max(map(len, answers))
-        filled = torch.tensor([answer + [self.wishes.pad] * (longest - len(answer)) for answer in answers])
-        prompts = self.prompts.ids.repeat_interleave(self.wishes.answers, 0)
+        filled = torch.tensor([answer + [self.call_config.pad] * (longest - len(answer)) for answer in answers])
+        prompts = self.prompts.ids.repeat_interleave(self.call_config.answers, 0)
         sequences = torch.cat([prompts, filled.to(prompts.dtype).view(len(answers), longest)], 1)
         sequences = sequences.to(self.prompts.device)
-        config = self.wishes.config
+        config = self.call_config.config
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
@@ -231,17 +231,17 @@ class _Call:
         )
 
     def _recorded(self, kind: str, longest: int) -> tuple[Tensor, ...]:
-        """For each token of the longest answer [B * n, V]; of an answer that has ended, those of its last token."""
+        """Per token of the longest answer [B * n, V]; an answer that has ended repeats its last token's."""
         each = [getattr(record, kind) for record in self.records]
         steps = [torch.stack([found[min(place, len(found) - 1)] for found in each]) for place in range(longest)]
         return tuple(step.to(self.prompts.device) for step in steps)
 
 
-# Engines that are kept
+# Cached engines
 
 
 class _Kept:
-    """A model's engine, with one assistant or none, for the weights that they had when it was made."""
+    """A model's engine, with or without an assistant, for the weights they had when it was built."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -272,10 +272,10 @@ def _kept(model: PreTrainedModel) -> _Kept:
 
 
 def _check_alone(model: PreTrainedModel) -> None:
-    """Raise ParameterError for what has an encoder: before anything that such models are given is looked at."""
+    """Raise ParameterError for a model with an encoder, before its other arguments are examined."""
     if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
         raise ParameterError(
-            "model", type(model).__name__, "a decoder alone; model.generate of transformers runs others"
+            "model", type(model).__name__, "a decoder-only model; model.generate of transformers runs others"
         )
 
 
@@ -292,7 +292,7 @@ def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call
 
 
 def _options(llm: LLM, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:
-    """What the next engine has: room for this call and for those before it."""
+    """Options of the next engine, large enough for this call and for earlier ones."""
     options, engine = _sized(model, assistant, call), llm.engine
     options["max_batch_size"] = max(call.rows, engine.config.max_batch_size)
     options["max_model_len"] = max(_positions(model, assistant, call), engine.max_model_len)
@@ -300,22 +300,22 @@ def _options(llm: LLM, model: PreTrainedModel, assistant: PreTrainedModel | None
 
 
 def _sized(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:
-    drafter, guesses = call.wishes.drafting
+    drafter, length = call.call_config.drafting
     return EngineOptions(
         drafter=drafter,
-        num_speculative_tokens="auto" if guesses is None else guesses,
+        num_speculative_tokens="auto" if length is None else length,
         max_batch_size=call.rows,
         max_model_len=_positions(model, assistant, call),
     )
 
 
 def _positions(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> int:
-    """Of a row: the next power of two, so that calls of other lengths find room, too."""
+    """Positions of a row: the next power of two, so that calls of other lengths fit, too."""
     most = min(max_positions(each) for each in (model, assistant) if each is not None)
     return min(most, 1 << (call.length - 1).bit_length())
 
 
 def _stamp(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """Changes when weights do: where each lies, and how often it was written to."""
+    """A value that changes when weights do: each tensor's address and version counter."""
     weights = model.state_dict(keep_vars=True).values()
     return tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)

@@ -1,8 +1,8 @@
-"""transformers' logits processors and stopping criteria, called for one row at a time as the engine decodes it.
+"""transformers' logits processors and stopping criteria, called for one row at a time while the engine decodes it.
 
-A row's text is what transformers would show them: the prompt with its padding, then the answer. They have to be
-functions of that text and the scores, as transformers' own assisted decoding needs them, too: they are asked about
-guesses, some of which are thrown away.
+A row's text is the one that transformers would pass: the prompt with its padding, then the answer. Processors and
+criteria have to be functions of that text and the scores, as for transformers' own assisted decoding: they are called
+on draft tokens, some of which are rejected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ Criterion = Callable[[Tensor, None], Tensor | bool]  # text [1, L], no scores ->
 
 @dataclass
 class Record:
-    """Logits [V] of every token that a row has gained: as the model gave them, and as the processors left them."""
+    """Logits [V] of every token of a row: the model's, and those that the processors returned."""
 
     raw: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
 
 
 class Processed(ProcessedRow):
-    """A row's processors of transformers' kind, as the constraint that the engine asks at each of its places.
+    """A row's processors of transformers' kind, as the constraint that the engine applies at each of its places.
 
-    text [1, L]: its prompt with its padding. ends: tokens behind which nothing comes. record: where logits are kept
-    that led to a token; None: nowhere.
+    text: [1, L], the row's prompt with its padding.
+    ends: tokens that end an answer.
+    record: receives the logits of every token; None: they are not recorded.
     """
 
     def __init__(
@@ -39,30 +40,30 @@ class Processed(ProcessedRow):
     ) -> None:
         super().__init__((), ends)
         self._text, self._each, self._record = text, processors, record
-        self._seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the draft tokens before a place
+        self._logits: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the draft tokens before a place
 
     def advance(self, tokens: Sequence[int]) -> None:
         super().advance(tokens)
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], 1)
         if self._record is not None:
             for place in range(len(tokens)):
-                raw, scores = self._seen[tuple(tokens[:place])]
+                raw, scores = self._logits[tuple(tokens[:place])]
                 self._record.raw.append(raw)
                 self._record.scores.append(scores)
-        self._seen.clear()
+        self._logits.clear()
 
-    def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        text = torch.cat([self._text, self._text.new_tensor([drafted])], 1) if drafted else self._text
+    def scores(self, draft_tokens: Sequence[int], logits: Tensor) -> Tensor:
+        text = torch.cat([self._text, self._text.new_tensor([draft_tokens])], 1) if draft_tokens else self._text
         scores = logits.float()[None].clone()
         for process in self._each:
             scores = process(text, scores)
-        if self._record is not None:  # the target is asked last: what a draft model was told is written over
-            self._seen[tuple(drafted)] = logits.clone(), scores[0]
+        if self._record is not None:  # the target comes last and overwrites the draft model's
+            self._logits[tuple(draft_tokens)] = logits.clone(), scores[0]
         return scores[0]
 
 
 class Criteria:
-    """A row's stopping criteria, in the place of a text stream that looks for stop strings."""
+    """A row's stopping criteria, in the place of a detokenizer that looks for stop strings."""
 
     def __init__(self, text: Tensor, criteria: Iterable[Criterion]) -> None:
         self._ids, self._criteria = text, list(criteria)

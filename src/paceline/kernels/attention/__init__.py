@@ -28,7 +28,10 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 
 
 def make_backend(name: AttentionName, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
-    """What runs the attention of models that do not run their own. Raises ParameterError for what cannot run here."""
+    """The attention backend ``name`` on a device; an unknown name, such as "auto", picks the best one.
+
+    Raises ParameterError if the backend cannot run here, or if ``deterministic`` needs another one.
+    """
     if name not in BACKENDS:
         name = "ragged" if device.type == "cuda" and why_not(device) is None else "padded"
     if name == "ragged":

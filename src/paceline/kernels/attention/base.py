@@ -1,6 +1,6 @@
-"""What an attention backend is.
+"""The protocol of attention backends.
 
-Shapes: B rows, L new tokens a row, H heads, G key/value heads, P positions, D head width.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, P positions, D head width.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from paceline.kernels.gpu.state import PackedHeads
 
 @dataclass
 class Plan:
-    """One forward pass, as attention sees it: computed once, used by every layer.
+    """What attention needs to know about one forward pass: computed once, used by every layer.
 
-    positions: [B, L] int64, the position of every query. A key is visible to a query if and only if its position is
-        not greater than the query's (and, with a sliding window w, greater than the query's minus w).
-    longest: slots of the cache that any query can see (a host integer): keys at ``longest`` and beyond are hidden from
-        all.
-    ancestors: [B, L, L] bool, for trees: which of the new tokens each of them sees, itself included. Their keys lie
-        side by side from the slot ``positions[:, 0]`` on, the root's; what lies before is visible to all of them. None:
-        the new tokens are a chain, and every key's slot is its position.
+    positions: [B, L] int64, the position of every query. A key is visible to a query if and only if its position is not
+        greater than the query's (and, with a sliding window w, greater than the query's minus w).
+    longest: number of cache slots that any query can see (a host integer); keys at ``longest`` and beyond are hidden.
+    ancestors: [B, L, L] bool, for trees: whether a query (second dimension) sees a new token (third), itself included.
+        The new keys lie side by side from the root's slot ``positions[:, 0]`` on; every query of the row sees all keys
+        before it. None: the new tokens are a chain, and every key's slot is its position.
     """
 
     positions: Tensor
     longest: int
     ancestors: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
-    rows: list[Plan] = field(default_factory=list)  # one plan a row, for backends that go row by row
+    rows: list[Plan] = field(default_factory=list)  # one plan per row, for backends that go row by row
 
     @cached_property
     def slots(self) -> Tensor:
-        """[B, L]: where in the cache the new keys lie."""
+        """[B, L]: the cache slots of the new keys."""
         if self.ancestors is None:
             return self.positions
         return self.positions[:, :1] + torch.arange(self.positions.shape[1], device=self.positions.device)
 
     @cached_property
     def paths(self) -> Tensor:
-        """[B, L, L] int32, of trees: the new tokens on the way to each, itself the last; beyond it L."""
+        """[B, L, L] int32, for trees: indices of the new tokens on the path to each token, itself last, then L as
+        padding.
+        """
         assert self.ancestors is not None
         order = torch.arange(self.ancestors.shape[2], dtype=torch.int32, device=self.ancestors.device)
         return torch.where(self.ancestors, order, len(order)).sort(2).values
 
     def hidden(self, window: int | None) -> Tensor:
-        """[B, L, longest] bool: the keys that each query must not see."""
+        """[B, L, longest] bool: True where a query must not see a key."""
         query = self.positions[:, :, None]
         key = torch.arange(self.longest, device=query.device)
         # Padding beyond ``longest`` still sees a key: no softmax over nothing, no NaN in the cache.
@@ -63,7 +64,7 @@ class Plan:
     def _tree_keys(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each query sees a key [B, L, longest], and the keys' positions [B, 1, longest]."""
         rows, length = self.positions.shape
-        key = torch.arange(self.longest + length, device=self.positions.device)  # new ones may lie beyond ``longest``
+        key = torch.arange(self.longest + length, device=self.positions.device)  # new keys may lie beyond ``longest``
         seen = (key < self.positions[:, :1, None]).repeat(1, length, 1)
         seen.scatter_(2, self.slots[:, None].expand(-1, length, -1), ancestors)
         at = key.repeat(rows, 1, 1).scatter_(2, self.slots[:, None], self.positions[:, None])
@@ -71,7 +72,7 @@ class Plan:
 
 
 class AttentionBackend(Protocol):
-    """Attention of L new tokens a row over each row's own cached prefix."""
+    """Attention of L new tokens per row over each row's own cached prefix."""
 
     name: str
 
@@ -90,7 +91,7 @@ class AttentionBackend(Protocol):
 
 
 class Attend(Protocol):
-    """What a model calls once a layer: write the new keys and values, then attend over the row's whole prefix.
+    """The call that a model makes once per layer: write the new keys and values, then attend over the row's prefix.
 
     q [B, H, L, D], k and v [B, G, L, D] (rotary already applied) -> [B, H, L, D].
     """
@@ -102,8 +103,8 @@ class Attend(Protocol):
 
 @runtime_checkable
 class AttendPacked(Protocol):
-    """An ``Attend`` that would rather have a layer's heads unnormed and unturned, and do it all at once."""
+    """An ``Attend`` that takes a layer's heads before norm and rotary, and does both together with the cache write."""
 
     def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
-        """-> [B, H, L, D]."""
+        """Attention of the packed heads -> [B, H, L, D]."""
         ...

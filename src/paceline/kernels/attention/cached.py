@@ -1,4 +1,4 @@
-"""What a model calls once a layer: the new keys and values join the cache, then the rows attend over it."""
+"""Write a layer's new keys and values into the cache, then attend over it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CachedAttend:
 
 
 class PackedCachedAttend(CachedAttend):
-    """The same, and an ``AttendPacked``: norm, rotation and cache write in one launch. Needs triton."""
+    """A ``CachedAttend`` that is an ``AttendPacked``: norm, rotation and cache write in one launch. Needs triton."""
 
     def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
         from paceline.kernels.gpu.rotary import turn_and_store

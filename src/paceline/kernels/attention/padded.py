@@ -10,7 +10,7 @@ from paceline.kernels.attention.base import Plan
 
 
 class PaddedAttention:
-    """One scaled-dot-product call for all rows; what a row may not see is masked.
+    """One scaled-dot-product call for all rows; keys that a row must not see are masked.
 
     The H / G query heads that share a key head are packed along the query axis, so keys and values are never repeated.
     """
@@ -34,7 +34,7 @@ class PaddedAttention:
 
 
 def _mask(plan: Plan, shared: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[B, 1, shared * L, longest]: 0 where visible, -inf where not; made once a forward pass."""
+    """[B, 1, shared * L, longest]: 0 where visible, -inf where not; made once per forward pass."""
     if window not in plan.masks:
         hidden = plan.hidden(window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -1,10 +1,10 @@
 """All rows in one Triton launch, each over its own length: no padding, no loop over rows, no read by the host.
 
-Shapes: B rows, L new tokens a row, H heads, G key/value heads, P positions, D head width. One program takes one row,
-one key head, a tile of the H / G x L queries that share it (packed along the tile's first axis), and one stretch of the
-row's positions. A second kernel joins the stretches (Flash-Decoding's reduction, here for more than one query).
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, P positions, D head width. One program takes one row,
+    one key head, a tile of the H / G x L queries that share it (packed along the tile's first axis), and one split of
+    the row's positions. A second kernel joins the splits (Flash-Decoding's reduction, here for more than one query).
 
-A row's share of the work is found inside the kernel from the positions of its queries: lengths stay on the device.
+The kernel computes a row's splits from the positions of its queries, so lengths stay on the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from paceline.kernels.attention.base import Plan
 from paceline.kernels.gpu.launch import multiprocessors
 
 _LOG2_E = 1.4426950408889634
-_SMALLEST_TILE = 16  # what tl.dot multiplies at least
+_SMALLEST_TILE = 16  # smallest tile side that tl.dot multiplies
 _JOINED_AT_ONCE = 16
 
 
-# What differs from prompt to prompt and from batch to batch is no compile-time constant, nor is its value looked at
-# when a compiled kernel is chosen: a new length compiles nothing while rows wait.
+# Arguments that vary between prompts and batches are not specialised, so a new length never recompiles the kernel.
 @triton.jit(do_not_specialize=["longest", "window", "rows_times_heads", "new_tokens", "splits"])
 def attend_kernel(
     q: tl.tensor,
@@ -64,14 +63,16 @@ def attend_kernel(
 ) -> None:
     """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, D] and levels [splits, B, L, H], both float32.
 
-    With one split there is nothing to join: it writes out [B, L, H, D] itself.
+    With one split the kernel writes out [B, L, H, D] itself.
 
-    tree: with TREE "ancestors", which new token sees which, [B, L, L] int8. With TREE "paths" a tile is of one token
-    alone (HEAD_TILES of them a token) and meets its keys in the order of positions: tree [B, L, L] int32 says at which
-    of the new tokens' slots they lie. That takes each token its own loads, and gives the bits of plain decoding.
+    tree: with TREE "ancestors", [B, L, L] int8: whether a new token (second dimension) sees another (third). With TREE
+        "paths" a tile holds queries of one token only (HEAD_TILES tiles per token) and visits its keys in the order of
+        positions: tree [B, L, L] int32 holds the indices of the new tokens on its path. Each token then loads its own
+        keys, and gets the bits of plain decoding.
 
-    A level is the base-2 logarithm of the sum of the stretch's weights, -inf where it holds nothing visible.
-    SPLIT_SIZE: positions of a stretch, counted from position 0, or 0 to share each row's blocks evenly.
+    levels: base-2 logarithm of the sum of the split's weights, -inf where it holds no visible key.
+
+    SPLIT_SIZE: positions per split, counted from position 0; 0 shares each row's blocks evenly among the splits.
     """
     split = tl.program_id(0)
     row = (tl.program_id(1) // GROUPS).to(tl.int64)
@@ -90,7 +91,7 @@ def attend_kernel(
     query_at = tl.load(positions + row * new_tokens + token, mask=real, other=-1).to(tl.int32)
     base = tl.load(positions + row * new_tokens).to(tl.int32)
     last = tl.load(positions + row * new_tokens + new_tokens - 1).to(tl.int32)
-    if TREE == "ancestors":  # the new keys lie side by side from the root's position on, wherever they stand
+    if TREE == "ancestors":  # the new keys lie side by side from the root's position on, whatever their own positions
         last = base + new_tokens - 1
     if TREE == "paths":
         last = tl.load(positions + row * new_tokens + alone).to(tl.int32)
@@ -136,7 +137,7 @@ def attend_kernel(
             visible = visible & (key_at[None, :] > query_at[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible yet: -inf - -inf is no number
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key yet: -inf - -inf would be NaN
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
@@ -154,7 +155,7 @@ def attend_kernel(
     else:
         line += split.to(tl.int64) * rows_times_heads * new_tokens
         some = place < tl.where(start < stop, SHARED if TREE == "paths" else SHARED * new_tokens, 0)
-        some = some[:, None] & inside[None, :]  # no key: no result
+        some = some[:, None] & inside[None, :]  # a split without keys writes no result
         tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some)
         tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
 
@@ -195,11 +196,11 @@ def join_kernel(
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the work is cut. queries, positions: a program's tile. split: positions of a stretch.
+    """Tile sizes. queries, positions: size of a program's tile. split: positions per split.
 
-    None is chosen by the shape of the batch. With ``queries`` and ``split`` fixed, the order of every sum is fixed by
-    absolute positions: a query's bits do not depend on its neighbours, on their number or on the row's other queries,
-    be they a chain or a tree.
+    None: chosen by the shape of the batch. With ``queries`` and ``split`` fixed, absolute positions fix the order of
+        every sum: a query's bits do not depend on its neighbours, on their number or on the row's other queries, in a
+        chain or in a tree.
     """
 
     queries: int | None = None
@@ -209,7 +210,7 @@ class Tiles:
     stages: int = 2
 
     def warps_for(self, queries: int) -> int:
-        """Twice as many for the largest tile, whose registers spill otherwise (docs/gpu-kernels.md)."""
+        """Warps per program: doubled for the largest tile, which spills registers otherwise (docs/gpu-kernels.md)."""
         return self.warps if queries < _LARGEST_TILE else 2 * self.warps
 
 
@@ -219,9 +220,9 @@ _LARGEST_TILE = 64
 
 
 class RaggedAttention:
-    """One launch for all rows, split along the positions so that few rows fill the chip as well as many.
+    """One launch for all rows, split along the positions so that a few rows also fill the GPU.
 
-    deterministic: tiles and stretches of fixed size, so that a token's bits do not depend on the batch or on k.
+    deterministic: tiles and splits of fixed size, so that a token's bits do not depend on the batch or on k.
     """
 
     name = "ragged"
@@ -230,7 +231,7 @@ class RaggedAttention:
         self.tiles = tiles or (FIXED if deterministic else Tiles())
 
     def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
-        """Nothing is read and nothing is computed: rows may be of any lengths below ``longest``."""
+        """A plan without any computation: rows may have any lengths below ``longest``."""
         return Plan(positions.contiguous(), longest, None if ancestors is None else ancestors.contiguous())
 
     def attend(
@@ -289,7 +290,7 @@ class RaggedAttention:
         return out.transpose(1, 2)
 
     def _tree(self, plan: Plan) -> tuple[str, Tensor]:
-        """How the kernel takes a tree, and what it reads of it; of a chain nothing."""
+        """The kernel's TREE mode and its ``tree`` argument; "none" for a chain."""
         if plan.ancestors is None:
             return "none", plan.positions
         if self.tiles.split is None:
@@ -297,7 +298,7 @@ class RaggedAttention:
         return "paths", plan.paths
 
     def _splits(self, programs: int, longest: int, device: torch.device) -> tuple[int, int]:
-        """How many stretches, and their size (0: each row's positions are shared evenly)."""
+        """Number of splits, and their size in positions (0: each row's positions are shared evenly)."""
         if self.tiles.split is not None:
             return triton.cdiv(longest, self.tiles.split), self.tiles.split
         wanted = triton.cdiv(2 * multiprocessors(device), programs)
@@ -306,7 +307,7 @@ class RaggedAttention:
 
 
 def _tile(queries: int, dtype: torch.dtype) -> int:
-    """Of single precision the smallest: its products have no tensor cores, and larger tiles no registers."""
+    """Queries per tile. float32 takes the smallest: without tensor cores, larger tiles only use up registers."""
     if dtype == torch.float32:
         return _SMALLEST_TILE
     return int(min(_LARGEST_TILE, max(_SMALLEST_TILE, triton.next_power_of_2(queries))))

@@ -1,4 +1,4 @@
-"""The slow reference: every row and head on its own, as in the textbook. Tests hold the other backends against it."""
+"""Reference implementation: every row and head on its own. Tests compare the other backends with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReferenceAttention:
 
 
 def visible_keys(plan: Plan, row: int, window: int | None) -> Tensor:
-    """[L, longest] bool, query by query: the text before the block, the ancestors, the query's own key."""
+    """[L, longest] bool: per query, the text before the block, the query's ancestors, and its own key."""
     visible = torch.zeros(plan.positions.shape[1], plan.longest, dtype=torch.bool, device=plan.positions.device)
     positions = plan.positions[row].tolist()
     for place, position in enumerate(positions):

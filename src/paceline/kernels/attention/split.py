@@ -1,4 +1,4 @@
-"""BASS-SPLIT (2404.15778): one kernel call a row, each over its own length, so no row pays for another's."""
+"""BASS-SPLIT (2404.15778): one kernel call per row, each over its own length, so no row pays for another's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _STREAMS = 8  # rows whose kernels may run at the same time on a GPU
 
 
 class SplitAttention:
-    """Each row's queries over exactly the keys that row has; the loop over rows is what the paper's variant is.
+    """Attention row by row, each over exactly its own keys; the paper's variant is this loop over rows.
 
-    On CUDA the rows' kernels run on streams of their own, side by side.
+    On CUDA the rows' kernels run side by side, each on a CUDA stream of its own.
     """
 
     name = "split"

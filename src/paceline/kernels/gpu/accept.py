@@ -1,9 +1,9 @@
-"""Accept, recover, bonus and commit in a few small launches: what a round does after the target's logits are there.
+"""Accept, recover, bonus and commit in a few small launches: the part of a round that follows the target's logits.
 
-Shapes: B rows, k guesses, L = k + 1 positions, V vocabulary, S stop tokens. The rules are those of ``rules.py``,
-the commit is ``rows.RowState.gain``, the noise is that of ``sampling.py``. Every function here writes a row's new
-tokens into its text, lengthens it, and returns the round's record [B, L + 3] int64: tokens, accepted, drafted, gained.
-A row gains nothing once it has ended (at its limit, or behind a stop token): the host may be a round behind.
+Shapes: B rows, k draft tokens, L = k + 1 positions, V vocabulary, S stop tokens. The rules are those of ``rules.py``,
+    the commit is ``rows.RowState.gain``, the noise is that of ``sampling.py``. Every function here appends a row's new
+    tokens to its text, updates its length, and returns the round's record [B, L + 3] int64: tokens, accepted, drafted,
+    gained. A row that has ended (limit or stop token) gains nothing: the host may be a round behind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def commit(
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
 ) -> None:
-    """Give a row its ``accepted + 1`` tokens [LENGTH_UP] int64, cut at the first stop token and at its limit."""
+    """Append ``accepted + 1`` of the tokens [LENGTH_UP] int64 to a row, up to its first stop token and its limit."""
     place = tl.arange(0, LENGTH_UP)
     before = tl.load(length + row)
     room = tl.load(limit + row) - before
@@ -78,7 +78,7 @@ def commit(
 
 @triton.jit
 def leading(kept: tl.tensor, counts: tl.tensor, LENGTH_UP: tl.constexpr) -> tl.tensor:
-    """How many guesses, from the first on, are real and kept [LENGTH_UP]."""
+    """Number of leading draft tokens that exist and are kept [LENGTH_UP]."""
     place = tl.arange(0, LENGTH_UP)
     return tl.min(tl.where(kept & (place < counts), LENGTH_UP, place), 0)
 
@@ -87,7 +87,7 @@ def leading(kept: tl.tensor, counts: tl.tensor, LENGTH_UP: tl.constexpr) -> tl.t
 def coupled_kernel(
     values: tl.tensor,
     drawn: tl.tensor,
-    guesses: tl.tensor,
+    draft_tokens: tl.tensor,
     counts: tl.tensor,
     seed: tl.tensor,
     rate: tl.tensor,
@@ -108,7 +108,9 @@ def coupled_kernel(
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
 ) -> None:
-    """Grid (B): the target's draws from their blocks (values, drawn [B * L, blocks]), guesses kept while they agree."""
+    """Grid (B): accept draft tokens while they equal the target's draws, joined from blocks (values, drawn [B * L,
+    blocks]).
+    """
     row = tl.program_id(0).to(tl.int64)
     place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
     at = (row * LENGTH + place)[:, None] * BLOCKS + block[None, :]
@@ -117,15 +119,15 @@ def coupled_kernel(
     token = tl.load(drawn + at, mask=there, other=2147483647)
     best = tl.max(value, 1)
     draws = tl.min(tl.where(value == best[:, None], token, 2147483647), 1).to(tl.int64)
-    draws = tl.where(draws == 2147483647, 0, draws)  # of logits that are no numbers
-    guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=-1)
+    draws = tl.where(draws == 2147483647, 0, draws)  # all logits were NaN
+    draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=-1)
     drafted = tl.load(counts + row)
     if SYNTHETIC:
         a, b = noise_key(tl.load(seed + row), tl.load(length + row) + place, synthetic_salt)
         accepted = leading(uniform(a, b, tl.zeros_like(place)) < rate, drafted, LENGTH_UP)
-        draws = tl.where(place < accepted, guess, draws)
+        draws = tl.where(place < accepted, draft_token, draws)
     else:
-        accepted = leading(guess == draws, drafted, LENGTH_UP)
+        accepted = leading(draft_token == draws, drafted, LENGTH_UP)
     commit(
         row, draws, accepted, drafted, text, text_stride, length, prompt_length, limit, stops, live, record,
         LENGTH, LENGTH_UP, STOPS, STOPS_UP,
@@ -155,20 +157,20 @@ def mass_kernel(
 
 
 @triton.jit
-def guess_probabilities(
+def draft_probabilities(
     logits: tl.tensor,
     maxima: tl.tensor,
     leaders: tl.tensor,
     masses: tl.tensor,
     line: tl.tensor,
-    guess: tl.tensor,
+    draft_token: tl.tensor,
     real: tl.tensor,
     heat: tl.tensor,
     line_stride: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
 ) -> tl.tensor:
-    """The law's probability of each guess [LENGTH_UP], on lines [LENGTH_UP]; 0 or 1 at temperature 0."""
+    """Probability of each draft token [LENGTH_UP] under its line [LENGTH_UP]; 0 or 1 at temperature 0."""
     block = tl.arange(0, BLOCKS_UP)
     at = line[:, None] * BLOCKS + block[None, :]
     there = real[:, None] & (block < BLOCKS)[None, :]
@@ -177,13 +179,13 @@ def guess_probabilities(
     leader = tl.load(leaders + at, mask=there, other=2147483647)
     first = tl.min(tl.where(maximum == top[:, None], leader, 2147483647), 1)
     mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
-    x = tl.load(logits + line * line_stride + guess, mask=real, other=0.0).to(tl.float32)
+    x = tl.load(logits + line * line_stride + draft_token, mask=real, other=0.0).to(tl.float32)
     warm = tl.exp(scaled_logits(x, tl.where(real, top, 0.0), heat)) / tl.where(real, mass, 1.0)
-    return tl.where(heat == 0.0, (guess == first).to(tl.float32), warm)
+    return tl.where(heat == 0.0, (draft_token == first).to(tl.float32), warm)
 
 
 @triton.jit
-def judge_kernel(
+def rejection_kernel(
     p_logits: tl.tensor,
     p_maxima: tl.tensor,
     p_leaders: tl.tensor,
@@ -194,7 +196,7 @@ def judge_kernel(
     q_leaders: tl.tensor,
     q_masses: tl.tensor,
     q_stride: tl.tensor,
-    guesses: tl.tensor,
+    draft_tokens: tl.tensor,
     counts: tl.tensor,
     temperature: tl.tensor,
     seed: tl.tensor,
@@ -206,17 +208,27 @@ def judge_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
 ) -> None:
-    """Grid (B): guess x is kept where coin * q(x) < p(x) -> accepted [B] int64."""
+    """Grid (B): accept draft token x where coin * q(x) < p(x) -> accepted [B] int64."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, LENGTH_UP)
     real = place < LENGTH - 1
-    guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=real, other=0)
+    draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=real, other=0)
     heat = tl.load(temperature + row)
-    p = guess_probabilities(
-        p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + place, guess, real, heat, p_stride, BLOCKS, BLOCKS_UP
+    p = draft_probabilities(
+        p_logits,
+        p_maxima,
+        p_leaders,
+        p_masses,
+        row * LENGTH + place,
+        draft_token,
+        real,
+        heat,
+        p_stride,
+        BLOCKS,
+        BLOCKS_UP,
     )
-    q = guess_probabilities(
-        q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + place, guess, real, heat, q_stride,
+    q = draft_probabilities(
+        q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + place, draft_token, real, heat, q_stride,
         BLOCKS, BLOCKS_UP,
     )  # fmt: skip
     a, b = noise_key(tl.load(seed + row), tl.load(length + row) + place, salt)
@@ -226,7 +238,7 @@ def judge_kernel(
 
 
 @triton.jit
-def law(
+def probabilities(
     logits: tl.tensor,
     maxima: tl.tensor,
     leaders: tl.tensor,
@@ -239,7 +251,7 @@ def law(
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
 ) -> tl.tensor:
-    """Probabilities of a block of tokens on one line."""
+    """Probabilities of one block of tokens on one line."""
     block = tl.arange(0, BLOCKS_UP)
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     mass = tl.sum(tl.load(masses + line * BLOCKS + block, mask=block < BLOCKS, other=0.0), 0)
@@ -281,12 +293,12 @@ def recover_kernel(
     inside = column < vocab
     heat = tl.load(temperature + row)
     kept = tl.load(accepted + row)
-    p = law(
+    p = probabilities(
         p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + kept, column, inside, heat, p_stride, BLOCKS, BLOCKS_UP
     )
     rest = p
     if kept < tl.load(counts + row):
-        q = law(
+        q = probabilities(
             q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + kept, column, inside, heat, q_stride,
             BLOCKS, BLOCKS_UP,
         )  # fmt: skip
@@ -312,7 +324,7 @@ def recover_kernel(
 def finish_kernel(
     values: tl.tensor,
     drawn: tl.tensor,
-    guesses: tl.tensor,
+    draft_tokens: tl.tensor,
     accepted: tl.tensor,
     counts: tl.tensor,
     text: tl.tensor,
@@ -330,7 +342,7 @@ def finish_kernel(
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
 ) -> None:
-    """Grid (B): the guesses kept, then the recovered or bonus token; from p where rounding left nothing of p - q."""
+    """Grid (B): the accepted tokens, then the recovered or bonus token; drawn from p if rounding leaves p - q empty."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     place = tl.arange(0, LENGTH_UP)
@@ -339,8 +351,8 @@ def finish_kernel(
     whole = first_best(values, drawn, row + rows, BLOCKS, BLOCKS_UP)
     token = tl.where(something, rest, whole).to(tl.int64)
     kept = tl.load(accepted + row)
-    guess = tl.load(guesses + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=0)
-    tokens = tl.where(place < kept, guess, tl.where(place == kept, token, 0))
+    draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=0)
+    tokens = tl.where(place < kept, draft_token, tl.where(place == kept, token, 0))
     commit(
         row, tokens, kept, tl.load(counts + row), text, text_stride, length, prompt_length, limit, stops, live, record,
         LENGTH, LENGTH_UP, STOPS, STOPS_UP,
@@ -376,7 +388,7 @@ def logprob_kernel(
 
 
 def _row_arguments(rows: RowState, record: Tensor) -> tuple[Tensor | int, ...]:
-    """What ``commit`` wants to know of the rows."""
+    """``commit``'s arguments that describe the rows."""
     state = rows.length, rows.prompt_length, rows.limit, rows.stops, rows.live
     return (rows.text, rows.text.stride(0), *state, record)
 
@@ -388,9 +400,9 @@ def _shape(k: int, rows: RowState) -> dict[str, int]:
 
 
 def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
-    """``rules.keep_equal`` of the draws from logits [B, k + 1, V], and commit -> the record.
+    """``rules.keep_equal`` for the draws from logits [B, k + 1, V], and commit -> the record.
 
-    synthetic: keep each guess with this probability instead, whatever it is: for benchmarks.
+    synthetic: accept each draft token with this probability instead, for benchmarks.
     """
     blocks = Blocks(logits.shape[-1], block)
     noise = Noise(rows.temperature, rows.seed, rows.length)
@@ -413,8 +425,8 @@ def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | Non
     return record
 
 
-def _law_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Tensor | int, ...]:
-    """logits [B, L, V] -> what the kernels need to know of their softmax, as arguments."""
+def _softmax_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Tensor | int, ...]:
+    """logits [B, L, V] -> the softmax's arguments for kernels: lines, maxima, leaders, masses, stride."""
     lines = logits.reshape(-1, blocks.vocab)
     maxima, tokens = leaders(lines, blocks)
     masses = torch.empty_like(maxima)
@@ -434,11 +446,11 @@ def _law_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Te
 
 
 def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
-    """What a record's tokens are worth to the model itself: logits [B, L, V] -> [B, L] float32 (temperature 1)."""
+    """Log-probabilities of a record's tokens at temperature 1: logits [B, L, V] -> [B, L] float32."""
     rows, length, vocab = logits.shape
     blocks = Blocks(vocab, block)
     one = torch.ones(rows, dtype=torch.float32, device=logits.device)
-    lines, maxima, _, masses, stride = _law_tables(logits, one, blocks)
+    lines, maxima, _, masses, stride = _softmax_tables(logits, one, blocks)
     own = torch.empty((rows, length), dtype=torch.float32, device=logits.device)
     logprob_kernel[(rows,)](
         lines, maxima, masses, record, own, stride, RECORD=record.shape[1],
@@ -448,16 +460,19 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
-    """``rules.keep_likely`` of the laws of logits [B, k + 1, V], commit -> the record. Certain guesses are coupled."""
+    """``rules.keep_likely`` for the distributions of logits [B, k + 1, V], and commit -> the record.
+
+    Draft tokens without draft logits are accepted by ``coupled``.
+    """
     if draft.logits is None:
         return coupled(draft, logits, rows, block=block)
     blocks = Blocks(logits.shape[-1], block)
-    p, q = (_law_tables(table, rows.temperature, blocks) for table in (logits, draft.logits))
+    p, q = (_softmax_tables(table, rows.temperature, blocks) for table in (logits, draft.logits))
     record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
     accepted = torch.empty_like(rows.length)
     shape = _shape(draft.k, rows)
     own = rows.temperature, rows.seed, rows.length
-    judge_kernel[(rows.rows,)](
+    rejection_kernel[(rows.rows,)](
         *p, *q, draft.tokens, draft.counts, *own, salt(Purpose.ACCEPT), accepted,
         LENGTH=shape["LENGTH"], LENGTH_UP=shape["LENGTH_UP"], num_warps=4, **blocks.shape,
     )  # fmt: skip

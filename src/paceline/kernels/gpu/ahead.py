@@ -1,4 +1,4 @@
-"""Programs captured before anybody asks for them, as far as time, memory and the number of graphs allow."""
+"""Capture programs as graphs before any request needs them, within limits of time, memory and number of graphs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeAlias
 from paceline.core.hardware import available_memory
 from paceline.kernels.gpu.graphs import MOST_GRAPHS, Graphs, Named
 
-Progress: TypeAlias = Callable[[Sequence[Named]], Iterable[Named]]  # may show a bar
+Progress: TypeAlias = Callable[[Sequence[Named]], Iterable[Named]]  # may show a progress bar
 
-LEFT_FREE = 0.5  # of the memory that is free before: prompts want some, and what is captured later
+LEFT_FREE = 0.5  # fraction of the free memory that stays free, for prompts and for graphs captured later
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """What was captured ahead, in how many seconds; how many others were left out, and why, if any were."""
+    """Result: programs captured and the seconds it took; the number left out and the reason, if any."""
 
     captured: int
     seconds: float
@@ -27,12 +27,12 @@ class Ahead:
     def __str__(self) -> str:
         done = f"{self.captured} programs captured ahead as graphs in {self.seconds:.1f} s"
         if self.why is None:
-            return f"{done}: all that are likely"
-        return f"{done}; {self.left} likely ones are left to their first use, for {self.why}"
+            return f"{done}: all likely ones"
+        return f"{done}; {self.left} likely ones will be captured at first use: {self.why}"
 
 
 class Limits:
-    """What ends it. From now on: seconds, and a share of the memory that is free now."""
+    """Limits of a capture run: seconds from now, and a fraction of the memory that is free now."""
 
     def __init__(self, graphs: Graphs, seconds: float) -> None:
         self._graphs, self._seconds, self._began = graphs, seconds, time.perf_counter()
@@ -40,22 +40,25 @@ class Limits:
 
     @property
     def spent(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return time.perf_counter() - self._began
 
     def reached(self) -> str | None:
-        """Which, in words; None while one more may be captured."""
+        """The limit that has been reached, in words; None while one more program may be captured."""
         if self.spent >= self._seconds:
-            return f"no more than {self._seconds:g} s were given"
+            return f"the limit of {self._seconds:g} s was reached"
         if self._graphs.full:
-            return f"{MOST_GRAPHS} graphs are kept at a time"
+            return f"at most {MOST_GRAPHS} graphs are kept at a time"
         if available_memory(self._graphs.device) < self._least:
-            return f"less than {LEFT_FREE:.0%} is left of the memory that was free before"
+            return f"less than {LEFT_FREE:.0%} of the memory that was free before is left"
         return None
 
 
 def capture_ahead(graphs: Graphs, programs: Iterable[Named], seconds: float, progress: Progress = iter) -> Ahead:
-    """Capture those that have not been, in this order, until a limit is reached; the last one may go beyond it."""
+    """Capture the programs that are not captured yet, in this order, until a limit is reached.
+
+    The limits are checked between programs: the last one may exceed them.
+    """
     limits, known = Limits(graphs, seconds), set(graphs.keys)
     wanted = [(key, program) for key, program in programs if key not in known]
     for captured, (key, program) in enumerate(progress(wanted)):

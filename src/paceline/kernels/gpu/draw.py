@@ -1,9 +1,10 @@
-"""A token from every line of logits: temperature and counter-based noise in the kernel, no probabilities in memory.
+"""Draw a token from every line of logits: temperature and counter-based noise in the kernel, no probabilities in
+memory.
 
-Shapes: N lines (B rows x L positions), V vocabulary. A line's tokens are shared out over programs in blocks; what each
-block found is joined by the kernel that needs it. The arithmetic is that of ``sampling.draw``: the leader's logit
-becomes 0 in float32, the noise is float64, ties go to the smaller token. Most of that noise nobody needs to know to the
-bit: float32 shows which tokens may be a block's best, nearly always one, see ``noisy_best``.
+Shapes: N lines (B rows x L positions), V vocabulary. A line is divided into blocks, one program each; the kernel that
+    needs the result joins the blocks. The arithmetic is that of ``sampling.draw``: the largest logit becomes 0 in
+    float32, the noise is float64, ties go to the smaller token. The exact noise is rarely needed: float32 shows which
+    tokens may be a block's best, nearly always one (see ``noisy_best``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.kernels.gpu.noise import GUMBEL_ERROR, bits24, gumbel, near_gumbel
 BLOCK = 4096
 _WARPS = 8
 MARGIN = tl.constexpr(2 * GUMBEL_ERROR)
-_ROUNDING = tl.constexpr(2.0**-22)  # of the best score's size
+_ROUNDING = tl.constexpr(2.0**-22)  # relative to the best score
 
 
 @triton.jit
@@ -53,17 +54,17 @@ def line_max(maxima: tl.tensor, line: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP
 def first_best(
     values: tl.tensor, tokens: tl.tensor, line: tl.tensor, BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr
 ) -> tl.tensor:
-    """The token of a line's largest value; of equal ones the smallest token; 0 where no value is a number."""
+    """The token of a line's largest value; the smallest token of equal ones; 0 where every value is NaN."""
     block = tl.arange(0, BLOCKS_UP)
     value = tl.load(values + line * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
     token = tl.load(tokens + line * BLOCKS + block, mask=block < BLOCKS, other=2147483647)
     found = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
-    return tl.where(found == 2147483647, 0, found)  # whatever is drawn is looked up next
+    return tl.where(found == 2147483647, 0, found)  # the result is used as an index
 
 
 @triton.jit
 def scaled_logits(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """The leader at 0, divided by the temperature (not at 0): ``sampling.warp`` without cuts."""
+    """Logits minus the largest one, divided by the temperature (unless it is 0): ``sampling.warp`` without cuts."""
     return tl.div_rn(x - top, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x))
 
 
@@ -79,12 +80,12 @@ def plain_best(score: tl.tensor, token: tl.tensor, inside: tl.tensor) -> tuple[t
 def noisy_best(
     score: tl.tensor, noise: tl.tensor, a: tl.tensor, b: tl.tensor, token: tl.tensor, inside: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A block's largest score + float64 noise, and the smallest token that has it. noise: the same by ``near_gumbel``.
+    """A block's largest score + float64 noise, and the smallest token that has it. noise: ``near_gumbel``'s float32.
 
-    The best of the near sums is ``top``. A near sum x is off by GUMBEL_ERROR and its own rounding, 2^-24 |x|. So the
-    true best's is at least top - 2 GUMBEL_ERROR - 2^-24 (|top| + |x|), and |x| is |top| but for the margin itself: with
-    the subtraction's own rounding less than 4 * 2^-24 |top| are lost. Whatever is lower than that cannot win. A token
-    that is alone needs no comparing, only its value; nor do scores that are all -inf, whatever their noise.
+    ``top`` is the largest approximate sum. An approximate sum x is off by GUMBEL_ERROR and its own rounding, 2^-24 |x|.
+    The true best's is therefore at least top - 2 GUMBEL_ERROR - 2^-24 (|top| + |x|), and |x| is |top| up to the margin
+    itself: with the subtraction's own rounding less than 4 * 2^-24 |top| are lost. A lower sum cannot win. A single
+    remaining token needs no comparison, only its value; scores that are all -inf need none either.
     """
     near = tl.where(inside, score + noise, float("-inf"))
     top = tl.max(near, 0)
@@ -92,7 +93,7 @@ def noisy_best(
     found = tl.min(tl.where(close, token, 2147483647), 0)
     if (tl.sum(close.to(tl.int32), 0) == 1) | (top == float("-inf")):
         best = tl.max(tl.where(close, score, float("-inf")), 0).to(tl.float64) + gumbel(a, b, found)
-    else:  # float32 cannot decide, or something is no number
+    else:  # float32 cannot decide, or a score is NaN
         best, found = plain_best(score.to(tl.float64) + gumbel(a, b, token), token, inside)
     return best, found
 
@@ -152,7 +153,7 @@ def pick_kernel(
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a line of ``vocab`` logits is shared out."""
+    """The division of a line of ``vocab`` logits into blocks."""
 
     vocab: int
     size: int = BLOCK
@@ -169,7 +170,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Noise:
-    """What the draw of a row depends on besides its logits: temperature [B] float32, seed and length [B] int64."""
+    """The inputs of a row's draw besides its logits: temperature [B] float32, seed and length [B] int64."""
 
     temperature: Tensor
     seed: Tensor
@@ -220,9 +221,9 @@ def noisy_blocks(
 def draw(
     logits: Tensor, noise: Noise, first: int, purpose: int, ids: Tensor | None = None, block: int = BLOCK
 ) -> Tensor:
-    """A token for every line: logits [B, L, V] -> [B, L] int64; position j stands at length + first + j.
+    """Draw a token for every line: logits [B, L, V] -> [B, L] int64; position j stands at length + first + j.
 
-    ids [V] int64, ascending: the tokens that the columns stand for, where the vocabulary is cut.
+    ids [V] int64, ascending: the tokens that the columns stand for, if the vocabulary is cut.
     """
     rows, length, vocab = logits.shape
     blocks = Blocks(vocab, block)

@@ -1,7 +1,7 @@
-"""What stands between a layer's matrix products: sum and norm in one launch, activation and gate in another.
+"""The operations between a layer's matrix products: sum and norm in one launch, activation and gate in another.
 
-Shapes: N tokens, W width, I inner width of the MLP. Sums are float32; what torch rounds between two of its operations
-is rounded here, too. A program has a token's whole line, so its bits do not depend on the other tokens.
+Shapes: N tokens, W width, I inner width of the MLP. Sums are float32; the values that torch rounds between two
+    operations are rounded here, too. A program has a token's whole line, so its bits do not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.kernels.gpu.state import Norm
 
 _BLOCK = (
-    1024  # of the inner width; like the warps chosen so that nothing spills (docs/gpu-kernels.md), and not measured
+    1024  # inner width per program; like the warps, chosen so that nothing spills (docs/gpu-kernels.md), not measured
 )
 _WARPS = 4
-_WIDE = 4096  # lines that are longer have twice the warps
+_WIDE = 4096  # longer lines get twice the warps
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def gate_kernel(
 
 
 def warps_for(width: int) -> int:
-    """Of a program that has so wide a line."""
+    """Warps of a program for a line of ``width`` numbers."""
     return _WARPS if width <= _WIDE else 2 * _WARPS
 
 

@@ -1,11 +1,11 @@
-"""Tensor programs as CUDA graphs, and how the host hears of them: late, through pinned memory.
+"""Tensor programs as CUDA graphs, whose results reach the host later, through pinned memory.
 
-Nothing here knows what a round is; ``device_round.py`` makes rounds of it:
+``device_round.py`` builds rounds from these general parts:
 
     round = DeviceRound(target, draft, batch, rule)      # decoders, paceline.core.batch.Batch, device_round.Rule
-    round.set_rows(controls)                             # which rows play, and when they end; one small upload
+    round.set_rows(controls)                             # the rows that take part, and their limits; one small upload
     ticket = round.play(rows, k, longest)                # captured at first use, then one graph launch; returns at once
-    record = ticket.read()                               # waits for that round alone, while later ones may run
+    record = ticket.read()                               # waits for that round only, while later ones may run
 
 Programs are run for their side effects on tensors that never move (text, lengths, caches) and return one tensor.
 """
@@ -25,23 +25,23 @@ Named: TypeAlias = tuple[Hashable, Program]  # a program and its key
 
 
 class Fellows(Protocol):
-    """Other ranks, which have parts in the programs: they capture and replay when this one does."""
+    """The other tensor-parallel ranks, which capture and replay their parts of a program when this rank does."""
 
     def capturing(self) -> AbstractContextManager[int]:
-        """What is captured in here -> its number."""
+        """Let the ranks capture what is run inside -> the capture's number."""
         ...
 
     def replaying(self, number: int, /) -> AbstractContextManager[None]:
-        """Beside what is done in here."""
+        """Let the ranks replay a capture while this rank does, inside the context."""
         ...
 
     def forget(self, number: int, /) -> None:
-        """It will not be replayed any more."""
+        """Tell the ranks that a capture will not be replayed any more."""
         ...
 
 
-class Nobody:
-    """Who has no fellows."""
+class NoFellows:
+    """The ``Fellows`` of a process without other ranks."""
 
     def capturing(self) -> AbstractContextManager[int]:
         return nullcontext(0)
@@ -53,17 +53,18 @@ class Nobody:
         pass
 
 
-MOST_GRAPHS = 256  # more than 7 buckets of rows and `auto`'s 17 lengths make of two kinds of requests
-_WARM_UPS = 2  # the first compiles and picks kernels; the second finds everything in place
+MOST_GRAPHS = 256  # more than `auto` needs: 7 buckets of rows x 17 lengths x two kinds of requests
+_WARM_UPS = 2  # the first run compiles and picks kernels; the second finds everything in place
 
 
 class Graphs:
-    """Runs programs: on CUDA as graphs, captured at the first use of their key or ahead of it; elsewhere as they are.
+    """Runs programs: on CUDA as graphs, captured at the first use of their key or ahead of it; elsewhere eagerly.
 
-    Kept are those that were used last: with padded attention and many kinds of requests there is no end of keys.
+    Only the most recently used graphs are kept: padded attention and many kinds of requests make any number of keys.
 
-    idle: a context in which running a program changes nothing that counts, for the runs before a capture.
-    capture: False runs programs eagerly on CUDA, too. fellows: other ranks, if any have parts in the programs.
+    idle: a context in which running a program has no lasting effect, for the warm-up runs before a capture.
+    capture: False runs programs eagerly on CUDA, too.
+    fellows: the other tensor-parallel ranks, if they have parts in the programs.
     """
 
     def __init__(
@@ -75,18 +76,18 @@ class Graphs:
         fellows: Fellows | None = None,
     ) -> None:
         self.device, self.captures = device, capture and device.type == "cuda"
-        self._idle, self._fellows = idle, fellows or Nobody()
+        self._idle, self._fellows = idle, fellows or NoFellows()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, int]] = {}
         self._pool: object = None
 
     @property
     def keys(self) -> list[Hashable]:
-        """What has been captured; first what will be forgotten first."""
+        """Keys of the captured programs, least recently used first."""
         return list(self._graphs)
 
     @property
     def full(self) -> bool:
-        """Whether one more makes another one be forgotten."""
+        """Whether capturing one more program drops another one."""
         return len(self._graphs) >= MOST_GRAPHS
 
     def run(self, key: Hashable, program: Program) -> Tensor:
@@ -96,18 +97,18 @@ class Graphs:
         if key not in self._graphs and self.full:
             self._fellows.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
         found = self._graphs.pop(key, None) or self._capture(program)
-        self._graphs[key] = graph, result, number = found  # the last used is the last listed
+        self._graphs[key] = graph, result, number = found  # the most recently used one is last
         with self._fellows.replaying(number):
             graph.replay()
         return result
 
     def capture(self, key: Hashable, program: Program) -> None:
-        """Capture what has not been, and do not run it. If one must be forgotten, it is this one before all others."""
-        assert not self.full, "nothing is forgotten for what nobody asked for yet"
+        """Capture a program that has not been, without running it. It becomes the first one to be dropped."""
+        assert not self.full, "capturing ahead must not drop a captured program"
         self._graphs = {key: self._capture(program)} | self._graphs
 
     def _capture(self, program: Program) -> tuple[torch.cuda.CUDAGraph, Tensor, int]:
-        """All graphs share one pool of memory: they never run at the same time."""
+        """Capture a program. All graphs share one memory pool: they never run at the same time."""
         with self._idle():
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
@@ -135,7 +136,7 @@ class Ticket:
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[list[int]]:
-        """The record; waits until it has arrived, not for what was launched since. Valid for ``Ring.slots`` rounds."""
+        """Wait for the record, not for later launches. It is valid until ``Ring.slots`` more records are pushed."""
         if self._arrived is not None:
             self._arrived.synchronize()
         lines: list[list[int]] = self._host.tolist()
@@ -143,9 +144,9 @@ class Ticket:
 
 
 class Ring:
-    """Host memory for the records of the last rounds; pinned, so that copies do not make the host wait.
+    """Pinned host memory for the records of the last rounds; pinned, so that copies do not make the host wait.
 
-    numbers: most int64 numbers of a record.
+    numbers: largest number of int64 values in a record.
     """
 
     slots = 4
@@ -156,7 +157,7 @@ class Ring:
         self._next = 0
 
     def push(self, record: Tensor) -> Ticket:
-        """Start copying a record; what was pushed ``slots`` records before is overwritten."""
+        """Start copying a record; overwrites the one pushed ``slots`` records before."""
         host = self._memory[self._next][: record.numel()].view(record.shape)
         self._next = (self._next + 1) % self.slots
         host.copy_(record, non_blocking=True)
@@ -164,7 +165,7 @@ class Ring:
 
 
 class Upload:
-    """A vector of int64 numbers that the host sets now and then, and the device reads. Setting it does not wait.
+    """A vector of int64 numbers that the host sets and the device reads. Setting it does not wait.
 
     device: [n] int64, which graphs may have captured: it never moves.
     """
@@ -179,11 +180,11 @@ class Upload:
         self._next, self._known = 0, list(numbers)
 
     def set(self, numbers: list[int]) -> None:
-        """Send the numbers to the device, unless it has them."""
+        """Send the numbers to the device, unless it already has them."""
         if numbers == self._known:
             return
         place, gone = self._next, self._gone[self._next]
-        if gone is not None:  # its slot was used four uploads before: long gone
+        if gone is not None:  # its slot was used four uploads before: long arrived
             gone.synchronize()
         self._memory[place] = torch.tensor(numbers)
         self.device.copy_(self._memory[place], non_blocking=True)

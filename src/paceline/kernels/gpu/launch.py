@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run here."""
+"""Whether Triton's kernels can run on a device, and the device's properties."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from paceline.errors import MissingPackageError, ParameterError
 
 INTERPRET = "TRITON_INTERPRET"
 _FIRST_WITH_FP8 = 8, 9  # compute capability
-_SPARE_PROGRAMS, _SPARE_SHARED = 132, 227 << 10  # taken where there is no GPU to ask: an H100's
+_SPARE_PROGRAMS, _SPARE_SHARED = 132, 227 << 10  # an H100's, assumed where there is no GPU to ask
 
 
 def interpreted() -> bool:
-    """Whether kernels run on the CPU, one operation at a time: for tests. It must be set before triton is imported."""
+    """Whether kernels run on the CPU in Triton's interpreter, for tests. The variable must be set before triton is
+    imported.
+    """
     return os.environ.get(INTERPRET, "0") == "1"
 
 
@@ -38,13 +40,13 @@ def require_triton(device: torch.device, field: str, value: object) -> None:
 
 @cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device converts float8: Ada, Hopper and later ones; always where there is no GPU to ask."""
+    """Whether the device converts float8 (Ada, Hopper and later); True where there is no GPU to ask."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, at least."""
+    """Number of multiprocessors: a lower bound on the programs that run at once."""
     if device.type != "cuda":
         return _SPARE_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -52,7 +54,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Most bytes of shared memory that a program may have."""
+    """Shared memory limit of a program, in bytes."""
     if device.type != "cuda":
         return _SPARE_SHARED
     from triton.runtime import driver

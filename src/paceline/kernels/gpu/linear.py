@@ -1,10 +1,11 @@
-"""Matrix products of a few tokens with weights in 8 bits (W8A16): a matrix that is read once.
+"""Matrix products of a few tokens with 8-bit weights (W8A16), which are read once.
 
-Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale an output; they
-are widened to the activations' type in registers, sums are float32. The weights are the product's left side, because
-there are many outputs and few rows. Few outputs fill the chip by cutting the inputs, too: the last program to arrive at
-a tile adds the parts in a fixed order, so the bits do not depend on who was last. Of many rows the tiles that read the
-same weights run side by side: the first of them fetches these from memory, the others from the second-level cache.
+Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale per output; they
+    are widened to the activations' type in registers, sums are float32. The weights are the product's left side,
+    because there are many outputs and few rows. With few outputs the inputs are split, too, to fill the GPU: the last
+    program to arrive at a tile adds the parts in a fixed order, so the bits do not depend on the order of arrival. With
+    many rows the tiles that read the same weights run side by side: the first one fetches them from memory, the others
+    from the L2 cache.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch.nn import functional
 from paceline.kernels.gpu.launch import multiprocessors, shared_memory
 
 Format = Literal["int8", "fp8", "same"]
-LARGEST_ROWS = 256  # beyond, torch multiplies with the matrix widened: time is the tensor cores', not memory's
+LARGEST_ROWS = 256  # beyond it torch multiplies with the widened matrix: compute dominates, not memory traffic
 ROW_TILES = (16, 32, 64, 128)
-FIXED_ROWS = 64  # of a tile, where a row's bits must not depend on how many there are
+FIXED_ROWS = 64  # rows per tile in deterministic mode, whatever the number of rows
 _FP8 = torch.float8_e4m3fn
-_FEWEST_INPUTS = 512  # of one part, when the inputs are cut
-_PROGRAMS_EACH = 4  # programs a multiprocessor should have
-_MOST_WARPS = 8  # of a program: with more of them a thread may have half the registers
-_MOST_REGISTERS = 80  # of 255; with 96 the compiler spills on one architecture or another (docs/gpu-kernels.md)
+_FEWEST_INPUTS = 512  # smallest part when the inputs are split
+_PROGRAMS_EACH = 4  # programs per multiprocessor to aim at
+_MOST_WARPS = 8  # warps per program: with more, a thread may have half the registers
+_MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some architectures (docs/gpu-kernels.md)
 
 
-@triton.jit(do_not_specialize=["rows"])  # any number of rows is one compiled kernel a tile, and so are most matrices
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel per tile serves any number of rows
 def linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -73,7 +74,7 @@ def linear_kernel(
     last = True
     if PARTS > 1:
         tl.store(partial + part.to(tl.int64) * rows * outputs + place, sums, mask=inside)
-        tl.debug_barrier()  # all of the program's parts are stored before its ticket is drawn
+        tl.debug_barrier()  # all of the program's parts are stored before it takes its ticket
         ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS - 1
         if last:
@@ -92,7 +93,7 @@ def linear_kernel(
 
 @dataclass(frozen=True)
 class LinearTile:
-    """A program's outputs and inputs at a time, into how many parts the inputs are cut, and how it is run."""
+    """Outputs and inputs per step of a program, number of parts that the inputs are split into, and launch options."""
 
     outputs: int = 64
     inputs: int = 128
@@ -101,30 +102,29 @@ class LinearTile:
     stages: int = 4
 
     def filled(self, outputs: int, inputs: int, device: torch.device) -> LinearTile:
-        """With so many parts that the chip is full, and the last programs do not run alone."""
+        """The tile with the number of parts that fills the GPU best, without a short last wave of programs."""
         tiles, chip = triton.cdiv(outputs, self.outputs), multiprocessors(device)
         most = max(1, min(_PROGRAMS_EACH * chip // tiles, inputs // _FEWEST_INPUTS))
         return replace(self, parts=min(range(1, most + 1), key=lambda parts: self._busiest(tiles, inputs, parts, chip)))
 
     def _busiest(self, tiles: int, inputs: int, parts: int, chip: int) -> tuple[int, int]:
-        """Steps of the multiprocessor that has the most of them; of equal ones more parts, which hide each other's
-        waiting.
-        """
+        """Steps of the busiest multiprocessor; ties go to more parts, which hide each other's latency."""
         steps = triton.cdiv(triton.cdiv(inputs, self.inputs), parts)
         return triton.cdiv(tiles * parts, chip) * steps, -parts
 
     def shared_bytes(self, block_m: int, weight: int, x: int) -> int:
-        """Shared memory of a program, where a weight and an input have so many bytes."""
+        """Shared memory of a program in bytes; weight, x: bytes per weight and per input."""
         return self.stages * self.inputs * (self.outputs * weight + block_m * x)
 
     def registers(self, block_m: int) -> int:
-        """Of a thread, for its share of the sums and of the widened weights, which come in twos."""
+        """Registers of a thread for its part of the sums and of the widened weights, two of which share a register."""
         return self.outputs * (block_m + self.inputs // 2) // (32 * self.warps)
 
     def fitted(self, block_m: int, weight: int, x: int, most: int) -> LinearTile:
-        """With as many stages, and then inputs at a time, as so much shared memory holds, and no register spilled.
+        """The tile with as many stages, and then inputs per step, as ``most`` bytes of shared memory hold, without
+        spills.
 
-        Sums stay as they are.
+        weight, x: bytes per weight and per input. The order of the sums stays.
         """
         tile = self
         while tile.shared_bytes(block_m, weight, x) > most and tile.stages > 2:
@@ -149,20 +149,20 @@ CANDIDATES = (
 
 @dataclass(frozen=True)
 class Quantized:
-    """values [N, K] int8, float8 or as they were; scales [N] float32, or None where the values are the weights."""
+    """Quantised weights: values [N, K] int8, float8 or unchanged; scales [N] float32, None for unchanged values."""
 
     values: Tensor
     scales: Tensor | None
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weights that the values stand for, [N, K]."""
+        """The dequantised weights [N, K]."""
         if self.scales is None:
             return self.values.to(dtype)
         return (self.values.float() * self.scales[:, None]).to(dtype)
 
 
 def quantise(weight: Tensor, to: Format) -> Quantized:
-    """One scale an output: the largest amplitude becomes the format's largest number."""
+    """Quantise with one scale per output: the largest amplitude becomes the format's largest number."""
     if to == "same":
         return Quantized(weight, None)
     largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
@@ -174,7 +174,7 @@ def quantise(weight: Tensor, to: Format) -> Quantized:
 def linear(
     x: Tensor, weight: Quantized, bias: Tensor | None, tile: LinearTile, tickets: Tensor, block_m: int
 ) -> Tensor:
-    """x [M, K] -> [M, N]. tickets: int32 zeros, one for each tile of the result; zeros again afterwards."""
+    """x [M, K] -> [M, N]. tickets: int32 zeros, one per tile of the result; they are zeros again afterwards."""
     rows, inputs = x.shape
     outputs = weight.values.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -204,7 +204,7 @@ def linear(
 
 
 def linear_twin(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """The same in plain torch: float32 sums, the scale last."""
+    """Reference implementation of ``linear`` in plain torch: float32 sums, the scale last."""
     sums = x.float() @ weight.values.float().T
     sums = sums if weight.scales is None else sums * weight.scales
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
@@ -212,14 +212,14 @@ def linear_twin(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
 
 Shape = tuple[int, int, int]  # outputs, inputs, rows of a tile
 Timer = Callable[[Callable[[], object]], float]
-"""Seconds of a call."""
+"""Runs a call several times; returns the seconds of one."""
 
 
 def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """The same by torch's own product, for many rows: five bytes of memory traffic a weight.
+    """The product by torch with the widened matrix, for many rows: five bytes of memory traffic per weight.
 
-    Numbers of 8 bits are exact in 16, so the matrix is widened as it is and the sums get the scales; in float16, where
-    sums of such numbers may overflow, the matrix has them.
+    8-bit numbers are exact in 16 bits, so the matrix is widened unscaled and the sums are scaled. In float16 such sums
+    may overflow, so there the matrix is scaled.
     """
     if weight.scales is None:
         return functional.linear(x, weight.values, bias)
@@ -230,12 +230,11 @@ def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
 
 
 class Linears:
-    """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and knows their tiles by shape.
+    """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and chooses their tiles by shape.
 
     deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
-    timer: times the candidates for every new shape when it is first used, never inside a CUDA graph; None takes the
-        first one.
-    tiles: what is known so far, by shape; ``models.kept_tiles`` fills it when a model is loaded.
+    timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one.
+    tiles: the tiles chosen so far, by shape; ``models.kept_tiles`` fills it when a model is loaded.
     """
 
     def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
@@ -250,12 +249,12 @@ class Linears:
         return FIXED_ROWS if self.deterministic else next((m for m in ROW_TILES if rows <= m), ROW_TILES[-1])
 
     def shape(self, layer: SmallRowLinear, rows: int) -> Shape:
-        """What a tile is chosen for."""
+        """The key that a tile is chosen by."""
         outputs, inputs = layer.weight.values.shape
         return outputs, inputs, self.block_m(rows)
 
     def candidates(self, layer: SmallRowLinear, x: Tensor) -> list[LinearTile | None]:
-        """The tiles that may be the fastest for these rows; None: torch's own product."""
+        """The tiles that may be the fastest for x's rows; None stands for torch's own product."""
         outputs, inputs, block_m = self.shape(layer, x.shape[0])
         sizes = layer.weight.values.element_size(), x.element_size(), shared_memory(x.device)
         tiles = [tile.fitted(block_m, *sizes).filled(outputs, inputs, x.device) for tile in CANDIDATES]
@@ -263,7 +262,7 @@ class Linears:
         return [*dict.fromkeys(tiles), *([None] if widens else [])]
 
     def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
-        """For these rows; measured once for each shape where there is a timer. None: torch's own product."""
+        """The tile for x's rows, measured once per shape if there is a timer. None: torch's own product."""
         if x.shape[0] > LARGEST_ROWS and not self.deterministic:
             return None
         shape = self.shape(layer, x.shape[0])
@@ -273,7 +272,7 @@ class Linears:
         return self.tiles[shape]
 
     def fastest(self, layer: SmallRowLinear, x: Tensor, timer: Timer) -> LinearTile | None:
-        """Of the candidates for these rows."""
+        """The fastest candidate for x's rows."""
         tiles = self.candidates(layer, x)
         timed = [(timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
         return tiles[min(timed)[1]]
@@ -292,10 +291,10 @@ class SmallRowLinear:
         return self.run(lines, self._linears.tile(self, lines)).view(*x.shape[:-1], -1)
 
     def run(self, x: Tensor, tile: LinearTile | None) -> Tensor:
-        """x [M, K] -> [M, N], with a given tile; None: by torch's own product."""
+        """x [M, K] -> [M, N] with the given tile; None: by torch's own product."""
         if tile is None:
             return widened_linear(x, self.weight, self.bias)
-        if tile.parts == 1 or x.shape[0] <= LARGEST_ROWS:  # parts of more rows would take much memory
+        if tile.parts == 1 or x.shape[0] <= LARGEST_ROWS:  # splitting the inputs of more rows would take much memory
             return linear(x, self.weight, self.bias, tile, self._tickets, self._linears.block_m(x.shape[0]))
         return torch.cat([self.run(part, tile) for part in torch.split(x, LARGEST_ROWS)])
 

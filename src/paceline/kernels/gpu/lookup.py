@@ -1,4 +1,4 @@
-"""N-gram lookup in rows' own texts as a program of tensors, of which the host reads nothing."""
+"""N-gram lookup in the rows' own texts as a tensor program, without reads by the host."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn import functional
 
 
 def copied(text: Tensor, length: Tensor, k: int, longest_suffix: int) -> tuple[Tensor, Tensor]:
-    """What followed the latest of the longest matches of each row's end: guesses [B, k], and tokens matched [B].
+    """Draft tokens [B, k] by prompt lookup, and the number of tokens matched [B].
 
-    As ``drafters.lookup`` finds them. text [B, P], length [B]. 0 tokens matched: there is none, and its guesses mean
-    nothing. Beyond a row's end the stretch from the match on repeats.
+    text [B, P], length [B]. The longest match of a row's end wins, of equal ones the latest, as in ``drafters.lookup``.
+    With 0 tokens matched the draft tokens are meaningless. If fewer than k tokens follow the match, they repeat.
     """
     size = text.shape[1]
     order = torch.arange(size, device=text.device)

@@ -1,14 +1,14 @@
 """The counter-based noise of ``sampling.py`` inside kernels: the same hash bit by bit, the same uniforms in float64.
 
-And a float32 guess at it with a proven bound, because many GPUs have few units for float64. With e = 2^-22:
+Also a float32 approximation with a proven bound, because many GPUs have few float64 units. With e = 2^-22:
 
-* A uniform and what it lacks to 1 are exact in float32, if the smaller of them is made: at most 24 bits, at most 1/2.
-* A float32 logarithm is CUDA's logf, off by one unit in the last place, or, if Triton so chooses, lg2.approx times
-  ln 2, which is worse: lg2.approx is off by e within (1/2, 2), elsewhere by e relative (PTX's manual), and the product
+* A uniform u and 1 - u are exact in float32, if the smaller of them is computed: at most 24 bits, at most 1/2.
+* A float32 logarithm is CUDA's logf, off by one unit in the last place, or, if Triton so chooses, lg2.approx times ln
+  2, which is worse: lg2.approx is off by e within (1/2, 2), elsewhere by e relative (PTX's manual), and the product
   adds 0.27 e relative. So a logarithm y is off by less than e + 1.27 e |y|.
-* -log u, for u < 1/2, is at least log 2: off by 1.27 e relative. For u > 1/2 it is 2 atanh(s) with v = 1 - u and
-  s = v / (2 - v) <= 1/3: a division by div.full (2 units in the last place, e) and a rounding before it, 1.17 e, weigh
-  at most 1.09 times; its roundings and the series' rest (1.5e-9) add 0.6 e. Off by less than 2 e relative.
+* -log u, for u < 1/2, is at least log 2: off by 1.27 e relative. For u > 1/2 it is 2 atanh(s) with v = 1 - u and s = v
+  / (2 - v) <= 1/3: a division by div.full (2 units in the last place, e) and a rounding before it, 1.17 e, weigh at
+  most 1.09 times; its roundings and the series' remainder (1.5e-9) add 0.6 e. Off by less than 2 e relative.
 * A relative error of the inner logarithm is an absolute one of the outer. |outer| <= 17.4, reached at u near 1.
   Together less than (2 + 1 + 1.27 * 17.4) e < 25.1 e < 32 e = 2^-17.
 """
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 _GOLDEN = 0x9E3779B9
-GUMBEL_ERROR = 2.0**-17  # of ``near_gumbel``, absolute: see above
+GUMBEL_ERROR = 2.0**-17  # absolute error of ``near_gumbel``, derived above
 
 
 def salt(purpose: int) -> int:
-    """What a purpose adds to the hash, as an int32 holding the 32 bits (kernels take their constants signed)."""
+    """A purpose's contribution to the hash, as an int32 with the same 32 bits (kernels take their constants signed)."""
     word = (_GOLDEN * purpose) & 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
 
@@ -68,9 +68,9 @@ def gumbel(a: tl.tensor, b: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def near_gumbel(bits: tl.tensor) -> tl.tensor:
-    """What ``gumbel`` makes of these ``bits24``, float32: off by less than GUMBEL_ERROR."""
+    """float32 approximation of ``gumbel`` for these ``bits24``, off by less than GUMBEL_ERROR."""
     bits = bits.to(tl.int32)
-    smaller = tl.minimum(bits, 16777215 - bits)  # of u and 1 - u: near 1, u itself would be rounded to 1
+    smaller = tl.minimum(bits, 16777215 - bits)  # near 1, u itself would be rounded to 1
     part = (smaller.to(tl.float32) + 0.5) * (1.0 / 16777216.0)
     s = part / (2.0 - part)
     z = s * s

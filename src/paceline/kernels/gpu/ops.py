@@ -1,4 +1,4 @@
-"""What a round does to logits, behind one protocol: Triton's kernels, or their twins in plain torch."""
+"""A round's operations on logits, behind one protocol: Triton's kernels, or their reference in plain torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.kernels.gpu.launch import why_not
 
 
 class RoundOps(Protocol):
-    """Nothing here reads the device. B rows, k guesses, V vocabulary."""
+    """Operations that never wait for the device. B rows, k draft tokens, V vocabulary."""
 
     name: str
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
-        """logits [B, L, V] as the model gave them -> the same without what the rows forbid (``sampling.shaped``)."""
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int) -> Tensor:
+        """Apply penalties, bias and cuts (``sampling.shaped``): raw logits [B, L, V] -> shaped logits [B, L, V]."""
         ...
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
@@ -36,17 +36,17 @@ class RoundOps(Protocol):
         ...
 
     def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
-        """Of a record's tokens under the model itself -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
+        """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
         ...
 
 
 class TwinOps:
-    """Plain torch: what the host's rounds call, in the form that can be captured (``RowState.reads`` is false)."""
+    """Plain torch: the host rounds' operations in a form that can be captured (``RowState.reads`` is false)."""
 
     name = "torch"
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
-        return shaped(logits, rows, asks, guesses, first)
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int) -> Tensor:
+        return shaped(logits, rows, asks, draft_tokens, first)
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         return draw_at_temperature(logits, rows, first, purpose)
@@ -69,21 +69,21 @@ class TwinOps:
 
 
 def committed(verdict: Verdict, rows: RowState) -> Tensor:
-    """Commit -> the record."""
+    """Commit a verdict -> the round's record [B, k + 4]."""
     gained, ended = rows.gain(verdict.tokens, verdict.accepted)
     numbers = verdict.accepted.masked_fill(ended, 0), verdict.drafted.masked_fill(ended, 0), gained
     return torch.cat([verdict.tokens, torch.stack(numbers, dim=1)], dim=1)
 
 
 class TritonOps:
-    """A few small launches."""
+    """Triton: a few small launches per operation."""
 
     name = "triton"
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int) -> Tensor:
+    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int) -> Tensor:
         from paceline.kernels.gpu.shape import shaped
 
-        return shaped(logits, rows, asks, guesses, first)
+        return shaped(logits, rows, asks, draft_tokens, first)
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         from paceline.kernels.gpu.draw import Noise, draw  # needs triton
@@ -107,12 +107,12 @@ class TritonOps:
 
 
 def likeliest(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens under the model itself: logits [B, L, V] -> ids [B, L, most], log-probabilities."""
+    """The most likely tokens: logits [B, L, V] -> ids [B, L, most], log-probabilities [B, L, most] at temperature 1."""
     logits = logits.float()
     values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
     return ids, values - logits.logsumexp(-1, keepdim=True)
 
 
 def ops_for(device: torch.device) -> RoundOps:
-    """The kernels where there is a GPU for them, else the twins (the interpreter is for tests that ask for it)."""
+    """Triton's kernels on a GPU that can run them, else plain torch (the interpreter is for tests that ask for it)."""
     return TritonOps() if device.type == "cuda" and why_not(device) is None else TwinOps()

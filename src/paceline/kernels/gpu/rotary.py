@@ -1,7 +1,7 @@
-"""Norms of query and key, rotary embedding and the cache's new entries in one launch, at ragged slots.
+"""Norms of query and key, rotary embedding and cache write in one launch, at ragged slots.
 
-Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width, P positions of the cache. Every rounding
-is that of the model's own torch operations (``models/transformer.py``), in the same order.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width, P positions of the cache. Values are
+    rounded where the model's own torch operations (``models/transformer.py``) round, in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def normed(x: tl.tensor, y: tl.tensor, mean_square: tl.tensor, weight: tl.tensor
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(y.dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["new_tokens"])  # a prompt of another length compiles nothing
+@triton.jit(do_not_specialize=["new_tokens"])  # a prompt of another length does not recompile it
 def rotary_kernel(
     qkv: tl.tensor,
     cosine: tl.tensor,
@@ -93,7 +93,7 @@ def rotary_kernel(
 def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Write the new keys and values into the cache [B, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
 
-    Slots at or beyond the cache's last one go there: nobody reads it.
+    Slots at or beyond the cache's last position are written there: it is never read.
     """
     table = packed.table
     rows, length, all_heads, dim = table.shape

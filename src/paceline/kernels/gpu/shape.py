@@ -1,9 +1,9 @@
-"""Penalties, minimum length, min-p, top-k and top-p in two launches: what ``sampling.shaped`` does, without a sort.
+"""Penalties, minimum length, min-p, top-k and top-p in two launches: ``sampling.shaped`` without a sort.
 
-Shapes: B rows, L positions, N = B * L lines, V vocabulary, S stop tokens. Top-k and top-p are one question: which is
-the lowest score above which less than so much lies, counted in tokens or in mass? Floats are ordered as whole numbers
-are (but for the sign), so the answer is found by halving: 31 looks at a line, in the second-level cache. Masses are the
-whole numbers of ``sampling.masses``: sums have no order, and the nucleus is the same to the token.
+Shapes: B rows, L positions, N = B * L lines, V vocabulary, S stop tokens. Top-k and top-p both search the lowest score
+    above which the count or the probability mass stays below a limit. Floats are ordered like integers (but for the
+    sign), so bisection finds it: 31 passes over a line, in the L2 cache. Masses are the integers of
+    ``sampling.masses``: their sums do not depend on order, and the nucleus is the same to the token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from paceline.core.sampling import LOG2_E, TWO_TO, count_tokens
 from paceline.kernels.gpu.draw import BLOCK, Blocks, leaders, line_max, scaled_logits
 
 _WARPS = 8
-MOST_REGISTERS = 96  # of a thread that cuts: unasked, the assembler stops at 64 and spills (sm_100)
-_LOWEST = tl.constexpr(-2139095041)  # the place of -inf in the order
+MOST_REGISTERS = 96  # per thread of cut_kernel: by default the assembler stops at 64 and spills (sm_100)
+_LOWEST = tl.constexpr(-2139095041)  # ``order_of`` -inf
 _LOG2_E = tl.constexpr(LOG2_E)
 _P5, _P4, _P3, _P2, _P1, _P0 = (tl.constexpr(coefficient) for coefficient in TWO_TO)
 
@@ -29,8 +29,8 @@ def adjust_kernel(
     logits: tl.tensor,
     counts: tl.tensor,
     seen: tl.tensor,
-    guesses: tl.tensor,
-    guess_stride: tl.tensor,
+    draft_tokens: tl.tensor,
+    draft_stride: tl.tensor,
     presence: tl.tensor,
     frequency: tl.tensor,
     repetition: tl.tensor,
@@ -47,7 +47,8 @@ def adjust_kernel(
 ) -> None:
     """Grid (N, blocks): penalties and minimum length -> out [N, V] float32.
 
-    Line b * LENGTH + j follows row b's first ``first + j`` guesses, which count; counts, seen [B, V] are of its text.
+    Line b * LENGTH + j follows row b's first ``first + j`` draft tokens, which are counted; counts, seen [B, V]
+    describe its text.
     """
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, before = line // LENGTH, first + (line % LENGTH).to(tl.int32)
@@ -57,7 +58,7 @@ def adjust_kernel(
     count = tl.load(counts + row * vocab + column, mask=inside, other=0.0)
     known = tl.load(seen + row * vocab + column, mask=inside, other=0.0)
     for place in range(before):
-        same = (column == tl.load(guesses + row * guess_stride + place)).to(tl.float32)
+        same = (column == tl.load(draft_tokens + row * draft_stride + place)).to(tl.float32)
         count += same
         known += same
     factor = tl.load(repetition + row)
@@ -79,7 +80,7 @@ def order_of(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def mass_of(scaled: tl.tensor) -> tl.tensor:
-    """``sampling.masses``, to the bit: every product and sum is rounded for itself (no fused ones, see the launch)."""
+    """``sampling.masses``, to the bit: every product and sum is rounded on its own (the launch disables fusion)."""
     exponent = tl.maximum(scaled * _LOG2_E, -64.0)
     whole = (exponent + 12582912.0) - 12582912.0  # to the nearest, ties to even
     part = exponent - whole
@@ -102,7 +103,7 @@ def scores(
     logits: tl.tensor, line: tl.tensor, start: tl.tensor, top: tl.tensor, heat: tl.tensor, line_stride: tl.tensor,
     vocab: tl.tensor, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A block of a line over its temperature, the leader at 0."""
+    """A block of a line's scaled logits; the largest logit becomes 0."""
     column = start + tl.arange(0, BLOCK)
     x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
     return scaled_logits(x, top, heat)
@@ -121,7 +122,11 @@ def lowest_kept(
     IN_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The lowest place in the order above which less than ``limit`` (float64) lies, of what is not under the floor."""
+    """The lowest rank (``order_of``) above which less than ``limit`` (float64) lies, among scores of at least
+    ``floor``.
+
+    IN_MASS: count probability mass; else tokens.
+    """
     low = tl.full([], _LOWEST, tl.int64)
     high = tl.full([], 0, tl.int64)
     while low < high:
@@ -154,7 +159,7 @@ def cut_kernel(
     BLOCKS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (N): min-p, top-k, then top-p of what is left -> out [N, V] float32, -inf for what is cut."""
+    """Grid (N): min-p, top-k, then top-p of the remaining tokens -> out [N, V] float32, -inf for removed tokens."""
     line = tl.program_id(0).to(tl.int64)
     row = line // LENGTH
     heat, floor = tl.load(temperature + row), tl.load(floors + row)
@@ -175,7 +180,7 @@ def cut_kernel(
             score = scores(logits, line, start, top, heat, line_stride, vocab, BLOCK)
             kept = (score >= under) & (start + tl.arange(0, BLOCK) < vocab)
             mass += tl.sum(tl.where(kept, mass_of(score), 0), 0)
-        limit = tl.maximum(share.to(tl.float64) * mass.to(tl.float64), 1.0)  # the leader stays
+        limit = tl.maximum(share.to(tl.float64) * mass.to(tl.float64), 1.0)  # the most likely token stays
         nucleus = lowest_kept(logits, line, top, heat, line_stride, vocab, under, limit, True, BLOCK)
         least = tl.maximum(least, nucleus)
     for start in range(0, vocab, BLOCK):
@@ -186,22 +191,24 @@ def cut_kernel(
         tl.store(out + line * vocab + column, tl.where(stays, x, float("-inf")), mask=column < vocab)
 
 
-def shaped(logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int = 0, block: int = BLOCK) -> Tensor:
-    """See ``sampling.shaped``: logits [B, L, V] -> [B, L, V] float32, without what the rows forbid."""
+def shaped(
+    logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int = 0, block: int = BLOCK
+) -> Tensor:
+    """Apply ``sampling.shaped``: logits [B, L, V] -> [B, L, V] float32."""
     length, blocks = logits.shape[1], Blocks(logits.shape[-1], block)
     lines = logits.reshape(-1, blocks.vocab)
     if asks.adjusts:
-        lines = _adjusted(lines, rows, guesses, first, blocks)
+        lines = _adjusted(lines, rows, draft_tokens, first, blocks)
     if asks.cuts:
         lines = _cut(lines, rows, blocks)
     return lines.view(rows.rows, length, blocks.vocab)
 
 
-def _adjusted(lines: Tensor, rows: RowState, guesses: Tensor, first: int, blocks: Blocks) -> Tensor:
+def _adjusted(lines: Tensor, rows: RowState, draft_tokens: Tensor, first: int, blocks: Blocks) -> Tensor:
     counts, seen = count_tokens(rows, blocks.vocab)
     out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
     adjust_kernel[(lines.shape[0], blocks.count)](
-        lines, counts, seen, guesses, guesses.stride(0), rows.presence_penalty, rows.frequency_penalty,
+        lines, counts, seen, draft_tokens, draft_tokens.stride(0), rows.presence_penalty, rows.frequency_penalty,
         rows.repetition_penalty, rows.length, rows.min_length, rows.stops, out, lines.stride(0), blocks.vocab, first,
         LENGTH=lines.shape[0] // rows.rows, STOPS=rows.stops.shape[1], BLOCK=blocks.size, num_warps=_WARPS,
         enable_fp_fusion=False,

@@ -1,6 +1,6 @@
-"""What kernels are given and give: a layer's norms and heads, a round's record.
+"""Arguments and results of kernels: a layer's norms and heads, a round's record.
 
-B rows, k guesses; L new tokens a row, H heads, G key/value heads, D head width.
+B rows, k draft tokens; L new tokens per row, H heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ RECORD_TAIL = 3  # accepted, drafted, gained
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """Of x [..., width], inside in float32: over its root mean square, or ``centred`` over its standard deviation.
+    """A norm of x [..., width], computed in float32: RMS norm, or layer norm if ``centred``.
 
-    weight, bias [width], or None for none; a bias only where it is centred.
+    weight, bias [width], or None; a bias only if it is centred.
     """
 
     width: int
@@ -39,8 +39,8 @@ class Norm:
 class PackedHeads:
     """A layer's queries, keys and values as its matrix product gave them: table [B, L, H + 2G, D], whole lines.
 
-    rotation: cosine and signed sine [B, L, 1, D]; None turns nothing. norm [H + G, D]: weights of the norms of query
-    and key, None for none; applied only where something is turned.
+    rotation: cosine and signed sine [B, L, 1, D]; None applies no rotation.
+    norm: [H + G, D], weights of the norms of query and key; None for none. Applied only with a rotation.
     """
 
     table: Tensor
@@ -52,9 +52,9 @@ class PackedHeads:
 
 
 def with_logprobs(record: Tensor, own: Tensor, top_ids: Tensor | None = None, top: Tensor | None = None) -> Tensor:
-    """A record [B, k + 1 + 3] and the log-probabilities [B, k + 1] float32 of its tokens, as the bits they are.
+    """Append the tokens' log-probabilities [B, k + 1] float32 to a record [B, k + 1 + 3], as bits in int64.
 
-    top_ids, top [B, k + 1, m]: the likely tokens and theirs; None for none.
+    top_ids, top [B, k + 1, m]: the most likely tokens and their log-probabilities; None for none.
     """
     parts = [record, own.view(torch.int32).long()]
     if top_ids is not None and top is not None:
@@ -63,7 +63,7 @@ def with_logprobs(record: Tensor, own: Tensor, top_ids: Tensor | None = None, to
 
 
 def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Logprobs]:
-    """Take a record and its log-probabilities, read by the host, apart again."""
+    """Split a record that ``with_logprobs`` made into the plain record and the log-probabilities."""
     width, places = k + 1 + RECORD_TAIL, k + 1
     numbers = torch.tensor([line[width:] for line in record])
     own, rest = numbers[:, :places], numbers[:, places:]
@@ -72,31 +72,33 @@ def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Log
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """What int64 numbers are as float32."""
+    """Bits stored in int64 -> float32."""
     return bits.int().view(torch.float32)
 
 
-def what_follows(guesses: int, width: int) -> list[int]:
-    """Of the trees that devices grow, so many side by side: the guess that each follows, or -1; the first of those at
-    the depth before.
+def what_follows(count: int, width: int) -> list[int]:
+    """The parent of each draft token of the trees that devices grow, or -1 at the root.
+
+    count: draft tokens in breadth-first order. width: draft tokens per depth; all are children of the previous depth's
+        first.
     """
-    return [-1 if place < width else (place // width - 1) * width for place in range(guesses)]
+    return [-1 if place < width else (place // width - 1) * width for place in range(count)]
 
 
 def read_trees(record: list[list[int]], width: int) -> HostVerdict:
-    """The record [B, 2 N + 4] of trees (``device_round``): N guesses of a row, so many side by side."""
-    guesses = (len(record[0]) - 1 - RECORD_TAIL) // 2
+    """The record [B, 2 N + 4] of trees (``device_round``): N draft tokens per row, ``width`` per depth."""
+    drafted = (len(record[0]) - 1 - RECORD_TAIL) // 2
     verdict = read_record(record)
-    follows = what_follows(guesses, width)
+    follows = what_follows(drafted, width)
     verdict.trees = [
-        JudgedTree.of(follows[:count], line[guesses + 1 : guesses + 1 + kept])
+        JudgedTree.of(follows[:count], line[drafted + 1 : drafted + 1 + kept])
         for line, count, kept in zip(record, verdict.drafted, verdict.accepted, strict=True)
     ]
     return verdict
 
 
 def read_record(record: list[list[int]]) -> HostVerdict:
-    """A round's record [B, k + 1 + 3] on the host. A row that has gained nothing rests."""
+    """A round's record [B, k + 1 + 3] on the host. Rows that gained nothing are idle."""
     return HostVerdict(
         tokens=[line[: line[-3] + 1] for line in record],
         accepted=[line[-3] for line in record],

@@ -1,4 +1,4 @@
-"""What stands between a layer's matrix products, behind one protocol: Triton's kernels, or plain torch."""
+"""The operations between a layer's matrix products, behind one protocol: Triton's kernels, or plain torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LayerSteps(Protocol):
-    """N tokens, W width, I inner width of the MLP."""
+    """Operations between matrix products. N tokens, W width, I inner width of the MLP."""
 
     def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """x, added [N, W] -> their sum, and its norm."""
@@ -38,7 +38,7 @@ class LayerSteps(Protocol):
 
 
 class TorchSteps:
-    """Two launches each, on a device."""
+    """Plain torch: two launches per operation on a device."""
 
     def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         total = x + added
@@ -50,7 +50,7 @@ class TorchSteps:
 
 
 class TritonSteps:
-    """One launch each."""
+    """Triton: one launch per operation."""
 
     def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         from paceline.kernels.gpu.elementwise import add_norm
@@ -64,5 +64,5 @@ class TritonSteps:
 
 
 def steps_for(device: torch.device) -> LayerSteps:
-    """The kernels where there is a GPU for them, else torch (the interpreter is for tests that ask for it)."""
+    """Triton's kernels on a GPU that can run them, else plain torch (the interpreter is for tests that ask for it)."""
     return TritonSteps() if device.type == "cuda" and why_not(device) is None else TorchSteps()

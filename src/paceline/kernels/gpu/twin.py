@@ -1,4 +1,4 @@
-"""What a layer's kernels do, in plain torch (the rules' twin is ``rules.py``). Nothing here reads the device."""
+"""Reference implementation of the layer kernels in plain torch, without reads by the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.kernels.gpu.state import PackedHeads
 
 
 def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """See ``gpu.rotary.turn_and_store``."""
+    """Reference implementation of ``gpu.rotary.turn_and_store``."""
     turned = packed.heads + packed.kv_heads
     qk, v = packed.table.split_with_sizes([turned, packed.kv_heads], dim=2)
     if packed.rotation is not None:

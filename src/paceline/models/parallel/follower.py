@@ -1,4 +1,4 @@
-"""What ranks other than 0 do: hear what is to be done, do it, hear again."""
+"""The loop of ranks other than 0: receive instructions from rank 0 and carry them out."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until rank 0 says that nothing more will come."""
-        self._obey(until=Op.END)
+        """Follow rank 0 until it sends the end."""
+        self._follow_until(until=Op.END)
 
-    def _obey(self, until: Op) -> None:
+    def _follow_until(self, until: Op) -> None:
         op = None
         while op != until:
-            told = list(as_steps(self.ranks.hear()))
-            sent = [self.ranks.receive(shape, torch.int64) if shape else None for _, _, shape in told]
-            for (op, numbers, _), tensor in zip(told, sent, strict=True):
+            instructions = list(as_steps(self.ranks.receive_numbers()))
+            tensors = [self.ranks.receive(shape, torch.int64) if shape else None for _, _, shape in instructions]
+            for (op, numbers, _), tensor in zip(instructions, tensors, strict=True):
                 self._do(op, numbers, tensor)
 
     def _do(self, op: Op, numbers: tuple[int, ...], tensor: Tensor | None) -> None:
-        """numbers and tensor: as ``Op`` says."""
+        """Run one operation; numbers and tensor as ``Op`` defines them."""
         match op, numbers, tensor:
             case Op.FORWARD, (cache, backend, first_row, longest), Tensor():
                 self._forward(self._caches[cache], BACKEND_NAMES[backend], first_row, longest, tensor)
@@ -63,18 +63,18 @@ class Follower:
             case ((Op.END | Op.CAPTURED), (), None):
                 pass
             case _:
-                raise ValueError(f"rank 0 said what means nothing: {op!r} with {len(numbers)} numbers")
+                raise ValueError(f"rank 0 sent an invalid instruction: {op!r} with {len(numbers)} numbers")
 
     def _capture(self, number: int) -> None:
-        """Rank 0 captures the same passes at the same time."""
+        """Capture the same passes as rank 0 at the same time."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
-            self._obey(until=Op.CAPTURED)
+            self._follow_until(until=Op.CAPTURED)
         self._pool = self._pool or graph.pool()
         self._graphs[number] = graph
 
     def _forward(self, cache: KVCache, name: AttentionName, first_row: int, longest: int, packed: Tensor) -> None:
-        """As ``Decoder`` does; what comes out is the same as on rank 0."""
+        """Run the pass like ``Decoder``; the result is the same as on rank 0."""
         tokens, positions, ancestors = unpacked_pass(packed)
         backend = _backend(name, self.model.device)
         plan = backend.plan(positions, longest, ancestors)

@@ -1,6 +1,6 @@
-"""How ranks talk: numbers from rank 0 that say what comes, and tensors that are sent, added up or collected.
+"""Communication between ranks: instructions from rank 0 as numbers; tensors that are sent, summed or gathered.
 
-Everything that is sent is a plain tensor: nothing is unpickled anywhere.
+Only plain tensors are sent: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.models.shares import Share
 
-PATIENCE = timedelta(seconds=60)  # with a rank that lives and does not answer; one that is dead is noticed at once
-FOREVER = timedelta(days=366)  # until rank 0 says what comes next
-_AT_ONCE = 256  # numbers of a message; more follow in a second one
+PATIENCE = timedelta(seconds=60)  # for a rank that lives but does not answer; a dead one is noticed at once
+FOREVER = timedelta(days=366)  # for the next instruction of rank 0
+_AT_ONCE = 256  # numbers in the first message; more follow in a second one
 
 
 class Ranks:
-    """One rank's end of the group. To be made on all ranks at the same time.
+    """One rank's end of the process group. All ranks must create theirs at the same time.
 
-    store: where they find each other. device: of the model; CPUs add up by gloo, CUDA devices by NCCL. interface: the
-    network interface that gloo listens on, or None: the address of this machine alone (127.0.0.1).
+    store: where the ranks find each other.
+    device: of the model; CPUs sum by gloo, CUDA devices by NCCL.
+    interface: the network interface that gloo listens on; None: loopback only (127.0.0.1).
     """
 
     def __init__(self, store: Store, share: Share, device: torch.device, interface: str | None = None) -> None:
@@ -35,17 +36,17 @@ class Ranks:
         self._data: Any = _nccl(store, share) if device.type == "cuda" else _gloo(store, share, interface)
         self.name = "nccl" if device.type == "cuda" else "gloo"
 
-    def say(self, numbers: Sequence[int]) -> None:
-        """Rank 0: what the others are to do next."""
+    def broadcast_numbers(self, numbers: Sequence[int]) -> None:
+        """On rank 0: send instructions to the other ranks."""
         first = torch.zeros(_AT_ONCE, dtype=torch.int64)
-        told = torch.tensor([len(numbers), *numbers], dtype=torch.int64)
-        first[: len(told)] = told[:_AT_ONCE]
+        instructions = torch.tensor([len(numbers), *numbers], dtype=torch.int64)
+        first[: len(instructions)] = instructions[:_AT_ONCE]
         self._control.broadcast(first, 0).wait()
-        if len(told) > _AT_ONCE:
-            self._control.broadcast(told[_AT_ONCE:].contiguous(), 0).wait()
+        if len(instructions) > _AT_ONCE:
+            self._control.broadcast(instructions[_AT_ONCE:].contiguous(), 0).wait()
 
-    def hear(self) -> list[int]:
-        """The others: what is to be done next; waits for as long as nothing is."""
+    def receive_numbers(self) -> list[int]:
+        """On other ranks: wait for the next instructions, without a time limit."""
         first = torch.zeros(_AT_ONCE, dtype=torch.int64)
         self._control.broadcast(first, 0, timeout=FOREVER).wait()
         count, *numbers = first.tolist()
@@ -56,23 +57,25 @@ class Ranks:
         return [*numbers, *rest.tolist()]
 
     def send(self, tensor: Tensor) -> None:
-        """Rank 0: a tensor to all."""
+        """On rank 0: send a tensor to all ranks."""
         self._data.broadcast(tensor.contiguous(), 0).wait()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The others: what rank 0 sends."""
+        """On other ranks: receive a tensor from rank 0."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self._data.broadcast(tensor, 0).wait()
         return tensor
 
     def add_up(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, on each of them; in place. One number of ranks and one shape: one order."""
+        """Sum all ranks' parts in place, on every rank. The order of additions depends only on shape and number of
+        ranks.
+        """
         part = part.contiguous()
         self._data.allreduce([part]).wait()
         return part
 
     def collect(self, part: Tensor) -> list[Tensor]:
-        """Rank 0 gets all ranks' parts, of one shape; the others an empty list."""
+        """Gather all ranks' parts, of one shape, on rank 0; the others get an empty list."""
         leads = self.share.rank == 0
         parts = [torch.empty_like(part) for _ in range(self.share.ranks)] if leads else []
         how = dist.GatherOptions()
@@ -81,12 +84,12 @@ class Ranks:
         return parts
 
     def abort(self) -> None:
-        """Whoever waits for another rank waits no longer."""
+        """Abort all pending communication of this rank."""
         self._data.abort()
 
 
 def _gloo(store: Store, share: Share, interface: str | None) -> Any:
-    groups: Any = dist.ProcessGroupGloo  # whose options have no types
+    groups: Any = dist.ProcessGroupGloo  # its options have no types
     options = groups._Options()
     options._timeout = PATIENCE
     where = {"hostname": "127.0.0.1"} if interface is None else {"interface": interface}

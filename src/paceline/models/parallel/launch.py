@@ -1,7 +1,7 @@
-"""Where the ranks come from: rank 0 starts the others, or somebody has started all of them, such as torchrun.
+"""Starting ranks: rank 0 spawns the others, or a launcher such as torchrun has started all of them.
 
-They find each other in a store: a file that nobody else may read, or the launcher's. What rank 0 wants loaded stands
-there as JSON. Then they listen on 127.0.0.1, or on the interface that GLOO_SOCKET_IFNAME names.
+They find each other in a store: a private file, or the launcher's store. Rank 0 puts the model's settings there as
+    JSON. Then they listen on 127.0.0.1, or on the interface that GLOO_SOCKET_IFNAME names.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from paceline.models.shares import Share
 
 log = logging.getLogger("paceline")
 
-_LOOK = 0.02  # seconds between two looks whether the others are ready
-_WATCH = 0.2  # seconds between two looks whether they are still there
-_GOODBYE = 5.0  # seconds in which a rank that was told to end must have done so
+_LOOK = 0.02  # seconds between two checks whether the others are ready
+_WATCH = 0.2  # seconds between two checks whether they still run
+_END_TIMEOUT = 5.0  # seconds that a rank has to end after it was told to
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every rank has to know. device: rank 0's; the others' follow it. threads: of each rank."""
+    """Settings of every rank. device: rank 0's, from which the others' follow. threads: per rank."""
 
     path: str
     dtype: str
@@ -53,20 +53,20 @@ class Settings:
     threads: int
 
     def check(self, ranks: int) -> None:
-        """Raise ParameterError if this machine has not a device for each of so many ranks."""
+        """Raise ParameterError if this machine does not have a device for each of the ranks."""
         last = self.device_of(ranks - 1)
         if last.type == "cuda" and last.index >= (have := torch.cuda.device_count()):
             allowed = f"at most {have} from {self.device!r} on: every rank needs a CUDA device of its own"
             raise ParameterError("tensor_parallel", ranks, allowed)
 
     def device_of(self, place: int) -> torch.device:
-        """place: among the ranks of one machine."""
+        """The device of the rank with number ``place`` on its machine."""
         device = torch.device(self.device)
         return torch.device("cuda", (device.index or 0) + place) if device.type == "cuda" else device
 
 
 class Spawned:
-    """Processes that rank 0 has started, and the directory where they find each other."""
+    """Processes started by rank 0, and the directory of their store."""
 
     def __init__(self, ranks: int) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
@@ -75,7 +75,7 @@ class Spawned:
         self.processes = [_spawn(path, Share(rank, ranks)) for rank in range(1, ranks)]
         self._ended = threading.Event()
 
-    def fate(self, patience: float = 0.0) -> str | None:
+    def find_ended(self, patience: float = 0.0) -> str | None:
         deadline = time.monotonic() + patience
         while True:
             for rank, process in enumerate(self.processes, 1):
@@ -90,17 +90,17 @@ class Spawned:
             return
         self._ended.set()
         if orderly and ranks is not None:
-            _say_end(ranks)
+            _tell_to_end(ranks)
         for process in self.processes:
             _end(process, orderly)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def watch(self, call: Callable[[], None]) -> None:
-        """Call this, in a thread of its own, when one has ended by itself."""
+        """Call ``call``, in a thread of its own, when a rank has ended by itself."""
 
         def look() -> None:
             while not self._ended.wait(_WATCH):
-                if self.fate() is not None:
+                if self.find_ended() is not None:
                     call()
                     return
 
@@ -108,32 +108,32 @@ class Spawned:
 
 
 class Launched:
-    """Ranks that somebody else has started, who ends the others when one ends."""
+    """Ranks started by a launcher, which ends all of them when one ends."""
 
     def __init__(self, store: Store) -> None:
         self.store, self._ended = store, False
 
-    def fate(self, patience: float = 0.0) -> str | None:
+    def find_ended(self, patience: float = 0.0) -> str | None:
         return None
 
     def end(self, ranks: Ranks | None, *, orderly: bool) -> None:
         if orderly and ranks is not None and not self._ended:
-            _say_end(ranks)
+            _tell_to_end(ranks)
         self._ended = True
 
     def watch(self, call: Callable[[], None]) -> None:
-        """The launcher does."""
+        """Do nothing: the launcher watches the ranks."""
 
 
 def _spawn(store: Path, share: Share) -> subprocess.Popen[bytes]:
-    told = {"store": str(store), "rank": share.rank, "ranks": share.ranks, "parent": os.getpid()}
+    instructions = {"store": str(store), "rank": share.rank, "ranks": share.ranks, "parent": os.getpid()}
     places = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.models.parallel.rank", json.dumps(told)],
+        [sys.executable, "-P", "-m", "paceline.models.parallel.rank", json.dumps(instructions)],
         stdin=subprocess.PIPE,
-        stdout=2,  # rank 0's output is its answers
+        stdout=2,  # rank 0's output is reserved for answers
         env={**os.environ, "PYTHONPATH": places},
-        start_new_session=True,  # Ctrl-C is for rank 0 alone
+        start_new_session=True,  # only rank 0 handles Ctrl-C
     )
 
 
@@ -142,15 +142,15 @@ def _end(process: subprocess.Popen[bytes], orderly: bool) -> None:
     with suppress(OSError):
         process.stdin.close()
     try:
-        process.wait(_GOODBYE if orderly else 0)
+        process.wait(_END_TIMEOUT if orderly else 0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
-def _say_end(ranks: Ranks) -> None:
-    with suppress(RuntimeError):  # gloo's, of ranks that are gone
-        ranks.say(as_numbers([Step(Op.END)]))
+def _tell_to_end(ranks: Ranks) -> None:
+    with suppress(RuntimeError):  # gloo's, if ranks are gone
+        ranks.broadcast_numbers(as_numbers([Step(Op.END)]))
 
 
 def _how(status: int) -> str:
@@ -158,14 +158,14 @@ def _how(status: int) -> str:
 
 
 def launched_share(environment: Mapping[str, str] = os.environ) -> Share | None:
-    """This process's among those that a launcher has started; None if none has."""
+    """This process's rank if a launcher has started it, else None."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     return Share(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 
 
 def check_launched(ranks: int) -> Share | None:
-    """The same. Raises ParameterError if so many ranks cannot be had of them."""
+    """``launched_share``. Raises ParameterError if the launcher's number of ranks differs."""
     share = launched_share()
     if share is not None and share.ranks != ranks:
         allowed = f"{share.ranks}, which is WORLD_SIZE: the launcher that started this process decides"
@@ -174,18 +174,18 @@ def check_launched(ranks: int) -> Share | None:
 
 
 def interface_of(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What launched ranks listen on; None: 127.0.0.1. Raises ParameterError where nobody says."""
+    """The network interface that launched ranks listen on; None: 127.0.0.1. Raises ParameterError if it must be set."""
     named = environment.get("GLOO_SOCKET_IFNAME")
     if named is None and environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
-        allowed = "the network interface that ranks on several machines listen on, such as eth0: nothing is encrypted"
+        allowed = "the network interface that ranks on several machines listen on, such as eth0 (no encryption)"
         raise ParameterError("GLOO_SOCKET_IFNAME", None, allowed)
     return named
 
 
 def lead(source: Source, share: Share, dtype: torch.dtype, device: torch.device, threads: int) -> LeadingPart:
-    """Rank 0's part of a model, the other ranks being ready.
+    """Rank 0's part of a model, with the other ranks ready.
 
-    Raises what ``load_part`` does, or RankError if the others could not begin.
+    Raises what ``load_part`` raises, or RankError if another rank could not start.
     """
     launched = check_launched(share.ranks) is not None
     path, _ = check_cut(source, share)
@@ -207,34 +207,34 @@ def _lead(fellows: Spawned | Launched, share: Share, settings: Settings, launche
     ranks = Ranks(store, share, device, interface_of() if launched else None)
     model = LeadingPart(config, weights, settings.path, ranks, fellows)
     weakref.finalize(model, fellows.end, ranks, orderly=True)  # also when this process ends
-    fellows.watch(partial(_has_ended, weakref.ref(model), ranks))
+    fellows.watch(partial(_on_rank_ended, weakref.ref(model), ranks))
     return model
 
 
-def _has_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
-    """On CUDA devices a rank that has ended is waited for in vain; gloo notices by itself."""
+def _on_rank_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
+    """Report that a rank has ended. NCCL would wait for it without end; gloo notices by itself."""
     if ranks.device.type == "cuda":
         ranks.abort()
     if (alive := model()) is not None:
-        alive.a_rank_has_ended()
+        alive.on_rank_ended()
 
 
 def _wait_for(store: Store, fellows: Fellows, share: Share) -> None:
-    """Until all ranks have loaded their parts. Raises RankError if one could not."""
+    """Wait until all ranks have loaded their parts. Raises RankError if one could not."""
     waited = set(range(1, share.ranks))
     while waited:
         waited -= {rank for rank in waited if store.check([f"ready/{rank}"])}
         for rank in waited:
             if store.check([f"failed/{rank}"]):
-                raise RankError(f"rank {rank} could not begin: {store.get(f'failed/{rank}').decode()}")
-        if waited and (fate := fellows.fate()):
-            raise RankError(f"{fate} before it had begun; its last words are on stderr")
+                raise RankError(f"rank {rank} could not start: {store.get(f'failed/{rank}').decode()}")
+        if waited and (ended := fellows.find_ended()):
+            raise RankError(f"{ended} before it was ready; see stderr")
         time.sleep(_LOOK)
     store.set("go", "")
 
 
 def serve(store: Store, share: Share, interface: str | None = None, place: int | None = None) -> None:
-    """All that a rank other than 0 does, from its first breath to its last. place: among its machine's ranks."""
+    """Run a rank other than 0 until rank 0 ends it. place: its number among the ranks of its machine."""
     store.set_timeout(FOREVER)
     try:
         settings = Settings(**json.loads(store.get("settings")))
@@ -253,7 +253,7 @@ def serve(store: Store, share: Share, interface: str | None = None, place: int |
 
 
 def serve_if_launched(ranks: int) -> None:
-    """Under a launcher: a rank other than 0 serves rank 0 and then ends here. Raises ParameterError, SystemExit."""
+    """Under a launcher: a rank other than 0 serves rank 0 and then exits here. Raises ParameterError, SystemExit."""
     share = check_launched(ranks)
     if share is not None and share.rank > 0:
         _serve_and_exit(share)
@@ -266,10 +266,10 @@ def _serve_and_exit(share: Share) -> NoReturn:
 
 
 def _launchers_store() -> Store:
-    """Raises ParameterError for a second model: the other ranks serve the first one."""
+    """The launcher's store. Raises ParameterError for a second model: the other ranks serve the first one."""
     store: Store = next(rendezvous("env://"))[0]
     store = PrefixStore("paceline", store)
     if int(os.environ["RANK"]) == 0 and store.add("leaders", 1) > 1:
-        allowed = "given to one LLM alone of a script that torchrun runs: the other ranks serve the first"
+        allowed = "used by only one LLM in a script under torchrun: the other ranks serve the first one"
         raise ParameterError("tensor_parallel", os.environ["WORLD_SIZE"], allowed)
     return store

@@ -1,4 +1,4 @@
-"""A model of which each rank keeps a part. Rank 0's is a ``Model`` like any other; the others follow it."""
+"""A model divided among ranks. Rank 0's part is a ``Model`` like any other; the others follow it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from paceline.models.transformer import Transformer
 CacheShape: TypeAlias = tuple[int, int, int, int, int, torch.dtype, torch.device]
 BACKEND_NAMES = cast(tuple[AttentionName, ...], tuple(BACKENDS))
 
-LAST_WORDS = 2.0  # seconds in which a process that broke a connection is seen to have ended
+LAST_WORDS = 2.0  # seconds to wait for the exit of a process that broke a connection
 
 
-class AddedUp:
-    """A linear layer of which each rank has some columns."""
+class SummedLinear:
+    """A linear layer divided by columns, whose outputs all ranks sum."""
 
     def __init__(self, part: Linear, ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks
@@ -47,8 +47,8 @@ class AddedUp:
         return self._part.tensors()
 
 
-class SomeRows:
-    """Some of a matrix's rows: of an embedding that is the head, too."""
+class EmbeddingShard:
+    """Some rows of an embedding that is also the head."""
 
     def __init__(self, weight: Tensor, rows: range) -> None:
         self._weight, self._rows = weight, weight[rows.start : rows.stop]
@@ -61,7 +61,7 @@ class SomeRows:
 
 
 class PartOfModel(Transformer):
-    """A rank's part: its forward pass gives what the whole model's gives, if all ranks run it together.
+    """A rank's part: its forward pass gives the whole model's result, if all ranks run it together.
 
     config: of the whole model; weights: of this part (``models.loading.load_part``).
     """
@@ -70,18 +70,18 @@ class PartOfModel(Transformer):
         super().__init__(ranks.share.local(config), weights, name)
         self.ranks, self.hidden_width = ranks, config.embed_width or config.width
         for block in self._blocks:
-            block.attention.output = AddedUp(block.attention.output, ranks)
-            block.mlp.down = AddedUp(block.mlp.down, ranks)
+            block.attention.output = SummedLinear(block.attention.output, ranks)
+            block.mlp.down = SummedLinear(block.mlp.down, ranks)
         if config.tied:
-            self._head = SomeRows(self._embedding, ranks.share.of(config.vocab_size))
+            self._head = EmbeddingShard(self._embedding, ranks.share.of(config.vocab_size))
         self.precision += f", cut into {ranks.share.ranks} ranks ({ranks.name})"
 
     def cache_shape(self, rows: int, positions: int) -> CacheShape:
-        """What ``KVCache`` takes, for the heads of this part."""
+        """``KVCache``'s arguments, for the heads of this part."""
         return self.layers, rows, self.kv_heads, positions, self.head_dim, self.dtype, self.device
 
     def run_head(self, hidden: Tensor) -> Tensor | None:
-        """Hidden [N, width] -> logits [N, vocab_size] in float32 on rank 0."""
+        """Hidden [N, width] -> logits [N, vocab_size] in float32 on rank 0, None on others."""
         sizes = [len(share.of(self.vocab_size)) for share in self.ranks.share.all()]
         own = self._head(hidden)
         parts = self.ranks.collect(functional.pad(own, (0, max(sizes) - own.shape[-1])))
@@ -93,20 +93,20 @@ class PartOfModel(Transformer):
 class Fellows(Protocol):
     """The other ranks' processes."""
 
-    def fate(self, patience: float = 0.0) -> str | None:
-        """Which of them has ended, and how; None: none has. patience: seconds in which one may still be seen to."""
+    def find_ended(self, patience: float = 0.0) -> str | None:
+        """A message about the rank that has ended; None if all run. patience: seconds to wait for an exit."""
         ...
 
     def end(self, ranks: Ranks | None, *, orderly: bool) -> None:
-        """None of them is left afterwards."""
+        """End all of them."""
         ...
 
 
 class LeadingPart(PartOfModel):
-    """Rank 0's: everything that it and its caches do, the others are told to do, too.
+    """Rank 0's part: it makes the other ranks repeat everything that it and its caches do.
 
-    What happens to the caches is told with the next forward pass. If anything goes wrong in a pass the ranks no longer
-    stand at the same place, so nothing can be run any more: RankError.
+    Changes of caches are sent with the next forward pass. After an error in a pass the ranks are out of step, and every
+    further call raises RankError.
     """
 
     def __init__(
@@ -121,18 +121,18 @@ class LeadingPart(PartOfModel):
     def when_a_rank_ends(self, call: Callable[[], None]) -> None:
         self._listeners.append(call)
 
-    def a_rank_has_ended(self) -> None:
-        """From whoever watches them, in a thread of his."""
+    def on_rank_ended(self) -> None:
+        """Notify the listeners; called in the watching thread."""
         for call in self._listeners:
             call()
 
     def check(self) -> None:
         with self._turn:
-            if fate := self._failure or self._fellows.fate():
-                raise RankError(fate)
+            if ended := self._failure or self._fellows.find_ended():
+                raise RankError(ended)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
-        """One on every rank."""
+        """Create a cache on every rank."""
         cache = MirroredCache(next(self._numbers), self._pending, self.cache_shape(rows, positions))
         self._pending.append(Step(Op.NEW_CACHE, (cache.number, rows, positions)))
         weakref.finalize(cache, self._pending.append, Step(Op.DROP_CACHE, (cache.number,)))
@@ -143,12 +143,12 @@ class LeadingPart(PartOfModel):
         assert isinstance(attend.cache, MirroredCache)
         plan, backend = attend.plan, BACKEND_NAMES.index(attend.backend.name)
         numbers = attend.cache.number, backend, attend.first_row, plan.longest
-        with self._together(Step(Op.FORWARD, numbers, packed_pass(tokens, positions, plan.ancestors))):
+        with self._on_all_ranks(Step(Op.FORWARD, numbers, packed_pass(tokens, positions, plan.ancestors))):
             return super().streams(tokens, positions, attend, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        with self._together(Step(Op.HEAD, (len(flat),))):
+        with self._on_all_ranks(Step(Op.HEAD, (len(flat),))):
             self.ranks.send(flat)
             logits = self.run_head(flat)
         assert logits is not None
@@ -156,61 +156,61 @@ class LeadingPart(PartOfModel):
 
     @contextmanager
     def capturing(self) -> Iterator[int]:
-        """What is captured in here, the others capture, too -> the graph's number."""
+        """Let the other ranks capture what is run inside -> the graph's number."""
         number = next(self._numbers)
-        with self._together(Step(Op.CAPTURE, (number,))):
+        with self._on_all_ranks(Step(Op.CAPTURE, (number,))):
             pass
         yield number
-        with self._together(Step(Op.CAPTURED)):
+        with self._on_all_ranks(Step(Op.CAPTURED)):
             pass
 
     @contextmanager
     def replaying(self, number: int) -> Iterator[None]:
-        """The others replay that graph beside what is done in here."""
-        with self._together(Step(Op.REPLAY, (number,))):
+        """Let the other ranks replay that graph while this rank does, inside the context."""
+        with self._on_all_ranks(Step(Op.REPLAY, (number,))):
             yield
 
     def forget(self, number: int) -> None:
-        """The others drop that graph before what comes next."""
+        """Let the other ranks drop that graph before the next operation."""
         self._pending.append(Step(Op.DROP_GRAPH, (number,)))
 
     @contextmanager
-    def _together(self, step: Step) -> Iterator[None]:
-        """All ranks do this, after what is pending."""
+    def _on_all_ranks(self, step: Step) -> Iterator[None]:
+        """Run a step on all ranks, after the pending ones."""
         with self._turn, uninterrupted():
             if self._failure is not None:
                 raise RankError(self._failure)
             try:
-                self._tell(step)
+                self._send_steps(step)
                 yield
             except BaseException as error:
-                self._failure = self._why(error)
+                self._failure = self._failure_message(error)
                 self._fellows.end(self.ranks, orderly=False)
                 raise RankError(self._failure) from error
 
-    def _tell(self, step: Step) -> None:
-        if fate := self._fellows.fate():
-            raise RankError(fate)
+    def _send_steps(self, step: Step) -> None:
+        if ended := self._fellows.find_ended():
+            raise RankError(ended)
         steps = [self._pending.popleft() for _ in range(len(self._pending))] + [step]
-        self.ranks.say(as_numbers(steps))
+        self.ranks.broadcast_numbers(as_numbers(steps))
         for each in steps:
             if each.tensor is not None:
                 self.ranks.send(each.tensor)
 
-    def _why(self, error: BaseException) -> str:
-        fate = self._fellows.fate(LAST_WORDS) or f"a forward pass failed ({type(error).__name__}: {error})"
-        return f"{fate}; the ranks that share {self.name} cannot go on, and the engine has ended: make a new LLM"
+    def _failure_message(self, error: BaseException) -> str:
+        ended = self._fellows.find_ended(LAST_WORDS) or f"a forward pass failed ({type(error).__name__}: {error})"
+        return f"{ended}; the ranks that share {self.name} cannot go on, and the engine has ended: make a new LLM"
 
     def close(self) -> None:
-        """The other ranks end. The model cannot be used afterwards; closing it again does nothing."""
+        """End the other ranks. The model cannot be used afterwards; closing it again does nothing."""
         with self._turn:
             if self._failure is None:
-                self._failure = f"the ranks that share {self.name} have ended, for it was closed"
+                self._failure = f"the model {self.name} was closed, and its ranks have ended"
                 self._fellows.end(self.ranks, orderly=True)
 
 
 class MirroredCache(KVCache):
-    """Rank 0's cache; what happens to it will happen to the other ranks' of the same number, in the same order."""
+    """Rank 0's cache; its changes are repeated, in order, on the other ranks' caches with the same number."""
 
     def __init__(self, number: int, pending: deque[Step], shape: CacheShape) -> None:
         super().__init__(*shape)
@@ -231,7 +231,7 @@ class MirroredCache(KVCache):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes when this is over: ranks that stop in the middle of a pass no longer stand at the same place."""
+    """Defer Ctrl-C to the end of the context: ranks that stop in the middle of a pass would be out of step."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return

@@ -1,6 +1,6 @@
-"""What rank 0 tells the others: operations, each some numbers and perhaps a tensor of whole numbers.
+"""Rank 0's instructions: operations, each with some numbers and sometimes an integer tensor.
 
-A plan is what changed in the caches since the last one, and one forward pass or one use of the head.
+A plan holds the changes of the caches since the last one, and one forward pass or one use of the head.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 class Op(IntEnum):
-    """What is to be done. Behind each its numbers, and the shape of its tensor."""
+    """The operations, each with its numbers and the shape of its tensor."""
 
-    END = 0  # nothing more will come
+    END = 0  # no further operations
     NEW_CACHE = 1  # cache, rows, positions
     DROP_CACHE = 2  # cache
     COPY_ROW = 3  # cache, source, destination, length
     SWAP_ROWS = 4  # cache, one, other, length
     KEEP = 5  # cache; [B, 2 + k]: rows, text, paths
-    FORWARD = 6  # cache, backend, first row, longest; [B, L, 2 or 2 + L]: tokens, positions, of a tree ancestors
+    FORWARD = 6  # cache, backend, first row, longest; [B, L, 2 or 2 + L]: tokens, positions, for trees ancestors
     HEAD = 7  # tokens; their hidden states follow
-    CAPTURE = 8  # graph: what comes until CAPTURED is recorded as it, and not run (CUDA)
+    CAPTURE = 8  # graph: what follows until CAPTURED is captured, not run (CUDA)
     CAPTURED = 9
     REPLAY = 10  # graph
     DROP_GRAPH = 11  # graph
@@ -32,7 +32,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """One operation. tensor: int64, sent beside the numbers, for it may lie on a device that the host does not read."""
+    """One operation. tensor: int64, sent separately, because it may lie on a device that the host does not read."""
 
     op: Op
     numbers: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Step:
 
 
 def as_numbers(steps: Sequence[Step]) -> list[int]:
-    """[op, how many numbers, how many dimensions, numbers, dimensions] of each."""
+    """[op, number count, dimension count, numbers, dimensions] of each step."""
     return [
         number for step in steps for number in (step.op, len(step.numbers), len(step.shape), *step.numbers, *step.shape)
     ]
@@ -60,7 +60,7 @@ def as_steps(numbers: Sequence[int]) -> Iterator[tuple[Op, tuple[int, ...], tupl
 
 
 def packed_pass(tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
-    """tokens, positions [B, L], of a tree ancestors [B, L, L] -> [B, L, 2 or 2 + L] int64."""
+    """tokens, positions [B, L], for trees ancestors [B, L, L] -> [B, L, 2 or 2 + L] int64."""
     parts = [tokens[..., None], positions[..., None], *([] if ancestors is None else [ancestors.long()])]
     return torch.cat(parts, 2)
 

@@ -1,6 +1,6 @@
 """A rank other than 0, as a process: ``python -m paceline.models.parallel.rank JSON``, started by rank 0.
 
-It ends with rank 0, however that ends: its standard input is a pipe that the kernel closes then.
+It ends when rank 0 does, for any reason: its standard input is a pipe that the kernel then closes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
-_LOOK = 0.5  # seconds between two looks at who the parent is: somebody else may hold the pipe open
+_LOOK = 0.5  # seconds between two checks of the parent: another process may hold the pipe open
 
 
 def end_with(parent: int, directory: Path) -> threading.Thread:
-    """From now on this process ends when its parent does, and leaves nothing behind: in this thread."""
+    """Start a thread that ends this process when its parent ends, and removes the directory."""
 
     def wait() -> None:
         while not select.select([sys.stdin], [], [], _LOOK)[0] and os.getppid() == parent:
@@ -31,10 +31,10 @@ def end_with(parent: int, directory: Path) -> threading.Thread:
 
 
 def main() -> None:
-    """The argument: store, rank, ranks, parent."""
-    told = json.loads(sys.argv[1])
-    path = Path(told["store"])
-    watching = end_with(told["parent"], path.parent)
+    """Run a rank. The argument: store, rank, ranks, parent."""
+    instructions = json.loads(sys.argv[1])
+    path = Path(instructions["store"])
+    watching = end_with(instructions["parent"], path.parent)
 
     from torch._C._distributed_c10d import FileStore
 
@@ -42,8 +42,8 @@ def main() -> None:
     from paceline.models.shares import Share
 
     try:
-        serve(FileStore(str(path), told["ranks"]), Share(told["rank"], told["ranks"]))
-    except RuntimeError:  # gloo's, where the connection broke: if rank 0 is gone there is nothing to complain of
+        serve(FileStore(str(path), instructions["ranks"]), Share(instructions["rank"], instructions["ranks"]))
+    except RuntimeError:  # gloo's broken connection: no error if rank 0 is gone
         watching.join(_LOOK)
         raise
 

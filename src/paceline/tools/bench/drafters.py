@@ -1,8 +1,8 @@
-"""All drafters of one target on six tasks: what their guesses are worth, what they cost, what comes of it.
+"""All drafters of one target on six tasks: acceptance, cost and speed.
 
-Two measurements. Acceptance needs no clock: every drafter guesses k tokens a round, and what is kept is counted, task
-by task. Speed does: ``auto`` chooses the length, plain decoding and all drafters take turns on the same batches, in
-which the tasks are mixed evenly.
+There are two measurements. Acceptance does not depend on time: every drafter proposes k tokens per round, and the
+accepted ones are counted, task by task. For speed, ``auto`` chooses the length, and plain decoding and all drafters
+take turns on the same batches, in which the tasks are mixed evenly.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paceline.tools.bench.tasks import PROMPTS, Task
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-ROWS = 8  # of a batch whose acceptance is counted
-SIBLINGS = 4  # answers to a prompt, where they are each other's source
+ROWS = 8  # rows of a batch whose acceptance is counted
+SIBLINGS = 4  # samples per prompt when they are each other's source
 COST_SECONDS = 1.0
 WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Plan:
-    """tasks, of each so many prompts; k guesses where acceptance is counted; tokens of an answer at most."""
+    """The measurements. prompts: per task; k: draft tokens where acceptance is counted; tokens: longest answer."""
 
     tasks: tuple[Task, ...]
     prompts: int
@@ -47,19 +47,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Contender:
-    """One drafter of the target. answers: to each prompt of those whose acceptance is counted."""
+    """One drafter of the target. answers: per prompt where acceptance is counted."""
 
     name: str
     llm: LLM
     answers: int = 1
 
     def at(self, temperature: float) -> bool:
-        """Greedy answers to one prompt are one answer: nothing to copy from."""
+        """Whether it takes part at a temperature: greedy samples of a prompt are equal, with nothing to copy."""
         return temperature > 0 or self.answers == 1
 
 
 def contenders(target: LLM, with_model: LLM | None, with_head: LLM | None) -> list[Contender]:
-    """Everybody who can guess for the target: copies, and what a draft model and a trained head bring, if given."""
+    """All drafters for the target: n-gram lookup, and those of a draft model and a trained head, if given."""
     copies = target.with_options(drafter="ngram")
     found = [Contender("ngram", copies), Contender("siblings", copies, SIBLINGS)]
     if with_model is not None:
@@ -73,10 +73,11 @@ def contenders(target: LLM, with_model: LLM | None, with_head: LLM | None) -> li
 
 @dataclass(frozen=True)
 class Count:
-    """What k guesses a round gave.
+    """Acceptance with k draft tokens per round.
 
-    rounds: of all rows together. by_position: the chance that guess 1, 2, ... is kept if those before it were; None
-    where none was tried. saved_by_sibling: share of rounds that kept a guess which stood beside a better one.
+    rounds: of all rows together.
+    by_position: probability that draft token 1, 2, ... is accepted if those before it were; None where none was tried.
+    saved_by_sibling: fraction of rounds that accepted a draft token with a higher-ranked sibling.
     """
 
     drafter: str
@@ -91,18 +92,18 @@ class Count:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a round gave a sequence; the surplus of its last one counted, too."""
+        """Tokens per round and sequence, including those of the last round beyond the end."""
         return 1 + self.accepted / max(1, self.rounds)
 
     def as_document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All fields, for JSON."""
         return asdict(self) | {"mean_acceptance_length": self.mean_acceptance_length}
 
 
 def count(
     drafters: Sequence[Contender], plan: Plan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
 ) -> Iterator[Count]:
-    """Every drafter on every task at every temperature. progress(steps, what) may wrap them in a bar."""
+    """Count acceptance of every drafter on every task at every temperature. progress(steps, what) may show a bar."""
     engines = {
         each.name: each.llm.with_options(max_batch_size=ROWS, num_speculative_tokens=plan.k) for each in drafters
     }
@@ -121,7 +122,7 @@ def count(
 
 
 def _tokens(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
-    """As a chat, if the model knows chats."""
+    """Token ids, through the chat template if the model has one."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "models that have a name have a tokenizer"
     if not tokenizer.huggingface.chat_template:
@@ -130,7 +131,7 @@ def _tokens(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _sampled(plan: Plan, temperature: float, answers: int) -> list[SamplingParams]:
-    """Every prompt has its own seed, the same for all drafters."""
+    """Sampling parameters: every prompt has its own seed, the same for all drafters."""
     return [
         SamplingParams(temperature=temperature, max_tokens=plan.tokens, seed=seed, n=answers)
         for seed in range(plan.prompts)
@@ -138,24 +139,24 @@ def _sampled(plan: Plan, temperature: float, answers: int) -> list[SamplingParam
 
 
 def _counted(drafter: str, task: Task, temperature: float, tokens: int, rounds: Sequence[Round], k: int) -> Count:
-    rows = [row for played in rounds for row in zip(played.accepted, played.depths, strict=True)]
+    rows = [row for record in rounds for row in zip(record.accepted, record.depths, strict=True)]
     return Count(
         drafter=drafter,
         task=task,
         temperature=temperature,
         tokens=tokens,
         rounds=len(rows),
-        drafted=sum(sum(played.drafted) for played in rounds),
+        drafted=sum(sum(record.drafted) for record in rounds),
         accepted=sum(accepted for accepted, _ in rows),
         by_position=kept_by_position(rows, k),
-        saved_by_sibling=sum(played.saved for played in rounds) / max(1, len(rows)),
+        saved_by_sibling=sum(record.saved for record in rounds) / max(1, len(rows)),
     )
 
 
 def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | None, ...]:
-    """rows: guesses kept and how far guesses reached, of every row in every round.
+    """Acceptance probability by position. rows: accepted draft tokens and the draft's depth, per row and round.
 
-    A guess is tried if all before it were kept.
+    A draft token counts as tried if all before it were accepted.
     """
     tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
     good = [sum(kept > place for kept, _ in rows) for place in range(k)]
@@ -164,7 +165,7 @@ def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | N
 
 @dataclass(frozen=True)
 class Speed:
-    """One drafter at one batch size: ``auto`` over plain decoding, the median of the repeats; prefill not counted."""
+    """One drafter at one batch size: ``auto`` over plain decoding, the median of the repeats, without prefill."""
 
     drafter: str
     batch_size: int
@@ -176,7 +177,7 @@ class Speed:
 def speeds(
     drafters: Sequence[Contender], plan: Plan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
 ) -> Iterator[Speed]:
-    """Every drafter but siblings (whose prompts are one) at every batch size and temperature, in turn."""
+    """Time every drafter at every batch size and temperature, in turn; siblings are left out (they share a prompt)."""
     asked = [each for each in drafters if each.answers == 1]
     cells = [(size, temperature) for size in plan.batch_sizes for temperature in plan.temperatures]
     for size, temperature in progress(cells, "speed"):
@@ -204,7 +205,7 @@ def _speeds(drafters: Sequence[Contender], plan: Plan, size: int, temperature: f
 
 
 def mixed_batches(tasks: Sequence[Task], size: int) -> list[list[str]]:
-    """As few batches of ``size`` prompts as have equally many of every task."""
+    """The fewest batches of ``size`` prompts that hold equally many of every task."""
     wanted = math.lcm(len(tasks), size)
     mixed = [PROMPTS[tasks[n % len(tasks)]][n // len(tasks) % len(PROMPTS[tasks[0]])] for n in range(wanted)]
     return [mixed[first : first + size] for first in range(0, wanted, size)]
@@ -212,7 +213,7 @@ def mixed_batches(tasks: Sequence[Task], size: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """A draft of k guesses for each row, as a share of what a plain round takes."""
+    """The time of drafting k tokens for each row, as a fraction of a plain round."""
 
     drafter: str
     batch_size: int
@@ -221,7 +222,7 @@ class DraftCost:
 
 
 def draft_costs(drafters: Sequence[Contender], plan: Plan) -> Iterator[DraftCost]:
-    """Measured as ``auto`` measures them."""
+    """The cost of each drafter, measured like ``auto`` does."""
     for each in drafters:
         if each.answers == 1:
             engine = each.llm.with_options(max_batch_size=max(plan.batch_sizes)).engine
@@ -231,7 +232,7 @@ def draft_costs(drafters: Sequence[Contender], plan: Plan) -> Iterator[DraftCost
 
 
 def draw(counts: Sequence[Count], fast: Sequence[Speed], path: Path, title: str) -> None:
-    """Tokens a round by task, and speed over plain by batch size, at the first temperature."""
+    """Plot tokens per round by task, and speed over plain decoding by batch size, at the first temperature."""
     figure, (left, right) = new_figure(columns=2)
     names = list(dict.fromkeys(each.drafter for each in counts))
     tasks = list(dict.fromkeys(each.task for each in counts))
@@ -243,7 +244,7 @@ def draw(counts: Sequence[Count], fast: Sequence[Speed], path: Path, title: str)
         line = [each for each in fast if each.drafter == name and each.temperature == first]
         right.plot([each.batch_size for each in line], [each.speed_up for each in line], "o-", color=f"C{number}")
     left.set_xticks([place + 0.4 for place in range(len(tasks))], tasks, fontsize=8)
-    left.set(ylabel="tokens a round")
+    left.set(ylabel="tokens per round")
     left.legend(fontsize=8)
     right.axhline(1, color="grey", linewidth=0.8)
     right.set(xlabel="rows", ylabel="over plain decoding", ylim=(0, None))

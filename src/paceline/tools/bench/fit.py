@@ -1,12 +1,12 @@
 """Synergy's quantitative model (2310.18813), fitted to measurements: why the best length falls as the batch grows.
 
-Verification of s guesses a row takes alpha_b * s + beta_b, drafting them takes s * t_S, and l(s) = c * s ** gamma of
-them are kept, so that a token takes (alpha_b s + beta_b + t_S s) / (c s ** gamma + 1).
+Verifying s draft tokens per row takes alpha_b * s + beta_b, drafting them takes s * t_S, and l(s) = c * s ** gamma of
+them are accepted, so that a token takes (alpha_b s + beta_b + t_S s) / (c s ** gamma + 1).
 
-It is fitted to the rounds of the very sweep whose best lengths it is compared with. (Fitted to costs measured apart, in
-a minute in which the memory was twice as fast, it found 2, 1, 1, 0, 0 where 4, 4, 2, 0, 0 was best.) The paper has one
-beta for all batches, the time to read the weights; on a processor that is short of arithmetic a plain round of sixteen
-rows takes twice as long as that of one.
+The model is fitted to the rounds of the same sweep whose best lengths it is compared with. (Fitted to costs that were
+measured separately, while memory was twice as fast, it found 2, 1, 1, 0, 0 where 4, 4, 2, 0, 0 was best.) The paper has
+one beta for all batches, the time to read the weights; on a compute-bound CPU a plain round of 16 rows takes twice as
+long as one of 1 row.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.lengths.cost import CostTable
 
 @dataclass(frozen=True)
 class PaperFit:
-    """The model's parameters in milliseconds (t_s, alpha and beta by batch size) and how far off it is.
+    """The model's parameters in milliseconds (t_s; alpha and beta by batch size) and its errors.
 
-    error: mean |fit / measured - 1| over the measured rounds. error_accepted: likewise for l(s).
+    error: mean |fit / measured - 1| over the measured rounds. error_accepted: the same for l(s).
     """
 
     batch_sizes: tuple[int, ...]
@@ -37,23 +37,23 @@ class PaperFit:
     error_accepted: float
 
     def accepted(self, s: float) -> float:
-        """l(s): guesses kept of s."""
+        """l(s): number of accepted draft tokens out of s."""
         return self.c * s**self.gamma if s > 0 else 0.0
 
     def ms_per_token(self, size: int, s: float) -> float:
-        """Of a row, in a batch of one of the fitted sizes."""
+        """Milliseconds per token of a row, in a batch of one of the fitted sizes."""
         place = self.batch_sizes.index(size)
         return ((self.alpha[place] + self.t_s[place]) * s + self.beta[place]) / (self.accepted(s) + 1)
 
     def optimum(self, size: int) -> float:
-        """The s with the fewest milliseconds a token; 0 if no guess pays.
+        """The s with the fewest milliseconds per token; 0 if speculation never pays.
 
-        Where the derivative of ms_per_token vanishes:
+        It is the root of the derivative of ms_per_token:
 
             (1 - gamma) s + s ** (1 - gamma) / c = gamma beta_b / (alpha_b + t_S)
 
-        The left side only grows with s, so there is one root. Its second term comes from the token that every round
-        gives; without it the root would be gamma beta_b / ((1 - gamma) (alpha_b + t_S)).
+        The left side grows with s, so there is one root. Its second term comes from the token that every round gives;
+        without it the root would be gamma beta_b / ((1 - gamma) (alpha_b + t_S)).
         """
         place = self.batch_sizes.index(size)
         slope = self.alpha[place] + self.t_s[place]
@@ -74,17 +74,19 @@ class PaperFit:
         return high
 
     def best(self, size: int, longest: int) -> int:
-        """The best whole number of guesses from 0 to ``longest``."""
+        """The best integer number of draft tokens from 0 to ``longest``."""
         return min(range(longest + 1), key=lambda s: self.ms_per_token(size, s))
 
 
 def fit_paper(table: CostTable, rounds: Sequence[Sequence[float]], accepted: Sequence[float]) -> PaperFit:
-    """Least squares. rounds[place][s]: milliseconds that rounds with s guesses a row took, drafting included, at the
-    table's batch sizes; s = 0, 1, ... The table says what of it drafting took. accepted[s - 1]: mean number of guesses
-    kept of s, for s = 1, 2, ...
+    """Fit by least squares.
+
+    rounds[place][s]: milliseconds of rounds with s draft tokens per row, drafting included, at the table's batch sizes.
+    table: says what part of that was drafting. accepted[s - 1]: mean number of accepted draft tokens out of s, for s =
+        1, 2, ...
     """
-    guessing = [k for k in table.lengths if k > 0]
-    steps = [sum(table.draft_ms(size, k) / k for k in guessing) / max(1, len(guessing)) for size in table.batch_sizes]
+    drafting = [k for k in table.lengths if k > 0]
+    steps = [sum(table.draft_ms(size, k) / k for k in drafting) / max(1, len(drafting)) for size in table.batch_sizes]
     lines = [_line(times) for times in rounds]
     c, gamma, error_accepted = _fit_accepted(accepted)
     return PaperFit(
@@ -100,7 +102,7 @@ def fit_paper(table: CostTable, rounds: Sequence[Sequence[float]], accepted: Seq
 
 
 def _line(times: Sequence[float]) -> tuple[float, float, float]:
-    """Slope and start of a line through times at 0, 1, 2, ..., each of which counts by its relative error; and that."""
+    """Slope, start and mean relative error of a line through times at 0, 1, 2, ..., weighted by relative error."""
     measured = np.array(times)
     relative = np.stack([np.arange(len(times)), np.ones(len(times))], axis=1) / measured[:, None]
     (slope, start), *_ = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)
@@ -108,7 +110,7 @@ def _line(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _fit_accepted(accepted: Sequence[float]) -> tuple[float, float, float]:
-    """c and gamma of l(s) = c * s ** gamma, a line in logarithms, and its mean relative error."""
+    """c and gamma of l(s) = c * s ** gamma, fitted in logarithms, and the mean relative error."""
     points = [(s, kept) for s, kept in enumerate(accepted, 1) if kept > 0]
     if not points:
         return 0.0, 0.0, 0.0

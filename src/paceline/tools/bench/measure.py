@@ -1,4 +1,4 @@
-"""One batch, timed; and who is timed when."""
+"""Timing of one batch, and the order of measurements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Side = TypeVar("Side")
 
 
 def turns(sides: Sequence[Side], repeats: int) -> list[list[Side]]:
-    """The order of the sides in each repeat: each begins with another one, so that none is always the last."""
+    """The order of the sides in each repeat: each repeat begins with another one, so that none is always the last."""
     starts = [repeat % len(sides) for repeat in range(repeats)]
     return [[*sides[start:], *sides[:start]] for start in starts]
 
 
 def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
-    """Prefill and decoding seconds from the seconds until the first tokens, and until the end of ``rounds`` rounds."""
+    """Prefill and decoding seconds, from the seconds until the first tokens and until the end of ``rounds`` rounds."""
     a_round = max(0.0, long - short) / max(1, rounds - 1)
     prefill = max(0.0, short - a_round)
     return prefill, max(long - prefill, 1e-9)
@@ -32,19 +32,19 @@ def split_times(short: float, long: float, rounds: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class BatchRun:
-    """What a batch gave and what it cost. seconds: from the first request's arrival to the last answer's end."""
+    """The outputs and the time of a batch. seconds: from the first request's arrival to the last answer's end."""
 
     seconds: float
     outputs: list[RequestOutput]
 
     @property
     def metrics(self) -> list[Metrics]:
-        """Of every answer."""
+        """Metrics of every answer."""
         return [answer.metrics for output in self.outputs for answer in output.outputs]
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Of every answer."""
+        """Token ids of every answer."""
         return [answer.token_ids for output in self.outputs for answer in output.outputs]
 
     @property
@@ -59,7 +59,7 @@ class BatchRun:
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds per token of a sequence, first token not counted: the mean over the sequences."""
+        """Milliseconds per token of a sequence, without its first token: the mean over the sequences."""
         return statistics.fmean(m.ms_per_token for m in self.metrics if m.ms_per_token is not None)
 
     @property
@@ -69,7 +69,7 @@ class BatchRun:
 
     @property
     def seconds_to_last_first_token(self) -> float:
-        """Until every answer had begun: prefill and, about, one round."""
+        """Seconds until every answer had its first token: prefill and about one round."""
         begun = [m.first_token for m in self.metrics if m.first_token is not None]
         return max(begun) - min(m.arrival_time for m in self.metrics)
 
@@ -91,17 +91,17 @@ class BatchRun:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds, all sequences together: tokens a round gave a sequence."""
+        """1 + accepted / rounds, all sequences together: tokens per round and sequence."""
         return 1 + sum(m.accepted for m in self.metrics) / sum(m.rounds for m in self.metrics)
 
     @property
     def drafted_a_round(self) -> float:
-        """Guesses verified, of a sequence."""
+        """Draft tokens verified per round and sequence."""
         return sum(m.drafted for m in self.metrics) / sum(m.rounds for m in self.metrics)
 
     @property
     def saved_by_sibling(self) -> float:
-        """Share of all sequences' rounds that kept a guess which stood beside a better one."""
+        """Fraction of all sequences' rounds that accepted a draft token with a higher-ranked sibling."""
         return sum(m.saved_by_sibling for m in self.metrics) / sum(m.rounds for m in self.metrics)
 
 
@@ -113,7 +113,7 @@ def run_batch(
     references: Sequence[Sequence[str]] | None = None,
     progress: bool = False,
 ) -> BatchRun:
-    """Run all prompts at once and time it."""
+    """Run all prompts at once and time the batch."""
     started = time.perf_counter()
     outputs = llm.generate(list(prompts), params, references=references, use_tqdm=progress)
     return BatchRun(time.perf_counter() - started, outputs)

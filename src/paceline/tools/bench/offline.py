@@ -1,13 +1,13 @@
 """Offline throughput: one batch at a time, speculation against plain decoding and, if wanted, against transformers.
 
-Prefill and decoding are told apart: until every answer has its first token it takes P + r seconds (prefill and one
-round), until all have N tokens P + R x r seconds in R rounds. So r = (long - short) / (R - 1) and P = short - r;
-decoding took R x r. (Of a side that does not tell when its first tokens came, a run of one token is timed before.)
-Prompts that need several prefill chunks blur this: what the first rows gain meanwhile counts as prefill, on all sides.
-Every answer has exactly N tokens (no end-of-text token ends it), or as many as the longest sequence has room for; what
-came is counted, so all sides are compared by their time for a token. Sides take turns within
-one process, after a warm-up of each, and each repeat begins with another one. The median of the repeats counts, and the
-speed-up is the median of each repeat's own: what slows a machine down for a while slows both of its sides.
+Prefill and decoding are separated: all answers have their first token after P + r seconds (prefill and one round), and
+    all have N tokens after P + R x r seconds in R rounds. So r = (long - short) / (R - 1), P = short - r, and decoding
+    took R x r. (For a side that does not report its first tokens, a run of one token is timed first.) Prompts that need
+    several prefill chunks blur this on all sides: tokens that the first rows gain meanwhile count as prefill. Every
+    answer has exactly N tokens (no end-of-text token ends it), or as many as the longest sequence has positions for;
+    all sides are compared by their time per token. Sides take turns within one process, after a warm-up of each, and
+    each repeat begins with another one. The median of the repeats counts, and the speed-up is the median of each
+    repeat's own: a temporary slowdown of the machine affects both sides.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Timing:
-    """One batch on one side, once. tokens: of all its answers, as many as came.
+    """One batch on one side, once. tokens: of all its answers.
 
-    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens a round gave; drafted_a_round: guesses verified;
-    saved_by_sibling: share of rounds that kept a guess which stood beside a better one. latency: of its first, last and
-    all sequences. None where a side does not tell.
+    acceptance_rate: accepted / drafted; mean_acceptance_length: tokens per round; drafted_a_round: draft tokens
+        verified per round; saved_by_sibling: fraction of rounds that accepted a draft token with a higher-ranked
+        sibling. latency: of its first, last and all sequences. None where a side does not report it.
     """
 
     prefill_seconds: float
@@ -67,10 +67,10 @@ class Timing:
 class Result:
     """One side at one batch size: the repeat with the median decoding time, and the decoding times of all repeats.
 
-    output_tokens: of an answer, the mean of those that came, fewer than ``max_tokens`` where prompts leave less room.
-    ms_per_token: of a sequence, that is decode_seconds / output_tokens; tokens_per_second: of the whole batch.
-    speed_up: over the first side, plain decoding, token for token. utilisation: a share of 1 (``utilisation``);
-    None where it is not known.
+    output_tokens: mean length of an answer, below ``max_tokens`` if prompts leave fewer positions.
+    ms_per_token: per sequence, decode_seconds / output_tokens; tokens_per_second: of the whole batch.
+    speed_up: over the first side, plain decoding, token by token.
+    utilisation: fraction from 0 to 1 (``utilisation``); None if unknown.
     """
 
     side: str
@@ -95,7 +95,7 @@ class Result:
         return 1000 * self.median.decode_seconds / self.output_tokens
 
     def as_document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All fields, for JSON."""
         document = asdict(self) | asdict(self.median)
         del document["median"]
         names = ("output_tokens", "tokens_per_second", "ms_per_token")
@@ -103,7 +103,7 @@ class Result:
 
 
 class Side(Protocol):
-    """Something that continues a batch of prompts."""
+    """An implementation that continues a batch of prompts."""
 
     @property
     def name(self) -> str: ...
@@ -113,9 +113,9 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Paceline:
-    """paceline itself, with or without speculation. references: of each prompt, where they are to be copied from.
+    """paceline with or without speculation. references: per prompt, texts to copy from.
 
-    temperature: 0 is greedy; else every prompt is sampled with a seed of its own, its place in the batch.
+    temperature: 0 is greedy; otherwise every prompt's seed is its place in the batch.
     """
 
     name: str
@@ -157,11 +157,11 @@ class Transformers:
         target, path = like.engine.models.target, resolve(source)
         where = path.parent if path.is_file() else path
         extra: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
-        packs = getattr(transformers, "GgufConfig", None)  # newer ones keep a GGUF packed, which is slow in bfloat16
+        packs = getattr(transformers, "GgufConfig", None)  # newer versions keep a GGUF packed, slow in bfloat16
         if extra and packs is not None:
             extra["quantization_config"] = packs(dequantize=True)
         self._model = AutoModelForCausalLM.from_pretrained(str(where), dtype=target.dtype, **extra).to(target.device)
-        self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
+        self._model.generation_config.eos_token_id = None  # every answer gets its full length
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
         prefill, decode = split_times(self._run(prompts, 1), self._run(prompts, tokens), tokens)
@@ -183,10 +183,10 @@ class Transformers:
         return seconds
 
 
-class WrongGuesses(Wrapper):
-    """A drafter's guesses, each changed into another token: the work of speculation, next to none of its gain."""
+class WrongDraftTokens(Wrapper):
+    """A drafter's draft tokens, each changed into another one: the cost of speculation with almost no acceptance."""
 
-    name = "all guesses made wrong"
+    name = "wrong draft tokens"
 
     def propose(self, batch: Batch, wish: Wish) -> Draft:
         draft = self.inner.propose(batch, wish)
@@ -201,9 +201,9 @@ def sides_for(
     others: Sequence[Side] = (),
     references: Sequence[Sequence[str]] | None = None,
 ) -> list[Side]:
-    """Plain decoding; where anything is guessed, speculation at the engine's length or each of ``lengths``; the others.
+    """Plain decoding; with a drafter, speculation at the engine's length or at each of ``lengths``; and the others.
 
-    references: of each prompt, for those that look them up.
+    references: per prompt, for drafters that look them up.
     """
     plain = Paceline("plain", llm.plain().with_options(max_batch_size=batch_size))
     if llm.config.drafter is None or not (lengths or llm.config.guesses):
@@ -213,19 +213,19 @@ def sides_for(
     for name, length in named.items():
         side = llm.with_options(max_batch_size=batch_size, num_speculative_tokens=length)
         if wrong:
-            side.engine.parts.drafter = WrongGuesses(side.engine.parts.drafter)
+            side.engine.parts.drafter = WrongDraftTokens(side.engine.parts.drafter)
         copied = references if side.config.looks_up else None
         sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side, copied))
     return [plain, *sides, *others]
 
 
 def has_references(kind: str) -> bool:
-    """Whether a built-in set brings texts along that its answers repeat."""
+    """Whether a built-in set comes with reference texts that its answers repeat."""
     return any(asked.references for asked in SETS.get(cast("SetName", kind), ()))
 
 
 def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[Sequence[str]]]:
-    """``batch_size`` of the built-in prompts, from the first one again when they are used up; their references.
+    """``batch_size`` of the built-in prompts, repeated from the first one if there are fewer; their references.
 
     Sets of conversations go through the model's chat template, the others are texts to be continued.
     """
@@ -241,9 +241,9 @@ def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[S
 def measure(
     sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int, arithmetic: Arithmetic | None = None
 ) -> Iterator[Result]:
-    """Time all sides on one batch: warm-up first, then turn by turn; the first side is what the others speed up.
+    """Time all sides on one batch: warm-up first, then in turn; speed-ups are over the first side.
 
-    arithmetic: paceline's own, for its sides' utilisation; others may multiply in another precision.
+    arithmetic: paceline's, for its sides' utilisation; others may multiply in another precision.
     """
     for side in sides:
         side.time(prompts, WARM_UP_TOKENS)
@@ -266,7 +266,7 @@ def measure(
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """What it ran on, with so many CPU threads; None: torch's number."""
+    """Description of the machine. threads: CPU threads used; None: torch's number."""
     import psutil
     import torch
 
@@ -283,7 +283,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that matters for speed."""
+    """Versions of everything that affects speed."""
     import torch
     import transformers
 
@@ -303,7 +303,7 @@ def document(
     references: bool = False,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Any]:
-    """The benchmark as one JSON document. prompts: which; references: whether theirs were given to be copied from."""
+    """The benchmark as one JSON document. prompts: the set's name; references: whether its texts were given."""
     target = llm.engine.models.target
     return {
         "command": command,

@@ -1,11 +1,10 @@
-"""Traffic and acceptance that change at once, from phase to phase: does ``auto`` keep up with whoever knew it before?
+"""Traffic and acceptance that change suddenly between phases: how close ``auto`` comes to knowing them in advance.
 
-The models are real and so is all the time that is measured. Acceptance is SYNTHETIC: whether a guess is right is drawn
-with the phase's probability, and the verdict changed to that once the real rule has run. So the text means nothing, and
-the costs are those of real rounds.
+The models and all measured times are real. Acceptance is SYNTHETIC: draft tokens are accepted with the phase's
+probability, after the real acceptance rule has run. So the text is meaningless, and the costs are those of real rounds.
 
-Every fixed length plays the same phases. The oracle's time is, phase by phase, that of the fixed length that was the
-fastest there: it knows the phase and its best length, and pays nothing for changing.
+Every fixed length runs the same phases. The oracle's time in a phase is that of the fastest fixed length: it knows the
+phase and its best length, and pays nothing for changing.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """So many rows, each guess of which is kept with this probability, until each has gained ``tokens``."""
+    """Rows whose draft tokens are accepted with probability ``acceptance``, until each gained ``tokens``."""
 
     rows: int
     acceptance: float
@@ -54,12 +53,12 @@ PROMPT = tuple(range(1, 9)) * 4
 
 
 class Script(Wrapper):
-    """A drafter whose guesses are right with probability ``rate``, and the rule that says so. The text means nothing.
+    """A drafter with acceptance probability ``rate``, and the matching acceptance rule. The text is meaningless.
 
-    Guesses that are not verified are right or wrong, too: the token that a row gains in their place is theirs, or not.
+    Draft tokens that are not verified are right or wrong, too: the row's next token equals them or not accordingly.
     """
 
-    name = "right by a coin"
+    name = "synthetic acceptance"
 
     def __init__(self, inner: Drafter, rule: AcceptanceRule, seed: int = 0) -> None:
         super().__init__(inner)
@@ -72,7 +71,7 @@ class Script(Wrapper):
         return self._proposed
 
     def judge(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-        """The real verdict with other words: each row gains its right guesses and one token more."""
+        """The real verdict with other tokens: each row gains its right draft tokens and one token more."""
         verdict, proposed = self.rule(draft, logits, batch), draft if self._proposed is None else self._proposed
         self._proposed = None
         coins = torch.rand(proposed.tokens.shape, generator=self._generator).to(draft.tokens.device) < self.rate
@@ -80,16 +79,16 @@ class Script(Wrapper):
         accepted = torch.minimum(right, draft.counts)
         last = verdict.tokens[:, -1]
         if proposed.k > 0:
-            guess = proposed.tokens.gather(1, accepted.clamp(max=proposed.k - 1)[:, None])[:, 0]
-            other = torch.where(last == guess, (guess + 1) % batch.vocab_size, last)
-            last = torch.where(accepted < proposed.counts, torch.where(right > accepted, guess, other), last)
+            token = proposed.tokens.gather(1, accepted.clamp(max=proposed.k - 1)[:, None])[:, 0]
+            other = torch.where(last == token, (token + 1) % batch.vocab_size, last)
+            last = torch.where(accepted < proposed.counts, torch.where(right > accepted, token, other), last)
         place = torch.arange(draft.k + 1, device=accepted.device)
         tokens = torch.where(place < accepted[:, None], torch.cat([draft.tokens, last[:, None]], dim=1), last[:, None])
         return Verdict(tokens, accepted, draft.counts)
 
 
-class FreeGuesses(Drafter):
-    """A drafter that takes no time: guesses token 0. For targets without a draft model."""
+class FreeDrafter(Drafter):
+    """A drafter that takes no time: it proposes token 0. For targets without a draft model."""
 
     name = "free"
 
@@ -100,7 +99,7 @@ class FreeGuesses(Drafter):
 
 @dataclass(frozen=True)
 class Run:
-    """One policy through all phases. seconds: of each phase, for exactly ``tokens`` a row; rounds: of each phase.
+    """One policy through all phases. seconds: per phase, for exactly ``tokens`` per row; rounds: per phase.
 
     latency: milliseconds per token of each phase's first, last and all rows.
     """
@@ -116,7 +115,7 @@ class Run:
 
 
 class Stage:
-    """An engine whose acceptance follows a script, for one policy after the other."""
+    """An engine with scripted acceptance, used for one policy after the other."""
 
     def __init__(self, llm: LLM, phases: Sequence[Phase] = PHASES, tokens: int = 300) -> None:
         rows = max(phase.rows for phase in phases)
@@ -133,19 +132,19 @@ class Stage:
         self.phases, self.tokens = tuple(phases), tokens
         parts = self.engine.parts
         if not draft:
-            parts.drafter = FreeGuesses()
+            parts.drafter = FreeDrafter()
         self.costs = self.engine.measure_costs(Grid.coarse(rows))
         self.script = parts.drafter = Script(parts.drafter, parts.accept)
         parts.accept = self.script.judge
 
     def policy(self, name: str) -> LengthPolicy:
-        """The policy that the engine would play under a name ("auto", "bass") or a number, made anew."""
+        """A new policy by name ("auto", "bass") or number, as the engine would make it."""
         if name.isdigit():
             return FixedLength(int(name))
         ragged = isinstance(self.engine.models.target, FlatModel)
         return make_policy(name, Means(lambda: self.costs, _no_profile, self.script.decoders, ragged))
 
-    def play(self, name: str) -> Run:
+    def run(self, name: str) -> Run:
         engine, recorder = self.engine, Recorder(self.policy(name))
         engine.parts.policy = recorder
         seconds, rounds, latency = [], [], []
@@ -159,7 +158,7 @@ class Stage:
             while len(engine.scheduler.running) < phase.rows:
                 engine.step()
             first = len(recorder.rounds)
-            seconds.append(self._play_phase(recorder, phase.rows * self.tokens))
+            seconds.append(self._run_phase(recorder, phase.rows * self.tokens))
             rounds.append(recorder.rounds[first:])
             latency.append(latency_of(rounds[-1], rounds[-1][-1].ended - rounds[-1][0].began))
         engine.clear()
@@ -168,8 +167,8 @@ class Stage:
     def _params(self) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=self.engine.max_model_len, ignore_eos=True)
 
-    def _play_phase(self, recorder: Recorder, goal: int) -> float:
-        """Seconds for ``goal`` tokens; the last round's surplus is taken off in proportion."""
+    def _run_phase(self, recorder: Recorder, goal: int) -> float:
+        """Seconds for ``goal`` tokens; the last round's excess tokens are deducted in proportion."""
         tokens, started = 0, time.perf_counter()
         while tokens < goal:
             self.engine.step()
@@ -199,7 +198,7 @@ class Comparison:
             "totals_of_all": self.totals,
             "oracle_seconds": self.oracle,
             "over_oracle": {name: run.total / sum(self.oracle) for name, run in self.runs.items()},
-            "k_of_auto": [[round(played.mean_drafted, 2) for played in rounds] for rounds in self.runs["auto"].rounds],
+            "k_of_auto": [[round(record.mean_drafted, 2) for record in rounds] for rounds in self.runs["auto"].rounds],
         }
 
 
@@ -209,10 +208,10 @@ def compare(
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     policies: Sequence[str] = (*map(str, LENGTHS), "bass", "auto"),
 ) -> Comparison:
-    """All policies through all phases, turn by turn; of each, the run with the median total."""
+    """Run all policies through all phases, in turn; keeps each policy's run with the median total."""
     runs: dict[str, list[Run]] = {}
     for name in progress([name for turn in turns(policies, repeats) for name in turn]):
-        runs.setdefault(name, []).append(stage.play(name))
+        runs.setdefault(name, []).append(stage.run(name))
     middle = {name: sorted(each, key=lambda run: run.total)[(len(each) - 1) // 2] for name, each in runs.items()}
     fixed = [each for name, each in runs.items() if name.isdigit()]
     oracle = [
@@ -224,9 +223,9 @@ def compare(
 
 
 def draw(comparison: Comparison, path: Path, title: str) -> None:
-    """k of auto, round by round, over the phases; and everybody's time over the oracle's."""
+    """Plot k of auto, round by round, over the phases; and each policy's time over the oracle's."""
     figure, (left, right) = new_figure(columns=2)
-    lengths = [played.mean_drafted for rounds in comparison.runs["auto"].rounds for played in rounds]
+    lengths = [record.mean_drafted for rounds in comparison.runs["auto"].rounds for record in rounds]
     left.step(range(len(lengths)), lengths, where="post", linewidth=0.8)
     start = 0
     for phase, rounds in zip(comparison.phases, comparison.runs["auto"].rounds, strict=True):

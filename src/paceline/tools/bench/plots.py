@@ -1,4 +1,4 @@
-"""Plots for files, never for a screen."""
+"""Plots to files, without a display."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
 
 
 def save(figure: Figure, path: Path, title: str) -> None:
-    """Write the file, whole or not at all, and let go of the figure."""
+    """Write the file atomically and close the figure."""
     from matplotlib import pyplot
 
     lines = [wrapped for line in title.splitlines() for wrapped in textwrap.wrap(line, TITLE_WIDTH)]

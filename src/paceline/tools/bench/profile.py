@@ -1,8 +1,8 @@
-"""``paceline profile``: what every speculation length costs and brings at every batch size, on this machine.
+"""``paceline profile``: cost and acceptance of every speculation length at every batch size, on this machine.
 
 For each batch size and each k the real models continue real prompts with k fixed, and the rounds are timed while all
-rows decode (none still reads its prompt, none has finished). Turn by turn: each repeat goes through all k before the
-next begins. The cost table is measured apart, by rounds of a fixed context.
+rows decode (none prefills, none has finished). Each repeat goes through all k before the next begins. The cost table is
+measured separately, by rounds of a fixed context.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure: each batch size with k = 0 .. max_k, ``tokens`` a row, ``repeats`` times."""
+    """The measurements: each batch size with k = 0 .. max_k, ``tokens`` per row, ``repeats`` times."""
 
     batch_sizes: tuple[int, ...]
     max_k: int
@@ -46,15 +46,15 @@ class Sweep:
 
     @staticmethod
     def quick() -> Sweep:
-        """A look at whether everything works; its numbers mean little."""
+        """A quick test whether everything works; its numbers are not reliable."""
         return Sweep((1, 2), 2, tokens=16, repeats=1, calibration_seconds=0.5)
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One fixed length at one batch size, with real prompts; medians. ms_per_token: of a sequence.
+    """One fixed length at one batch size, with real prompts; medians. ms_per_token: per sequence.
 
-    first_ms_per_token, last_ms_per_token: of the fastest and the slowest one; None in profiles that lack them.
+    first_ms_per_token, last_ms_per_token: of the fastest and the slowest sequence; None in profiles without them.
     """
 
     batch_size: int
@@ -69,7 +69,9 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class MeasuredProfile(Profile):
-    """With what else was measured, for people. acceptance[j]: of guess j + 1, if asked."""
+    """A profile with further measurements, for people. acceptance[j]: of draft token j + 1, if all before it were
+    accepted.
+    """
 
     acceptance: tuple[float, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()
@@ -85,9 +87,9 @@ class MeasuredProfile(Profile):
 def run_profile(
     llm: LLM, prompts: Sequence[list[int]], sweep: Sweep, progress: Callable[[Iterable[Any], str], Iterable[Any]]
 ) -> tuple[MeasuredProfile, PaperFit]:
-    """Measure everything. progress(steps, what) may wrap them in a bar. Raises ParameterError without a drafter."""
+    """Measure everything. progress(steps, what) may show a bar. Raises ParameterError without a drafter."""
     if llm.config.drafter is None:
-        raise ParameterError("drafter", None, "'ngram', or a draft model: without guesses there is nothing to profile")
+        raise ParameterError("drafter", None, "'ngram', or a draft model: without drafts there is nothing to profile")
     engine = llm.with_options(max_batch_size=max(sweep.batch_sizes), num_speculative_tokens=sweep.max_k).engine
     grid = Grid(sweep.batch_sizes, tuple(range(sweep.max_k + 1)), sweep.calibration_seconds, repeats=5)
     costs = engine.measure_costs(grid, lambda points: progress(points, "cost of rounds"))
@@ -120,11 +122,11 @@ class _Run:
 
     @property
     def tokens(self) -> int:
-        return sum(played.tokens for played in self.rounds)
+        return sum(record.tokens for record in self.rounds)
 
     @property
     def seconds(self) -> float:
-        """From the first round's begin to the last one's end, the engine's own work between rounds included."""
+        """Seconds from the first round's start to the last one's end, including the engine's work between rounds."""
         return self.rounds[-1].ended - self.rounds[0].began
 
 
@@ -150,21 +152,21 @@ def _run(engine: Engine, prompts: Sequence[list[int]], size: int, k: int, tokens
     while engine.busy:
         engine.step()
     together = longest_stretch(recorder.rounds, size)
-    whole = [played for played in together if played.k == k] or together  # the last tokens may leave room for fewer
+    whole = [record for record in together if record.k == k] or together  # the last rounds may have room for fewer
     if not whole:
-        raise ParameterError("tokens", tokens, "more tokens a row: no round had all rows decoding")
+        raise ParameterError("tokens", tokens, "more tokens per row: no round had all rows decoding")
     return _Run(size, k, whole)
 
 
 def _point(size: int, k: int, runs: Sequence[_Run]) -> SweepPoint:
     here = [run for run in runs if run.batch_size == size and run.k == k]
-    rows = sum(played.rows for run in here for played in run.rounds)
+    rows = sum(record.rows for run in here for record in run.rounds)
     latencies = [latency_of(run.rounds, run.seconds) for run in here]
     return SweepPoint(
         batch_size=size,
         k=k,
         ms_per_token=statistics.median(1000 * run.seconds * size / run.tokens for run in here),
-        ms_per_round=statistics.median(played.ms for run in here for played in run.rounds),
+        ms_per_round=statistics.median(record.ms for run in here for record in run.rounds),
         tokens_per_second=statistics.median(run.tokens / run.seconds for run in here),
         mean_acceptance_length=sum(run.tokens for run in here) / rows,
         first_ms_per_token=statistics.median(each.first for each in latencies),
@@ -177,15 +179,15 @@ def _best(size: int, points: Sequence[SweepPoint]) -> int:
 
 
 def acceptance_by_position(rounds: Sequence[Round], k: int) -> tuple[float, ...]:
-    """The chance that guess 1, 2, ... k is kept if all before it were; 0 where none was tried."""
-    accepted = [kept for played in rounds if played.k == k for kept in played.accepted]
+    """Probability that draft token 1, 2, ... k is accepted if all before it were; 0 where none was tried."""
+    accepted = [kept for record in rounds if record.k == k for kept in record.accepted]
     tried = [sum(kept >= place for kept in accepted) for place in range(k)]
     kept = [sum(kept > place for kept in accepted) for place in range(k)]
     return tuple(good / all_ if all_ else 0.0 for good, all_ in zip(kept, tried, strict=True))
 
 
 def draw(profile: MeasuredProfile, fit: PaperFit, path: Path, title: str) -> None:
-    """``profile.png``: ms per token against k, one line a batch size, the fit dashed; acceptance against position."""
+    """``profile.png``: ms per token against k, one line per batch size, the fit dashed; acceptance against position."""
     figure, (left, right) = new_figure(columns=2)
     for number, size in enumerate(profile.best):
         _draw_size(left, profile, fit, size, f"C{number}")
@@ -194,7 +196,7 @@ def draw(profile: MeasuredProfile, fit: PaperFit, path: Path, title: str) -> Non
     left.legend(title="batch size (dashed: fit)", fontsize=8)
     right.plot(range(1, len(profile.acceptance) + 1), profile.acceptance, "o-")
     right.set_xticks(range(1, len(profile.acceptance) + 1))
-    right.set(xlabel="position in the draft", ylabel="kept, if all before it were", ylim=(0, 1))
+    right.set(xlabel="position in the draft", ylabel="accepted, if all before it were", ylim=(0, 1))
     save(figure, path, title)
 
 

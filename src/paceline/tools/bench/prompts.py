@@ -1,7 +1,7 @@
 """Prompts that come with paceline, for the demo, for ``verify`` and for benchmarks. Their texts are files in ``data``.
 
-COPYING: the answer repeats much of the prompt (rewriting, correcting, extracting, editing code): the natural field of
-prompt lookup, where n-gram speculation is at its best. OPEN: questions whose answer stands nowhere in the prompt.
+COPYING: the answer repeats much of the prompt (rewriting, correcting, extracting, editing code), where n-gram drafts
+    work best. OPEN: questions whose answer does not stand in the prompt.
 """
 
 from __future__ import annotations

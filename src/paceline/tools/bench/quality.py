@@ -1,6 +1,6 @@
-"""What rounded weights cost: perplexity on a text, and how long greedy answers stay the same.
+"""The effect of quantised weights: perplexity on a text, and how long greedy answers stay the same.
 
-The text is fed in pieces of ``PIECE`` tokens, each on its own, so that every precision sees the same contexts. The
+The text is fed in pieces of ``PIECE`` tokens, each on its own, so that every precision has the same contexts. The
 standard error is that of the paired difference: both precisions predict the same tokens and share most of their noise.
 """
 
@@ -30,7 +30,7 @@ GREEDY_TOKENS = 64
 
 @dataclass(frozen=True)
 class Predictions:
-    """logprobs [N]: of the text's own tokens; top [N]: the most likely tokens; answers: greedy ones, token ids."""
+    """logprobs [N]: of the text's own tokens; top [N]: the most likely tokens; answers: greedy token ids."""
 
     logprobs: Tensor
     top: Tensor
@@ -39,10 +39,10 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Quality:
-    """A precision beside the first one. Changes are relative; agreements are shares of 1.
+    """A precision compared with the first one. Changes are relative; agreements are fractions from 0 to 1.
 
-    standard_error: of perplexity_change; None where a single token was predicted.
-    greedy_agreement: tokens before the answers part, of all.
+    standard_error: of perplexity_change; None if a single token was predicted.
+    greedy_agreement: tokens before the answers differ, out of all.
     """
 
     precision: str
@@ -54,12 +54,12 @@ class Quality:
     weight_bytes: int
 
     def as_document(self) -> dict[str, Any]:
-        """For JSON."""
+        """All fields, for JSON."""
         return asdict(self)
 
 
 def python_reference() -> str:
-    """A text that every Python brings along: its language reference."""
+    """A text that comes with every Python: its language reference."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -67,7 +67,7 @@ def python_reference() -> str:
 
 @torch.inference_mode()
 def predict(llm: LLM, tokens: Sequence[int]) -> Predictions:
-    """What a model says of a text of at least two tokens, and its greedy answers to the built-in prompts."""
+    """A model's predictions on a text of at least two tokens, and its greedy answers to the built-in prompts."""
     assert llm.tokenizer is not None
     pieces = [list(tokens[start : start + PIECE]) for start in range(0, len(tokens) - 1, PIECE)]
     parts = [_piece(llm.engine.models.target, piece) for piece in pieces]
@@ -87,7 +87,7 @@ def _piece(model: AnyModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def compare(precision: str, here: Predictions, first: Predictions, weight_bytes: int) -> Quality:
-    """``here`` beside ``first``, which predicted the same tokens."""
+    """Compare ``here`` with ``first``, which predicted the same tokens."""
     difference = (first.logprobs - here.logprobs).double()
     ratio, count = math.exp(difference.mean()), len(difference)
     return Quality(
@@ -107,5 +107,5 @@ def _agreement(here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) ->
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens from the start are equal."""
+    """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

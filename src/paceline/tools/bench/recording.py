@@ -1,4 +1,4 @@
-"""Writes down every round of an engine, whoever chooses the lengths."""
+"""Recording of every round of an engine, under any length policy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from paceline.lengths import LengthPolicy
 
 @dataclass(frozen=True)
 class Round:
-    """began, ended: seconds on the clock of time.perf_counter. k: guesses asked for.
+    """One round. began, ended: seconds of time.perf_counter. k: draft tokens wanted.
 
-    drafted, accepted: guesses verified and kept, row by row; depths: how far they reached. surplus: tokens beyond the
-    ends of their answers, which nobody gets. saved: rows that kept a guess which stood beside a better one.
+    drafted, accepted: draft tokens verified and accepted, per row; depths: depth of the verified draft. surplus: tokens
+        beyond the ends of answers, which are dropped. saved: rows that accepted a draft token with a higher-ranked
+        sibling.
     """
 
     began: float
@@ -40,7 +41,7 @@ class Round:
 
     @property
     def mean_drafted(self) -> float:
-        """Guesses verified, of a row."""
+        """Draft tokens verified per row."""
         return sum(self.drafted) / self.rows
 
     @property
@@ -50,7 +51,7 @@ class Round:
 
 @dataclass
 class Recorder(RowKeepers, LengthPolicy):
-    """A length policy that lets ``inner`` choose and notes what came of it; rounds are played as under ``inner``."""
+    """A length policy that lets ``inner`` choose and records the rounds, which run as under ``inner``."""
 
     inner: LengthPolicy
     rounds: list[Round] = field(default_factory=list)
@@ -86,17 +87,17 @@ class Recorder(RowKeepers, LengthPolicy):
 
 
 def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:
-    """Milliseconds per token of the first, last and all rows, which all played these rounds in ``seconds``."""
-    tokens = [sum(kept) + len(rounds) for kept in zip(*(played.accepted for played in rounds), strict=True)]
+    """Milliseconds per token of the first, last and all rows, which all ran these rounds in ``seconds``."""
+    tokens = [sum(kept) + len(rounds) for kept in zip(*(record.accepted for record in rounds), strict=True)]
     paces = [1000 * seconds / each for each in tokens]
     return Latency(min(paces), max(paces), sum(paces) / len(paces))
 
 
 def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:
-    """The longest run of rounds with exactly so many rows."""
+    """The longest run of rounds with exactly ``rows`` rows."""
     best: list[Round] = []
     here: list[Round] = []
-    for played in rounds:
-        here = [*here, played] if played.rows == rows else []
+    for record in rounds:
+        here = [*here, record] if record.rows == rows else []
         best = here if len(here) > len(best) else best
     return best

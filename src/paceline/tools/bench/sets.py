@@ -1,8 +1,8 @@
-"""Sets of conversations for benchmarks, by what their answers have to do with text that is there already.
+"""Sets of conversations for benchmarks, which differ in how much an answer repeats existing text.
 
-stubs: functions to be completed (the answer begins with the stub: guesses are right there, fair for completion and
-flattering for anything else). chat: open questions. edits: programs with a small change, whose original is the
-reference. retrieval: questions whose answers stand in a document, which is the reference.
+stubs: functions to complete (the answer begins with the stub: drafts are right there, typical of completion and
+    flattering for anything else). chat: open questions. edits: programs with a small change, whose original is the
+    reference. retrieval: questions whose answers stand in a document, which is the reference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SetName = Literal["stubs", "chat", "edits", "retrieval"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks. references: texts that the answer repeats in parts."""
+    """A user's message. references: texts that the answer repeats in parts."""
 
     text: str
     references: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
-"""Which kind of syntax-tree node each token of an answer's Python code belongs to.
+"""The syntax-tree node that each token of an answer's Python code belongs to.
 
-As ASTxplainer aligns them (2308.03873): a token belongs to the innermost named node around its first letter,
-so ``(`` after a function's name belongs to ``parameters`` and ``def`` to ``function_definition``. What a model wrote is
-only parsed, never run; tree-sitter parses whatever it is given.
+The alignment is ASTxplainer's (2308.03873): a token belongs to the innermost named node around its first letter, so
+``(`` after a function's name belongs to ``parameters`` and ``def`` to ``function_definition``. The code is only parsed,
+never run; tree-sitter parses any input.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ else:
 MISSING = 'pip install "paceline[trace]"'
 _FENCE = "```"
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
-_PYTHON = ("", "py", "python", "python3")  # what a fence may say; most models leave the name out at times
+_PYTHON = ("", "py", "python", "python3")  # info strings of a fence; models often omit the language
 
 
 def available() -> bool:
-    """Whether there is a parser."""
+    """Whether the parser is installed."""
     return _INSTALLED
 
 
 def node_kinds(pieces: Sequence[str]) -> list[str | None]:
-    """Of each token, by the text that it let out; None of what is no code, or nothing to be seen."""
+    """The node of each token, given the text of each; None for tokens outside code, or without visible text."""
     ends = list(accumulate(map(len, pieces)))
-    seen = [end - len(piece.lstrip()) for end, piece in zip(ends, pieces, strict=True)]  # its first letter's place
+    seen = [end - len(piece.lstrip()) for end, piece in zip(ends, pieces, strict=True)]  # place of its first letter
     kinds: list[str | None] = [None] * len(pieces)
     for first, code in _code("".join(pieces)):
         root, offsets = _parse(code), [0, *accumulate(map(_bytes, code))]
@@ -47,7 +47,9 @@ def node_kinds(pieces: Sequence[str]) -> list[str | None]:
 
 
 def _code(text: str) -> Iterator[tuple[int, str]]:
-    """(place of the first letter, code): fenced as Python; of a text without fences all, if it is nothing but code."""
+    """(place of the first letter, code) of blocks fenced as Python; of a text without fences the whole, if it is only
+    code.
+    """
     if _FENCE in text:
         yield from (
             (found.start(2), found[2]) for found in _FENCED.finditer(text) if found[1].strip().lower() in _PYTHON

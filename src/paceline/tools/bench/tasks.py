@@ -1,7 +1,7 @@
-"""Six tasks of twenty prompts each, on which drafters are compared: they differ in how much can be copied or foreseen.
+"""Six tasks of twenty prompts each for comparing drafters: they differ in how much can be copied or predicted.
 
-code: functions to be completed. chat: open requests. maths: word problems. summary: a short report to be shortened.
-translation: sentences, to and from four languages. questions: facts, in a sentence or two.
+code: functions to complete. chat: open requests. maths: word problems. summary: a short report to shorten. translation:
+    sentences, to and from four languages. questions: facts, in a sentence or two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One answer, round by round: what was verified, as a tree, and what of it was taken; and a page that shows it.
+"""One answer, round by round: the verified draft as a tree with its accepted path; and an HTML page that shows it.
 
-The page is one file without scripts that loads nothing: what a model wrote is hostile, so all of it is escaped, and the
-page's own policy forbids whatever escaping might have missed.
+The page is one file without scripts that loads nothing. Model output is hostile, so all of it is escaped, and the
+page's own content policy forbids whatever escaping might have missed.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 @dataclass(frozen=True)
 class TracedRound:
-    """guesses: verified; follows: the guess that each follows, -1: the text. path: those kept. tokens: gained.
+    """draft_tokens: verified; parents: the parent of each, -1: the text. path: the accepted ones. tokens: gained.
 
-    sources: where each guess comes from, in words.
+    sources: the source of each draft token, in words.
     """
 
-    guesses: Sequence[int]
-    follows: Sequence[int]
+    draft_tokens: Sequence[int]
+    parents: Sequence[int]
     path: Sequence[int]
     tokens: Sequence[int]
     sources: Sequence[str] = ()
 
     @property
     def saved(self) -> bool:
-        """Whether a guess was kept that stands beside a better one: a chain would have ended there."""
-        return any(stands_beside(self.follows, guess) for guess in self.path)
+        """Whether an accepted draft token has a higher-ranked sibling: a chain would have ended there."""
+        return any(stands_beside(self.parents, node) for node in self.path)
 
 
 @dataclass
 class Tracer(Recorder):
-    """A length policy that notes the rounds of an engine's one row and lets ``inner`` choose them."""
+    """A length policy that records the rounds of an engine's only row and lets ``inner`` choose them."""
 
     drafter: Drafter = field(kw_only=True)
     traced: list[TracedRound] = field(default_factory=list)
@@ -77,10 +77,10 @@ class Tracer(Recorder):
 
 
 def _sources(proposed: Draft, selected: Draft, names: Sequence[str]) -> list[str]:
-    """Of each guess that was selected: what was proposed knows."""
-    guesses, kinds = proposed.guesses[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
-    follows = list(range(-1, len(guesses) - 1)) if proposed.follows is None else proposed.follows[0]
-    tree = Branches(guesses, list(follows))
+    """The source of each selected draft token, known from the proposed draft."""
+    tokens, kinds = proposed.guesses[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
+    parents = list(range(-1, len(tokens) - 1)) if proposed.follows is None else proposed.follows[0]
+    tree = Branches(tokens, list(parents))
     ways = selected.ways[0][1 : 1 + len(selected.guesses[0])]
     return [names[min(kinds[tree.path(way)[-1]] % BESIDE, len(names) - 1)] for way in ways]
 
@@ -88,11 +88,11 @@ def _sources(proposed: Draft, selected: Draft, names: Sequence[str]) -> list[str
 def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> TracedRound:
     host = verdict.host
     count, accepted = host.drafted[0], host.accepted[0]
-    guesses = [] if draft is None else draft.guesses[0][:count]
+    tokens = [] if draft is None else draft.guesses[0][:count]
     chain = list(range(-1, count - 1))
-    follows = chain if draft is None or draft.follows is None else draft.follows[0][:count]
+    parents = chain if draft is None or draft.follows is None else draft.follows[0][:count]
     path = list(range(accepted)) if verdict.path is None else verdict.path[0, :accepted].tolist()
-    return TracedRound(guesses, follows, path, host.tokens[0], sources[:count])
+    return TracedRound(tokens, parents, path, host.tokens[0], sources[:count])
 
 
 def page(
@@ -102,16 +102,18 @@ def page(
     show: Show,
     nodes: Sequence[str | None] = (),
 ) -> str:
-    """HTML. title: what ran, in a line. show: a token's text. nodes: of each token of the answer (``bench.syntax``)."""
+    """The HTML page. title: what ran, in one line. show: a token's text. nodes: per token of the answer
+    (``bench.syntax``).
+    """
     body = [
         f"<h1>An answer, round by round</h1><p>{escape(title)}</p>",
         _figures(answer, rounds),
         "<p>" + " ".join(f'<span class="{kind}">{kind}</span>' for kind in ("accepted", "recovered", "bonus", "plain")),
         "<pre>" + "".join(_answer(answer)) + "</pre>",
-        _table("Guesses by how deep they stand", "depth", by_depth(rounds)),
-        _table("Guesses by where they come from", "source", by_source(rounds)),
-        _table("Guessed tokens of code by the innermost node of the syntax tree", "node", by_node(answer, nodes)),
-        *(_round(number, played, show) for number, played in enumerate(rounds, 1)),
+        _table("Draft tokens by depth", "depth", by_depth(rounds)),
+        _table("Draft tokens by source", "source", by_source(rounds)),
+        _table("Drafted tokens of code by the innermost node of the syntax tree", "node", by_node(answer, nodes)),
+        *(_round(number, record, show) for number, record in enumerate(rounds, 1)),
     ]
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -125,40 +127,40 @@ def _figures(answer: CompletionOutput, rounds: Sequence[TracedRound]) -> str:
     lines = {
         "tokens": len(answer.token_ids),
         "rounds": len(rounds),
-        "tokens a round": f"{len(answer.token_ids) / count:.2f}",
-        "guesses verified a round": f"{sum(len(each.guesses) for each in rounds) / count:.2f}",
-        "guesses kept a round": f"{sum(len(each.path) for each in rounds) / count:.2f}",
-        "rounds that a sibling saved": f"{sum(each.saved for each in rounds) / count:.0%}",
+        "tokens per round": f"{len(answer.token_ids) / count:.2f}",
+        "draft tokens verified per round": f"{sum(len(each.draft_tokens) for each in rounds) / count:.2f}",
+        "draft tokens accepted per round": f"{sum(len(each.path) for each in rounds) / count:.2f}",
+        "rounds saved by a lower-ranked sibling": f"{sum(each.saved for each in rounds) / count:.0%}",
     }
     return "<table>" + "".join(f"<tr><td>{name}<td>{value}" for name, value in lines.items()) + "</table>"
 
 
-Share = tuple[str, int, int]  # of what, how many there were, how many were kept
+Share = tuple[str, int, int]  # name, number of cases, number accepted
 
 
 def by_depth(rounds: Sequence[TracedRound]) -> list[Share]:
-    """Rounds that guessed something after all that they kept before it, and those that kept it."""
+    """Per depth: rounds that drafted at this depth after accepting everything before it, and those that accepted."""
     tried, kept = Counter[int](), Counter[int]()
-    for played in rounds:
-        for depth, guess in enumerate([-1, *played.path], 1):
-            tried[depth] += guess in played.follows
-            kept[depth] += len(played.path) >= depth
+    for record in rounds:
+        for depth, node in enumerate([-1, *record.path], 1):
+            tried[depth] += node in record.parents
+            kept[depth] += len(record.path) >= depth
     return [(str(depth), tried[depth], kept[depth]) for depth in sorted(tried) if tried[depth]]
 
 
 def by_source(rounds: Sequence[TracedRound]) -> list[Share]:
-    """Guesses verified, and those kept; apart those that stand beside a better one."""
+    """Per source: draft tokens verified and accepted; lower-ranked siblings are counted separately."""
     made, kept = Counter[str](), Counter[str]()
-    for played in rounds:
-        for guess, source in enumerate(played.sources):
-            name = f"{source}, beside a better one" if stands_beside(played.follows, guess) else source
+    for record in rounds:
+        for node, source in enumerate(record.sources):
+            name = f"{source}, lower-ranked sibling" if stands_beside(record.parents, node) else source
             made[name] += 1
-            kept[name] += guess in played.path
+            kept[name] += node in record.path
     return [(name, count, kept[name]) for name, count in made.most_common()]
 
 
 def by_node(answer: CompletionOutput, nodes: Sequence[str | None]) -> list[Share]:
-    """Tokens for which something was guessed, and those that were guessed right."""
+    """Per node: tokens that were drafted for, and those that were accepted."""
     pairs = list(zip(nodes, answer.token_kinds, strict=False))
     made = Counter(node for node, kind in pairs if node is not None and kind in ("accepted", "recovered"))
     kept = Counter(node for node, kind in pairs if kind == "accepted")
@@ -169,37 +171,37 @@ def _table(title: str, of: str, shares: Iterable[Share]) -> str:
     lines = [f"<tr><td>{escape(name)}<td>{made}<td>{kept}<td>{kept / made:.0%}" for name, made, kept in shares]
     if not lines:
         return ""
-    head = f"<tr><th>{escape(of)}<th>guessed<th>kept<th>"
+    head = f"<tr><th>{escape(of)}<th>drafted<th>accepted<th>"
     return f"<details open><summary>{escape(title)}</summary><table>{head}{''.join(lines)}</table></details>"
 
 
 def _answer(answer: CompletionOutput) -> Iterator[str]:
-    """Token by token; one whose character is still open has no text of its own."""
+    """The answer token by token; a token in the middle of a character has no text of its own."""
     for piece, kind in zip(answer.pieces, answer.token_kinds, strict=True):
         yield f'<span class="{kind}">{escape(piece)}</span>'
 
 
-def _round(number: int, played: TracedRound, show: Show) -> str:
-    gained = _visible("".join(map(show, played.tokens)))
-    saved = ", saved by a sibling" if played.saved else ""
-    about = f"{len(played.guesses)} verified, {len(played.path)} kept{saved}"
-    tree = _branches(played, show, -1)
+def _round(number: int, record: TracedRound, show: Show) -> str:
+    gained = _visible("".join(map(show, record.tokens)))
+    saved = ", saved by a lower-ranked sibling" if record.saved else ""
+    about = f"{len(record.draft_tokens)} verified, {len(record.path)} accepted{saved}"
+    tree = _branches(record, show, -1)
     return f"<details open><summary>round {number}: {about}: <b>{gained}</b></summary>{tree}</details>"
 
 
 def _visible(text: str) -> str:
-    """On one line."""
+    """The text on one line."""
     return escape(text.replace("\n", "\u23ce"))
 
 
-def _branches(played: TracedRound, show: Show, parent: int) -> str:
-    """The guesses after one, each with those after it. No deeper than a draft."""
-    children = [guess for guess, follows in enumerate(played.follows) if follows == parent]
+def _branches(record: TracedRound, show: Show, parent: int) -> str:
+    """The children of a node, each with its own children. Recursion ends at a draft's depth."""
+    children = [node for node, parent_of_node in enumerate(record.parents) if parent_of_node == parent]
     if not children:
         return ""
     items = [
-        f"<li{' class=taken' if guess in played.path else ''}><b>{_visible(show(played.guesses[guess]))}</b>"
-        f"{_branches(played, show, guess)}"
-        for guess in children
+        f"<li{' class=taken' if node in record.path else ''}><b>{_visible(show(record.draft_tokens[node]))}</b>"
+        f"{_branches(record, show, node)}"
+        for node in children
     ]
     return f"<ul>{''.join(items)}</ul>"

@@ -1,8 +1,7 @@
-"""The serving experiment of Synergy (2310.18813): requests arrive by themselves, and every policy sees the same trace.
+"""The serving experiment of Synergy (2310.18813): requests arrive by themselves, and every policy gets the same trace.
 
 Intervals between arrivals are Gamma distributed (shape 1 / CV^2); latency is finish - arrival, waiting included.
-Requests join and leave the batch at any time (continuous batching). Nothing is simulated: the engine runs against the
-clock.
+Requests join and leave the batch at any time (continuous batching). Nothing is simulated: the engine runs in real time.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ POLICIES: dict[str, Length] = {
 }
 FIXED = tuple(name for name, length in POLICIES.items() if isinstance(length, int))
 TRACES = ("steady", "busy", "varying")
-_BUSY, _CALM = 0.25, 2.0  # of the mean interval: while it is busy, while it is calm
-_TURNS = 6  # the varying trace changes between both so many times
+_BUSY, _CALM = 0.25, 2.0  # fractions of the mean interval
+_TURNS = 6  # number of changes between the two in the varying trace
 _SERIES = 400  # points of k over time in the JSON
 
 
 @dataclass(frozen=True)
 class Load:
-    """The traffic: so many requests, ``interval`` seconds apart on average. tokens: of every answer."""
+    """The traffic: ``requests`` requests, ``interval`` seconds apart on average. tokens: of every answer."""
 
     requests: int
     interval: float
@@ -61,7 +60,7 @@ class Load:
 
 
 def arrivals(trace: str, load: Load) -> list[float]:
-    """Seconds from the start, one a request, of "steady", "busy" or "varying" traffic. The same each time."""
+    """Seconds from the start, one per request, of "steady", "busy" or "varying" traffic. Deterministic."""
     generator = np.random.default_rng(load.seed)
     shape = 1 / load.cv**2
     unit = generator.gamma(shape, 1 / shape, load.requests)  # mean 1
@@ -77,10 +76,11 @@ def arrivals(trace: str, load: Load) -> list[float]:
 
 @dataclass(frozen=True)
 class Result:
-    """One policy under one trace. Latencies in seconds; mean_rows: over the time in which rows decoded; mean_k: guesses
-    verified of a row, likewise. latency: milliseconds per token of the trace's first, last and all sequences.
+    """One policy under one trace. Latencies in seconds; mean_rows: over the time in which rows decoded; mean_k: draft
+    tokens verified per row, over the same time. latency: milliseconds per token of the trace's first, last and all
+    sequences.
 
-    series: (seconds from the start, guesses of a row, rows) of rounds.
+    series: (seconds from the start, draft tokens per row, rows) of rounds.
     """
 
     trace: str
@@ -97,11 +97,11 @@ class Result:
     latency: Latency | None = None
 
 
-def play(
+def replay(
     engine: Engine, prompts: Sequence[list[int]], times: Sequence[float], tokens: int
 ) -> tuple[list[float], float, Latency | None]:
-    """Let requests arrive at ``times``. Returns their latencies in seconds, the seconds until the last one ended, and
-    the milliseconds per token of the first, last and all sequences.
+    """Run requests that arrive at ``times``. Returns their latencies in seconds, the seconds until the last one ended,
+    and the milliseconds per token of the first, last and all sequences.
     """
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     arrived: dict[str, float] = {}
@@ -128,21 +128,21 @@ def play(
 def run_policy(
     llm: LLM, prompts: Sequence[list[int]], trace: str, policy: str, load: Load, warm_up: int = 16
 ) -> Result:
-    """One policy, one trace, an engine of its own that has seen one short batch."""
+    """Run one policy under one trace, on a new engine that has run one short batch."""
     length = POLICIES[policy]
     if length == 0:
         engine = llm.plain().with_options(max_batch_size=load.max_batch_size).engine
     else:
         engine = llm.with_options(num_speculative_tokens=length, max_batch_size=load.max_batch_size).engine
-    play(engine, prompts, [0.0] * min(4, load.max_batch_size), warm_up)
+    replay(engine, prompts, [0.0] * min(4, load.max_batch_size), warm_up)
     recorder = Recorder(engine.parts.policy)
     engine.parts.policy = recorder
-    latencies, seconds, latency = play(engine, prompts, arrivals(trace, load), load.tokens)
+    latencies, seconds, latency = replay(engine, prompts, arrivals(trace, load), load.tokens)
     return replace(_result(trace, policy, latencies, seconds, recorder.rounds), latency=latency)
 
 
 def _result(trace: str, policy: str, latencies: list[float], seconds: float, rounds: list[Round]) -> Result:
-    busy = sum(played.ms for played in rounds)
+    busy = sum(record.ms for record in rounds)
     start = rounds[0].began
     step = max(1, len(rounds) // _SERIES)
     mean = statistics.fmean(latencies)
@@ -152,12 +152,12 @@ def _result(trace: str, policy: str, latencies: list[float], seconds: float, rou
         mean=mean,
         p50=statistics.median(latencies),
         p99=float(np.percentile(latencies, 99)),
-        tokens_per_second=sum(played.tokens for played in rounds) / seconds,
-        mean_rows=sum(played.rows * played.ms for played in rounds) / busy,
-        mean_k=sum(played.mean_drafted * played.ms for played in rounds) / busy,
+        tokens_per_second=sum(record.tokens for record in rounds) / seconds,
+        mean_rows=sum(record.rows * record.ms for record in rounds) / busy,
+        mean_k=sum(record.mean_drafted * record.ms for record in rounds) / busy,
         seconds=seconds,
         series=[
-            (round(played.began - start, 3), round(played.mean_drafted, 2), played.rows) for played in rounds[::step]
+            (round(record.began - start, 3), round(record.mean_drafted, 2), record.rows) for record in rounds[::step]
         ],
         means_of_all=[mean],
     )
@@ -171,7 +171,7 @@ def measure(
     repeats: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[Result]:
-    """Every policy under every trace; of the repeats, the one with the median mean latency.
+    """Run every policy under every trace; returns, of the repeats, the one with the median mean latency.
 
     They take turns, and each repeat begins with another policy.
     """
@@ -186,7 +186,7 @@ def measure(
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """By trace: auto's mean latency over that of the best fixed length, and over each."""
+    """By trace: auto's mean latency over that of the best fixed length, and over each fixed length."""
     by_trace: dict[str, dict[str, float]] = {}
     for result in results:
         by_trace.setdefault(result.trace, {})[result.policy] = result.mean
@@ -201,12 +201,12 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def as_json(results: Sequence[DataclassInstance]) -> list[dict[str, Any]]:
-    """Everything that was measured."""
+    """All measurements, for JSON."""
     return [asdict(result) for result in results]
 
 
 def draw(results: Sequence[Result], path: Path, title: str) -> None:
-    """Mean and p99 latency by trace and policy; below, k and rows over time under auto, trace by trace."""
+    """Plot mean and p99 latency by trace and policy; below, k and rows over time under auto, trace by trace."""
     traces = list(dict.fromkeys(result.trace for result in results))
     figure, axes = new_figure(rows=2, columns=len(traces))
     grid = np.reshape(axes, (2, len(traces)))
@@ -224,7 +224,7 @@ def draw(results: Sequence[Result], path: Path, title: str) -> None:
 
 
 class Latencies(Protocol):
-    """What a policy's bar shows; seconds."""
+    """The latencies in a policy's bar, in seconds."""
 
     @property
     def policy(self) -> str: ...
@@ -235,7 +235,7 @@ class Latencies(Protocol):
 
 
 def draw_latencies(axes: Axes, trace: str, results: Sequence[Latencies]) -> None:
-    """Mean latencies as bars, the 99th percentiles as triangles."""
+    """Plot mean latencies as bars, the 99th percentiles as triangles."""
     axes.bar([r.policy for r in results], [r.mean for r in results], label="mean")
     axes.plot([r.policy for r in results], [r.p99 for r in results], "kv", label="p99")
     axes.set(title=f"{trace} traffic", ylabel="latency, s")

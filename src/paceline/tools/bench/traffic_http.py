@@ -1,8 +1,8 @@
 """The serving experiment against running servers: the traces of ``traffic``, over HTTP, streamed.
 
-A server's length policy is its own; each request may lower it (``num_speculative_tokens``, 0 turns speculation off). So
-a server with ``--num-speculative-tokens 8`` plays every fixed length up to 8, and one for each name plays the others.
-Latency is counted from the moment at which a request is due until its last token has arrived.
+A server has its own length policy; each request may lower it (``num_speculative_tokens``, 0 turns speculation off). So
+one server with ``--num-speculative-tokens 8`` can run every fixed length up to 8, and each other policy needs a server
+of its own. Latency counts from the moment a request is due until its last token has arrived.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paceline.tools.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
 if TYPE_CHECKING:
     import httpx
 
-MOST_GUESSES: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
+MAX_DRAFT_TOKENS: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
 _ADDRESS = re.compile(r"(?:(?P<name>[^=]*)=)?(?P<url>https?://[^@]+)(?:@(?P<most>\d+))?")
 _TIMEOUT = 600.0  # seconds without a byte
 
 
 @dataclass(frozen=True)
 class Served:
-    """A policy, and the server that plays it when each request allows at most so many guesses; None: any number."""
+    """A policy, and the server that runs it with at most ``most`` draft tokens per request; None: any number."""
 
     name: str
     url: str
@@ -43,7 +43,8 @@ class Served:
 
 
 def served(addresses: Sequence[str]) -> list[Served]:
-    """``NAME=URL`` is a server's own policy, ``NAME=URL@2`` the same with at most 2 guesses; ``URL`` is four policies.
+    """``NAME=URL`` is a server's own policy, ``NAME=URL@2`` the same with at most 2 draft tokens; ``URL`` is four
+    policies.
 
     Raises ParameterError.
     """
@@ -60,13 +61,13 @@ def _served_at(address: str) -> list[Served]:
         raise ParameterError("servers", address, "URL, NAME=URL or NAME=URL@MOST, with http:// or https://")
     name, url, most = parts.group("name", "url", "most")
     if name is None and most is None:
-        return [Served(limit, url, most) for limit, most in MOST_GUESSES.items()]
+        return [Served(limit, url, most) for limit, most in MAX_DRAFT_TOKENS.items()]
     return [Served(name or f"at most {most}", url, None if most is None else int(most))]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One request. Seconds from when it was due to its first and to its last token; and when it ended, on the clock."""
+    """One request. Seconds from its due time to its first and to its last token; and the clock's time at its end."""
 
     first: float
     latency: float
@@ -75,7 +76,7 @@ class Answered:
 
     @property
     def metrics(self) -> Metrics:
-        """As the engine would have them, seen from here."""
+        """The request's metrics as the engine would report them, measured here."""
         return Metrics(first_token=self.first, finished=self.latency, output_tokens=self.tokens)
 
 
@@ -99,12 +100,12 @@ class HttpResult:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
-    """Send one completion and read its stream. Raises PacelineError with what the server said if it refuses."""
+    """Send one completion and read its stream. Raises PacelineError with the server's message if it refuses."""
     first, tokens = 0.0, 0
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
-            said = (await reply.aread()).decode(errors="replace")
-            raise PacelineError(f"the server answered {reply.status_code}: {said}")
+            detail = (await reply.aread()).decode(errors="replace")
+            raise PacelineError(f"the server answered {reply.status_code}: {detail}")
         async for line in reply.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -124,10 +125,10 @@ async def _ask_when_due(client: httpx.AsyncClient, body: dict[str, Any], due: fl
     return await ask(client, body, due)
 
 
-async def play(
+async def replay(
     client: httpx.AsyncClient, model: str, load: Load, times: Sequence[float], most: int | None
 ) -> list[Answered]:
-    """Requests of at most ``most`` guesses (None: as the server likes) arrive at ``times``, seconds from now."""
+    """Send requests at ``times``, seconds from now, with at most ``most`` draft tokens (None: the server's choice)."""
     started = time.perf_counter()
     asked = []
     for number, arrival in enumerate(times):
@@ -143,15 +144,15 @@ async def play(
         if most is not None:
             body["num_speculative_tokens"] = most
         asked.append(_ask_when_due(client, body, started + arrival))
-    async with asyncio.TaskGroup() as group:  # one that fails ends the others
+    async with asyncio.TaskGroup() as group:  # a failure cancels the others
         tasks = [group.create_task(each) for each in asked]
     return [task.result() for task in tasks]
 
 
 async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: Served, load: Load) -> HttpResult:
-    """One policy, one trace."""
+    """Run one policy under one trace."""
     started = time.perf_counter()
-    answers = await play(client, model, load, arrivals(trace, load), policy.most)
+    answers = await replay(client, model, load, arrivals(trace, load), policy.most)
     seconds = max(answer.ended for answer in answers) - started
     latencies = [answer.latency for answer in answers]
     mean = statistics.fmean(latencies)
@@ -170,7 +171,7 @@ async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: 
 
 
 def make_client(url: str, api_key: str | None) -> httpx.AsyncClient:
-    """Raises MissingPackageError if httpx is not installed."""
+    """An HTTP client for the server. Raises MissingPackageError if httpx is not installed."""
     try:
         import httpx
     except ModuleNotFoundError as error:
@@ -181,7 +182,7 @@ def make_client(url: str, api_key: str | None) -> httpx.AsyncClient:
 
 
 async def served_model(client: httpx.AsyncClient) -> str:
-    """What the server calls its model. Raises PacelineError if there is no such server."""
+    """The server's name of its model. Raises PacelineError if there is no such server."""
     import httpx
 
     try:
@@ -200,7 +201,9 @@ def measure(
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     api_key: str | None = None,
 ) -> Iterator[HttpResult]:
-    """Every policy under every trace, taking turns as in ``traffic``; of the repeats, the one with the median mean."""
+    """Run every policy under every trace, in turn as in ``traffic``; returns, of the repeats, the one with the median
+    mean.
+    """
     steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
     results: dict[tuple[str, Served], list[HttpResult]] = {}
 
@@ -234,7 +237,7 @@ def _first(group: BaseException) -> BaseException:
 
 
 def draw(results: Sequence[HttpResult], path: Path, title: str) -> None:
-    """Mean and p99 latency by trace and policy."""
+    """Plot mean and p99 latency by trace and policy."""
     traces = list(dict.fromkeys(result.trace for result in results))
     figure, axes = new_figure(columns=len(traces))
     for here, trace in zip(np.atleast_1d(axes), traces, strict=True):

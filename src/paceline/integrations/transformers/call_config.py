@@ -1,4 +1,4 @@
-"""What transformers' ``GenerationConfig`` asks for, in paceline's words; what cannot be honoured is refused by name."""
+"""transformers' ``GenerationConfig`` in paceline's parameters; options that cannot be honoured are refused by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.config.ranges import Whole
 from paceline.errors import ParameterError
 from paceline.integrations.transformers.hooks import Processor
 
-NEW_TOKENS = 20  # transformers' default where nothing says how long an answer may be
-TOP_K = 50  # likewise, of sampling
+NEW_TOKENS = 20  # transformers' default length of an answer
+TOP_K = 50  # transformers' default for sampling
 
 # Fields whose neutral values are accepted; every other value is refused. None is neutral everywhere.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -42,7 +42,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_mtp": (False,),
     "num_assistant_tokens_schedule": ("constant",),
 }
-# What concerns nobody here: who wrote a configuration, how transformers compiles, what encoder-decoders begin with.
+# Fields without effect here: metadata, compilation, and options of encoder-decoder models.
 OTHERS = frozenset({"transformers_version", "_from_model_config", "disable_compile", "decoder_start_token_id"})
 HONOURED = frozenset(
     {
@@ -111,9 +111,9 @@ def by_their_names() -> Iterator[None]:
 def merged(
     model: PreTrainedModel, given: GenerationConfig | None, fields: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The configuration of a call, and what of ``fields`` is none of it.
+    """The configuration of a call, and the ``fields`` that do not belong to it.
 
-    Fields of the call come first, then those of the configuration given, then the model's own. Raises ParameterError.
+    Fields of the call come first, then those of the given configuration, then the model's own. Raises ParameterError.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise ParameterError("generation_config", given, "a transformers GenerationConfig")
@@ -125,13 +125,13 @@ def merged(
     for name, value in config.to_dict().items():
         fine = value is None or name in HONOURED or name in OTHERS or value in NEUTRAL.get(name, ())
         if not fine:
-            raise ParameterError(name, value, "left alone here: model.generate of transformers has it")
+            raise ParameterError(name, value, "left at its default: only model.generate of transformers supports it")
     return config, rest
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """A call's configuration beside its prompts' shape: width, tokens of a padded prompt."""
+class CallConfig:
+    """A call's configuration and the width of its prompts in tokens, padding included."""
 
     config: GenerationConfig
     width: int
@@ -155,18 +155,18 @@ class Wishes:
 
     @property
     def pad(self) -> int:
-        """What answers are filled up with."""
+        """The token that fills up answers."""
         padding = _tokens("pad_token_id", self.config.pad_token_id) or self.ends or (0,)
         return padding[0]
 
     @property
     def records(self) -> bool:
-        """Whether logits of every token are given back."""
+        """Whether logits of every token are returned."""
         return bool(self.config.output_scores or self.config.output_logits)
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer. ``max_length`` counts the padded prompt, as in transformers."""
+        """Longest answer in tokens. ``max_length`` counts the padded prompt, as in transformers."""
         config = self.config
         if config.max_new_tokens is not None:
             return int(config.max_new_tokens)
@@ -178,7 +178,7 @@ class Wishes:
 
     @property
     def min_tokens(self) -> int:
-        """Of an answer."""
+        """Shortest answer in tokens."""
         config = self.config
         least = (
             max(0, (config.min_length or 0) - self.width) if config.min_new_tokens is None else config.min_new_tokens
@@ -187,7 +187,7 @@ class Wishes:
 
     @property
     def drafting(self) -> tuple[DrafterName, int | None]:
-        """Who guesses without an assistant, and how many tokens a round; None: as many as pay."""
+        """The drafter without an assistant, and its draft tokens per round; None: chosen by ``auto``."""
         config = self.config
         looked = config.prompt_lookup_num_tokens
         if looked is not None:
@@ -195,21 +195,23 @@ class Wishes:
         return ("ngram", int(looked)) if looked is not None else ("auto", config.num_assistant_tokens)
 
     def processed(self, own: Sequence[Processor], allowed: Callable[[int, Tensor], list[int]] | None) -> bool:
-        """Whether logits go through transformers' processors: what SamplingParams say is done by the engine itself."""
-        both = self.sampled and self._is("min_p") and self._is("top_p", 1.0)  # each is cut first by one of the two
+        """Whether logits go through transformers' processors; the engine itself applies what SamplingParams can
+        express.
+        """
+        both = self.sampled and self._is("min_p") and self._is("top_p", 1.0)  # the two apply them in different orders
         asked = any(self._is(name, *neutral) for name, neutral, _ in _PROCESSORS if name not in _NATIVE)
         cut = self.sampled and any(self._is(name, *neutral) for name, neutral, _ in _WARPERS if name not in _NATIVE)
         return bool(own) or allowed is not None or asked or cut or both or self.records
 
     def params(self, seed: int | None, processed: bool) -> SamplingParams:
-        """Of one prompt. Where processors do the work the engine draws from what they leave."""
+        """Sampling parameters of one prompt. With processors the engine samples from the logits that they return."""
         config = self.config
         common: dict[str, Any] = {
             "n": self.answers,
             "max_tokens": self.max_tokens,
             "seed": seed,
             "stop_token_ids": self.ends,
-            "ignore_eos": True,  # what ends an answer is the configuration's business
+            "ignore_eos": True,  # the configuration's own tokens end answers
             "time_budget": config.max_time,
         }
         if processed:
@@ -228,7 +230,7 @@ class Wishes:
     def processors(
         self, row: int, padding: int, own: Sequence[Processor], allowed: Callable[[int, Tensor], list[int]] | None
     ) -> list[Processor]:
-        """transformers' own, in its order, for a row whose prompt begins with so much padding."""
+        """transformers' own processors, in its order, for a row whose prompt begins with ``padding`` padding tokens."""
         chosen = [make(self, padding) for name, neutral, make in _PROCESSORS if self._is(name, *neutral)]
         if self.min_tokens and self.ends:
             chosen.append(made.MinNewTokensLengthLogitsProcessor(self.width, self.min_tokens, list(self.ends)))
@@ -255,9 +257,9 @@ def _tokens(name: str, value: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in found.tolist())
 
 
-Make = Callable[[Wishes, int], Processor]
+Make = Callable[[CallConfig, int], Processor]
 
-_NATIVE = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}  # SamplingParams have them
+_NATIVE = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}  # fields that SamplingParams can express
 _PROCESSORS: Sequence[tuple[str, tuple[object, ...], Make]] = (
     ("sequence_bias", (), lambda w, _: made.SequenceBiasLogitsProcessor(w.config.sequence_bias)),
     (
