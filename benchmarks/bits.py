@@ -23,7 +23,7 @@ from typing import get_args
 
 from paceline import LLM, SamplingParams
 from paceline.config import QuantizationName
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.hardware import cpu_name
 from paceline.lengths import LengthPolicy
 from paceline.tools.bench.prompts import COPYING, OPEN
@@ -40,8 +40,8 @@ class RandomLength(LengthPolicy):
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(self._random.randint(0, LONGEST))
+    def choose(self, batch: Batch) -> SpeculationPlan:
+        return SpeculationPlan(self._random.randint(0, LONGEST))
 
 
 @dataclass

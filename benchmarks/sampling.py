@@ -49,7 +49,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Watch:
+class Timer:
     """Wraps an acceptance rule and records the times of its calls."""
 
     rule: AcceptanceRule
@@ -102,7 +102,7 @@ class Result:
 def run_batch(llm: LLM, rows: int, side: str, max_tokens: int) -> Run:
     """Run all rows, from prompt to end."""
     engine = llm.engine
-    watch = Watch(engine.parts.accept, rows)
+    watch = Timer(engine.parts.accept, rows)
     engine.parts.accept = watch
     given = {"temperature": 0.8, "max_tokens": max_tokens, "ignore_eos": True} | SIDES[side]
     params = [SamplingParams(seed=row, **given) for row in range(rows)]

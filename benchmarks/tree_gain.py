@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import BESIDE
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.branches import Branches
@@ -318,11 +318,11 @@ class Grown:
         self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
         self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
         part = self._batch.part(self._row, self._row + 1)
-        draft = self._drafter.propose(part, Wish(DEEP, enough=_is_hopeless))
+        draft = self._drafter.propose(part, SpeculationPlan(DEEP, enough=_is_hopeless))
         follows = list(range(-1, draft.k - 1)) if draft.follows is None else draft.follows[0]
         assert draft.confidence is not None
         kinds = [0] * draft.k if draft.kinds is None else draft.kinds[0]
-        return Branches(draft.guesses[0], follows, list(draft.confidence[0]), list(kinds))
+        return Branches(draft.draft_tokens[0], follows, list(draft.confidence[0]), list(kinds))
 
 
 def _is_hopeless(_batch: Batch, scores: Sequence[Sequence[float]], follows: Any = None) -> bool:

@@ -28,7 +28,7 @@ WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 MASK = 5  # the token of a parallel head's mask
 PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": MASK}
 
-TRANSFERS = 3  # guesses of a head that transfers hidden states
+TRANSFERS = 3  # draft tokens of a head that transfers hidden states
 TRANSFER = {"speculators_model_type": "hidden_transfer", "transfers": TRANSFERS}
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -197,10 +197,11 @@ class Reading:
             flat = self.norm(flat, "input_norm")
         return self.t["fc.weight"] @ flat
 
-    def after(self, guess: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """As ``step`` behind the text: a guess with the state that it was made of, or the mask that stands for both."""
+    def after(self, draft_token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """As ``step`` behind the text: a draft token with the state that it was made of, or the mask that stands for
+        both."""
         if "mask_hidden" not in self.t:
-            return self.step(guess, state, position)
+            return self.step(draft_token, state, position)
         apart = max(1, sum(name.startswith("fc_norm") for name in self.t))  # streams that have norms of their own
         return self.step(MASK, self.fused(self.t["mask_hidden"].view(apart, -1)), position)
 
@@ -251,7 +252,7 @@ class Reading:
             del kept[places:]
 
     def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Token i + 1 is tokens[i], the streams are token i's -> the state and the logits of the first guess."""
+        """Token i + 1 is tokens[i], the streams are token i's -> the state and the logits of the first draft token."""
         for place, token in enumerate(tokens):
             read = self.step(token, self.fused(streams[place]), place)
         return read
@@ -269,8 +270,8 @@ class TransferReading(Reading):
     def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
         return self.through(hidden, self.norm(hidden, "layers.0.input_layernorm"), position)
 
-    def after(self, guess: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """At the place behind: whatever was guessed."""
+    def after(self, draft_token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """At the place behind: whatever was drafted."""
         token, hidden = self.last
         embedded, size = self.t["embed_tokens.weight"][token], hidden.norm() / len(hidden) ** 0.5
         read = torch.cat((hidden / size, embedded * len(hidden) ** 0.5 / embedded.norm()))
@@ -283,7 +284,8 @@ def reading_of(tensors: Mapping[str, Tensor], **options: Any) -> Reading:
 
 
 def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, steps: int) -> list[list[Tensor]]:
-    """logits[s][i] of drafting s + 1 guesses behind every place i, the true tokens given: token i + 1 is tokens[i]."""
+    """logits[s][i] of drafting s + 1 draft tokens behind every place i, the true tokens given: token i + 1 is
+    tokens[i]."""
     found: list[list[Tensor]] = [[] for _ in range(steps)]
     for place in range(len(tokens)):
         hidden = reading.fused(streams[place])

@@ -22,7 +22,7 @@ PAIR = linear_costs(verify=37.0, token=3.0, draft_step=10.0, feed_tokens=(1, 101
 WEAK, STRONG = 1 / 9, 25 / 33  # scores of a copy after few and after many matching tokens
 
 
-# What the next guesses of a row are: (score, right?) each.
+# What the next draft tokens of a row are: (score, right?) each.
 def coins(chance, seed, score=0.8):
     rng = random.Random(seed)
     return lambda row: [(score, rng.random() < chance[row]) for _ in range(8)]
@@ -56,7 +56,7 @@ def phases(rng, place):
 
 
 def of_copies():
-    """name -> (guesses, rows, the batch drains, tokens a row, believed costs)"""
+    """name -> (draft tokens, rows, the batch drains, tokens a row, believed costs)"""
     for rows in (1, 2, 4, 8, 16):
         mixed = {row: (0.95, 0.6, 0.2, 0.85)[row % 4] for row in range(rows)}
         for name, chance in (
@@ -74,7 +74,7 @@ def of_copies():
 
 
 def of_a_draft_model():
-    """name -> (its guesses, copies or None, rows)"""
+    """name -> (its draft tokens, copies or None, rows)"""
     kinds = {
         "telling": telling,
         "s.9": steady(0.9, 0.9),
@@ -85,39 +85,39 @@ def of_a_draft_model():
         "phases": phases,
     }
     for rows in (1, 2, 4):
-        for name, guesses in kinds.items():
-            yield f"{name}-{rows}", (guesses, None, rows)
+        for name, draft_tokens in kinds.items():
+            yield f"{name}-{rows}", (draft_tokens, None, rows)
 
 
 def of_both():
     for rows in (1, 2, 4):
-        for name, guesses in (("telling", telling), ("wrong", steady(0.0, 0.99)), ("s.6", steady(0.6, 0.6))):
+        for name, draft_tokens in (("telling", telling), ("wrong", steady(0.0, 0.99)), ("s.6", steady(0.6, 0.6))):
             for copied, copies in (
                 ("turns", by_turns),
                 ("stray", stray),
                 ("copy", steady(1.0, STRONG)),
                 ("surewrong", steady(0.0, STRONG)),
             ):
-                yield f"{name}+{copied}-{rows}", (guesses, copies, rows)
+                yield f"{name}+{copied}-{rows}", (draft_tokens, copies, rows)
 
 
 def play_copies(spec, seed):
-    guesses, rows, drains, tokens, believed = spec
-    if isinstance(guesses, dict):
-        draw = coins(guesses, seed)
+    draft_tokens, rows, drains, tokens, believed = spec
+    if isinstance(draft_tokens, dict):
+        draw = coins(draft_tokens, seed)
     else:
         rng = random.Random(seed)
-        draw = lambda row: guesses(rng, simulation.place(row))  # noqa: E731
+        draw = lambda row: draft_tokens(rng, simulation.place(row))  # noqa: E731
     simulation = GuessSimulation(ROUNDS_OF_A_SMALL_MODEL, draw, rows, tokens=tokens, noise=0.1, seed=seed, look=0.25)
     total = simulation.play(AutoLength(CostModel(believed), clock=simulation.clock), drains)
-    return total if drains or not isinstance(guesses, dict) else mean(simulation.ends.values())
+    return total if drains or not isinstance(draft_tokens, dict) else mean(simulation.ends.values())
 
 
 def play_model(spec, seed):
-    guesses, copies, rows = spec
+    draft_tokens, copies, rows = spec
     own, other = random.Random(seed), random.Random(-1 - seed)
     simulation = GuessSimulation(
-        PAIR, lambda row: guesses(own, simulation.place(row)), rows, 300, noise=0.05, seed=seed
+        PAIR, lambda row: draft_tokens(own, simulation.place(row)), rows, 300, noise=0.05, seed=seed
     )
     if copies is not None:
         simulation.copies = lambda row: copies(other, simulation.place(row))

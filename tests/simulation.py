@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostTable
@@ -28,7 +28,7 @@ def linear_costs(
 
 @dataclass
 class Simulation:
-    """Plays rounds of ``policy``. costs: the true ones. acceptance(row, place): the chance to keep a guess."""
+    """Plays rounds of ``policy``. costs: the true ones. acceptance(row, place): the chance to keep a draft token."""
 
     costs: CostTable
     acceptance: Callable[[int, int], float]
@@ -102,17 +102,19 @@ class Reader:
 
 @dataclass
 class GuessSimulation:
-    """Rounds whose guesses have confidences, until every row has gained ``tokens``: for policies that select or stop.
+    """Rounds whose draft tokens have confidences, until every row has gained ``tokens``: for policies that select or
+    stop.
 
-    guess(row): what is guessed after a row's text: (confidence, whether it is right), guess by guess; anew each round.
-    copies(row): likewise, guesses for nothing, which ``Wish.instead`` may take in place of the others; None: there are
-    none. look: ms that it takes to find guesses. prompt: tokens that each row begins with; asks: the policy is asked
-    whether the drafter reads them at once, else that took nothing; one_prompt: all rows answer the same. noise: of the
-    times, lognormal, and one round in 30 takes three times as long. seconds[row]: when it ended.
+    draft token(row): what is drafted after a row's text: (confidence, whether it is right), draft token by draft token;
+    anew each round. copies(row): likewise, draft tokens for nothing, which ``SpeculationPlan.instead`` may take in
+    place of the others; None: there are none. look: ms that it takes to find draft tokens. prompt: tokens that each row
+    begins with; asks: the policy is asked whether the drafter reads them at once, else that took nothing; one_prompt:
+    all rows answer the same. noise: of the times, lognormal, and one round in 30 takes three times as long.
+    seconds[row]: when it ended.
     """
 
     costs: CostTable
-    guess: Callable[[int], list[tuple[float, bool]]]
+    draft_token: Callable[[int], list[tuple[float, bool]]]
     rows: int
     tokens: int = 64
     noise: float = 0.0
@@ -126,7 +128,7 @@ class GuessSimulation:
     asks: bool = False
     one_prompt: bool = False
     read: int = 0  # tokens, by the drafter, but for those that it kept since
-    asked: list[int] = field(default_factory=list)  # guesses of a row that are no copies, round by round
+    asked: list[int] = field(default_factory=list)  # draft tokens of a row that are no copies, round by round
     verified: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -194,8 +196,8 @@ class GuessSimulation:
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
 
-    def _propose(self, who: list[int], wish: Wish) -> Draft:
-        """Of both kinds of guesses those that ``wish.instead`` wants."""
+    def _propose(self, who: list[int], wish: SpeculationPlan) -> Draft:
+        """Of both kinds of draft tokens those that ``wish.instead`` wants."""
         copied, k = None, wish.k
         self.now += self.look / 1000 if k > 0 else 0
         if self.copies is not None and k > 0:
@@ -213,15 +215,15 @@ class GuessSimulation:
         """Tokens that a row has gained so far."""
         return self.batch.lengths[self._who.index(row)] - self.prompt
 
-    def _end(self, guesses: list[list[tuple[float, bool]]], wish: Wish) -> int:
+    def _end(self, draft_tokens: list[list[tuple[float, bool]]], wish: SpeculationPlan) -> int:
         """How many steps are drafted, which takes its time: until the policy has enough."""
-        widest, before = max(map(len, guesses)), 0.0
+        widest, before = max(map(len, draft_tokens)), 0.0
         first, stop = wish.stretch(self.batch.rows)
         for step in range(1, widest + 1):
             ms = self.costs.draft_ms(stop - first, step)
             self.now += (ms - before) / 1000
             before = ms
-            scores = [[score for score, _ in line[:step]] for line in guesses[first:stop]]
+            scores = [[score for score, _ in line[:step]] for line in draft_tokens[first:stop]]
             if wish.enough and wish.enough(self.batch.part(first, stop), scores):
                 return step
         return widest
@@ -229,18 +231,18 @@ class GuessSimulation:
     def _spike(self) -> bool:
         return self.noise > 0 and self.rng.random() < 1 / 30
 
-    def _draft(self, who: list[int], wish: Wish) -> Draft:
-        guesses = [self.guess(row)[: wish.k] for row in who]
-        widest = self._end(guesses, wish)
-        guesses = [line[:widest] for line in guesses]
-        return _as_draft(guesses)
+    def _draft(self, who: list[int], wish: SpeculationPlan) -> Draft:
+        draft_tokens = [self.draft_token(row)[: wish.k] for row in who]
+        widest = self._end(draft_tokens, wish)
+        draft_tokens = [line[:widest] for line in draft_tokens]
+        return _as_draft(draft_tokens)
 
 
-def _as_draft(guesses: list[list[tuple[float, bool]]]) -> Draft:
-    widest = max(map(len, guesses))
-    filled = [line + [(0.0, False)] * (widest - len(line)) for line in guesses]
+def _as_draft(draft_tokens: list[list[tuple[float, bool]]]) -> Draft:
+    widest = max(map(len, draft_tokens))
+    filled = [line + [(0.0, False)] * (widest - len(line)) for line in draft_tokens]
     tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
     confidence = [[score for score, _ in line] for line in filled]
-    counts = torch.tensor([len(line) for line in guesses])
-    shape = torch.tensor(tokens, dtype=torch.int64).view(len(guesses), widest)
+    counts = torch.tensor([len(line) for line in draft_tokens])
+    shape = torch.tensor(tokens, dtype=torch.int64).view(len(draft_tokens), widest)
     return Draft(shape, counts, confidence=confidence)

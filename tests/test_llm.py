@@ -48,8 +48,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 def make(draft: bool = True, **options: Any) -> LLM:
     common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded", "threads": 1}
-    guesses = {"num_speculative_tokens": 4} if draft or options.get("drafter") else {}
-    options = common | guesses | options
+    draft_tokens = {"num_speculative_tokens": 4} if draft or options.get("drafter") else {}
+    options = common | draft_tokens | options
     return LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1) if draft else None, **options)
 
 
@@ -354,10 +354,12 @@ def test_a_float16_engine_gives_with_guesses_what_it_gives_without(
         pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr("paceline.llm.resolve_dtype", lambda *_: torch.float16)
     options = {"attention": attention, "rounds": rounds, "max_batch_size": 3}
-    plain, guessing = make(draft=False, drafter=None, **options), make(drafter="model", **options)
-    assert {model.dtype for model in (guessing.engine.models.target, guessing.engine.models.draft)} == {torch.float16}
+    plain, speculating = make(draft=False, drafter=None, **options), make(drafter="model", **options)
+    assert {model.dtype for model in (speculating.engine.models.target, speculating.engine.models.draft)} == {
+        torch.float16
+    }
     for params in (SamplingParams(temperature=0, max_tokens=4), SamplingParams(top_p=0.9, seed=3, max_tokens=4)):
-        answers = [tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for llm in (plain, guessing)]
+        answers = [tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for llm in (plain, speculating)]
         assert answers[0] == answers[1]
 
 

@@ -1,7 +1,7 @@
 """The promise: speculation changes the speed and nothing else.
 
-Greedy and coupled runs equal plain decoding token by token, whatever guesses, in whatever company. Rejection keeps the
-law.
+Greedy and coupled runs equal plain decoding token by token, whatever draft tokens, in whatever company. Rejection keeps
+the distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict
 from paceline.core.outputs import RequestOutput
@@ -60,7 +60,7 @@ from toy import (
     run,
     slow_adjust,
     slow_answer,
-    slow_law,
+    slow_distribution,
     sometimes,
     tiny_llama,
     tiny_native,
@@ -98,7 +98,7 @@ TRANSFER_HEADS: dict[str, Callable[[], HeadModel]] = {
     "llama": lambda: tiny_transfer_head(tiny_llama(), 32),
 }
 DRAFTERS += ["head", "head hybrid", "parallel", "transfer"]
-BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose guesses may be trees
+BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose draft tokens may be trees
 BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid", "parallel", "transfer"]
 BRANCHING_NATIVELY = [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
@@ -214,12 +214,12 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
 
 
 def cheap_budget() -> AutoLength:
-    """Verifies whatever has a chance: a guess costs next to nothing."""
+    """Verifies whatever has a chance: a draft token costs next to nothing."""
     return AutoLength(CostModel(linear_costs(token=0.01)))
 
 
 def cheap_confident(engine: Engine) -> AutoLength:
-    """Drafts cost little, and guesses that are nearly sure to be wrong are not verified."""
+    """Drafts cost little, and draft tokens that are nearly sure to be wrong are not verified."""
     costs = CostModel(linear_costs(token=0.3, draft_step=0.1))
     return AutoLength(costs, engine.parts.drafter.decoders, copies=False)
 
@@ -440,15 +440,15 @@ def test_the_description_tells_of_a_rule_that_the_kernels_do_not_have() -> None:
 
 def count_native_rounds(engine: Engine) -> Counter[str]:
     """How many rounds who played, as they are played."""
-    player, played = engine.parts.native, Counter[str]()
-    assert player is not None
-    suits = player.suits
+    runner, played = engine.parts.native, Counter[str]()
+    assert runner is not None
+    suits = runner.suits
 
     def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
         played["natively" if suits(rule, draft) else "by the host"] += 1
         return suits(rule, draft)
 
-    player.suits = counted  # type: ignore[method-assign]
+    runner.suits = counted  # type: ignore[method-assign]
     return played
 
 
@@ -523,7 +523,7 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
             *itertools.product(["head", "ngram"], [4, "auto", "random"]),
             ("none", 4),
         ],
-    ),  # nobody's guesses have no length
+    ),  # nobody's draft tokens have no length
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
@@ -706,9 +706,9 @@ def test_logprobs_are_the_models_own_whoever_guessed(drafter: str, rule: str) ->
         assert answer.logprobs is not None
         assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
         for place, entry in enumerate(answer.logprobs):
-            law = torch.tensor(logits_after(ToyModel(), prompt + answer.token_ids[:place])).log_softmax(-1)
-            assert entry.logprob == pytest.approx(float(law[entry.token_id]), abs=1e-5)
-            values, ids = law.topk(3)
+            distribution = torch.tensor(logits_after(ToyModel(), prompt + answer.token_ids[:place])).log_softmax(-1)
+            assert entry.logprob == pytest.approx(float(distribution[entry.token_id]), abs=1e-5)
+            values, ids = distribution.topk(3)
             assert [token for token, _ in entry.top] == ids.tolist()
             assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
 
@@ -722,8 +722,10 @@ PARAMS["ranked"] = RANKED
 
 def own_logprobs(prompt: list[int], answer: list[int]) -> list[float]:
     """Of an answer's tokens, by the model itself, each from the whole text before it."""
-    laws = [torch.tensor(logits_after(ToyModel(), [*prompt, *answer[:place]])) for place in range(len(answer))]
-    return [float(law.log_softmax(-1)[token]) for law, token in zip(laws, answer, strict=True)]
+    distributions = [torch.tensor(logits_after(ToyModel(), [*prompt, *answer[:place]])) for place in range(len(answer))]
+    return [
+        float(distribution.log_softmax(-1)[token]) for distribution, token in zip(distributions, answer, strict=True)
+    ]
 
 
 @functools.cache
@@ -812,7 +814,7 @@ def test_answers_are_ranked_by_what_was_drawn_under_both_rules(rule: str) -> Non
 def tree_engine(
     model: str, script: str, shape: str, family: str, length: int | str = "random", **options: Any
 ) -> Engine:
-    """An engine whose drafter guesses trees."""
+    """An engine whose drafter draft tokens trees."""
     engine = speculative_engine(model, "never", length, family, **options)
     truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
     scripts = {"never": never, "always": always, "sometimes": sometimes}
@@ -850,7 +852,7 @@ def test_trees_equal_plain_decoding_at_any_length(length: int | str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
-    """Of scored trees ``auto`` verifies the best guesses, in an order of its own."""
+    """Of scored trees ``auto`` verifies the best draft tokens, in an order of its own."""
     engine = tree_engine("flat", "always", shape, "mixed", "budget", attention="auto")
     drafter, policy = engine.parts.drafter, engine.parts.policy
     assert isinstance(drafter, ScriptedTrees)
@@ -858,7 +860,7 @@ def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
 
     def watched(batch: Batch, draft: Draft) -> Draft:
         chosen = select(batch, draft)
-        moved.append(chosen.k > 1 and chosen.guesses != draft.first(chosen.counts.tolist()).guesses)
+        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.counts.tolist()).draft_tokens)
         return chosen
 
     policy.select = watched  # type: ignore[method-assign]
@@ -913,15 +915,16 @@ def test_logprobs_along_a_path_are_the_models_own(model: str, kernels: str, monk
         answer = output.outputs[0]
         assert answer.logprobs is not None
         for place, entry in enumerate(answer.logprobs):
-            law = torch.tensor(logits_after(ToyModel(), prompt + answer.token_ids[:place])).log_softmax(-1)
-            assert entry.logprob == pytest.approx(float(law[answer.token_ids[place]]), abs=1e-5)
-            assert [token for token, _ in entry.top] == law.topk(3).indices.tolist()
+            distribution = torch.tensor(logits_after(ToyModel(), prompt + answer.token_ids[:place])).log_softmax(-1)
+            assert entry.logprob == pytest.approx(float(distribution[answer.token_ids[place]]), abs=1e-5)
+            assert [token for token, _ in entry.top] == distribution.topk(3).indices.tolist()
 
 
 @pytest.mark.parametrize("shape", ["star", "binary"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 def test_trees_at_the_end_of_the_cache_equal_plain_decoding(model: str, shape: str) -> None:
-    """A short row wants many guesses; a long one has fewer slots left than that, though they stand at few positions."""
+    """A short row wants many draft tokens; a long one has fewer slots left than that, though they stand at few
+    positions."""
     prompts = [PROMPTS[i] for i in (3, 5, 7, 8)]
     params = [SamplingParams(temperature=0, max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
     alone = answers(run(make_engine(TARGETS[model](), max_model_len=24), prompts, params))
@@ -949,7 +952,7 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
 
 
 def count_siblings(engine: Engine) -> Counter[str]:
-    """Rounds of rows, by what they kept: of a tree's paths the one that its first guesses make, or another."""
+    """Rounds of rows, by what they kept: of a tree's paths the one that its first draft tokens make, or another."""
     play, kept = engine.parts.play, Counter[str]()
 
     def counted(batch: Batch, draft: Draft) -> Verdict:
@@ -977,7 +980,7 @@ def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: in
     engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
     kept = count_siblings(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
-    assert kept["trees"] > 0 or length == "budget"  # of these guesses it may verify what makes chains
+    assert kept["trees"] > 0 or length == "budget"  # of these draft tokens it may verify what makes chains
     assert f", width {width}," in engine.describe()
 
 
@@ -1096,9 +1099,9 @@ def test_many_rounds_without_guesses_leave_nothing_stale_in_the_draft_cache(rule
     class Phases(LengthPolicy):
         name, round = "phases", 0
 
-        def choose(self, batch: Batch) -> Wish:
+        def choose(self, batch: Batch) -> SpeculationPlan:
             self.round += 1
-            return Wish(0) if 10 < self.round <= 510 else policy.choose(batch)
+            return SpeculationPlan(0) if 10 < self.round <= 510 else policy.choose(batch)
 
         def observe(self, batch: Batch, verdict: Verdict) -> None:
             accepted, drafted = verdict.host.accepted, verdict.host.drafted
@@ -1136,13 +1139,14 @@ def test_a_draft_models_acceptance_is_that_of_a_fresh_cache_after_rounds_without
     engine = make_engine(ToyModel(), ToyModel(), drafter="model")
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
-    engine.parts.policy.choose = lambda batch: Wish(rng.choice([0, 0, 0, 0, 0, 0, 3]))  # type: ignore[method-assign]
+    engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0, 0, 0, 0, 0, 0, 3]))  # type: ignore[method-assign]
     params = [SamplingParams(seed=i, max_tokens=40) for i in range(9)]
     for output in run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params):
         assert output.outputs[0].metrics.accepted == output.outputs[0].metrics.drafted
 
 
-# --- the law ----------------------------------------------------------------------------------------------------------
+# --- the distribution
+# ----------------------------------------------------------------------------------------------------------
 
 SMALL = 4
 LAW_PROMPT = [1, 3, 0, 2, 2]
@@ -1167,29 +1171,29 @@ SAMPLES = 4000
 SLOW_COUPLED = pytest.param("coupled", marks=pytest.mark.slow)  # equal to plain decoding, to the token: tested above
 
 
-def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The probability of every three-token answer, by enumeration."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer: dict[tuple[int, ...], float] = {}
-        for answer, chance in law.items():
+        for answer, chance in distribution.items():
             logits = logits_after(LAW_TARGET(), [*LAW_PROMPT, *answer])
-            each = slow_law(slow_adjust(logits, params, LAW_PROMPT, answer, frozenset()), params)
+            each = slow_distribution(slow_adjust(logits, params, LAW_PROMPT, answer, frozenset()), params)
             longer |= {(*answer, token): chance * p for token, p in enumerate(each)}
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
 def p_value(engine: Engine, params: SamplingParams) -> float:
-    """Of the chi-squared test that the engine's three-token answers follow the exact law."""
+    """Of the chi-squared test that the engine's three-token answers follow the exact distribution."""
     output = run(engine, [LAW_PROMPT], [params])[0]
     found = Counter(tuple(answer.token_ids) for answer in output.outputs)
-    law = exact_law(params)
-    assert found.keys() <= {answer for answer, chance in law.items() if chance > 0}, "an impossible answer"
-    frequent = [answer for answer, chance in law.items() if chance * SAMPLES >= 8]
-    rest = max(1e-9, 1 - sum(law[a] for a in frequent))
+    distribution = exact_distribution(params)
+    assert found.keys() <= {answer for answer, chance in distribution.items() if chance > 0}, "an impossible answer"
+    frequent = [answer for answer, chance in distribution.items() if chance * SAMPLES >= 8]
+    rest = max(1e-9, 1 - sum(distribution[a] for a in frequent))
     observed = [found[a] for a in frequent] + [SAMPLES - sum(found[a] for a in frequent)]
-    expected = [law[a] * SAMPLES for a in frequent] + [rest * SAMPLES]
+    expected = [distribution[a] * SAMPLES for a in frequent] + [rest * SAMPLES]
     if expected[-1] < 8:  # too rare a remainder joins the last cell
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
     return float(chisquare(observed, [e * SAMPLES / sum(expected) for e in expected]).pvalue)
@@ -1222,23 +1226,26 @@ def law_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
 
 
 class GuessesByOwnLaw(Drafter):
-    """Draws guesses from fixed laws that have nothing to do with the target, and says so; counts differ by row."""
+    """Draws draft tokens from fixed distributions that have nothing to do with the target, and says so; counts differ
+    by row."""
 
     name = "own law"
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
-        self.law = torch.tensor([[0.7, 0.1, 0.2, 0.0], [0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]])
+        self.distribution = torch.tensor([[0.7, 0.1, 0.2, 0.0], [0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]])
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         k = wish.k
-        q = self.law[:k].expand(batch.rows, -1, -1)
+        q = self.distribution[:k].expand(batch.rows, -1, -1)
         flat = q.reshape(-1, SMALL).multinomial(1, generator=self.generator)
         counts = torch.randint(0, k + 1, (batch.rows,), generator=self.generator)
         return Draft(flat.view(batch.rows, k), counts, q.clone())
 
 
-LAWS = [  # a path each: draws of the target, draws from laws with every kind of parameter, laws that differ by row
+# a path each: draws of the target, draws from distributions with every kind of parameter, distributions that differ by
+# row
+LAWS = [
     ("model", "coupled", 2, "every knob"),
     *(("model", "rejection", 2, knobs) for knobs in LAW_PARAMS),
     ("hybrid", "rejection", 2, "plain law"),
@@ -1258,11 +1265,14 @@ MORE_LAWS = [
     ("transfer", "rejection", 2),
     ("random guesses", "rejection", 2),
 ]
-SLOW_LAWS = [(*law, knobs) for law in MORE_LAWS for knobs in LAW_PARAMS if (*law, knobs) not in LAWS]
+SLOW_LAWS = [
+    (*distribution, knobs) for distribution in MORE_LAWS for knobs in LAW_PARAMS if (*distribution, knobs) not in LAWS
+]
 
 
 @pytest.mark.parametrize(
-    ("drafter", "rule", "k", "knobs"), [*LAWS, *(pytest.param(*law, marks=pytest.mark.slow) for law in SLOW_LAWS)]
+    ("drafter", "rule", "k", "knobs"),
+    [*LAWS, *(pytest.param(*distribution, marks=pytest.mark.slow) for distribution in SLOW_LAWS)],
 )
 def test_three_tokens_follow_the_exact_law(drafter: str, rule: str, k: int, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **LAW_PARAMS[knobs])
@@ -1287,7 +1297,7 @@ def test_what_a_head_cannot_say_leaves_the_law_as_it_is(rule: str, knobs: str) -
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["stops", "confident"])
 def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str) -> None:
-    """A stop that depends on the guesses drawn so far, their own likelihoods included."""
+    """A stop that depends on the draft tokens drawn so far, their own likelihoods included."""
     engine = law_engine("model", rule, 3)
     engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
@@ -1302,7 +1312,7 @@ def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: st
     drafter, copied = engine.parts.drafter, []
     propose = drafter.propose
 
-    def recorded(batch: Batch, wish: Wish) -> Draft:
+    def recorded(batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = propose(batch, wish)
         copied.append(draft.tokens.tolist() == copies.propose(batch, wish).tokens.tolist())
         return draft
@@ -1319,27 +1329,29 @@ class CopyByGuesses(FixedLength):
     def __init__(self) -> None:
         super().__init__(3)
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(3, instead=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2)
+    def choose(self, batch: Batch) -> SpeculationPlan:
+        return SpeculationPlan(
+            3, instead=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
+        )
 
 
 class StopWhenUnsure(FixedLength):
-    """Three guesses, or those up to the first that is less likely than most."""
+    """Three draft tokens, or those up to the first that is less likely than most."""
 
     def __init__(self) -> None:
         super().__init__(3)
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(3, enough=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
+    def choose(self, batch: Batch) -> SpeculationPlan:
+        return SpeculationPlan(3, enough=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
 
 
 def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:
     engine = law_engine("model", "rejection", 2)
     params = [SamplingParams(max_tokens=3, seed=seed) for seed in range(SAMPLES)]
     found = Counter(tuple(o.outputs[0].token_ids) for o in run(engine, [LAW_PROMPT] * SAMPLES, params))
-    law = exact_law(params[0])
+    distribution = exact_distribution(params[0])
     cells = list(itertools.product(range(SMALL), repeat=3))
-    assert chisquare([found[c] for c in cells], [law[c] * SAMPLES for c in cells]).pvalue > 1e-3
+    assert chisquare([found[c] for c in cells], [distribution[c] * SAMPLES for c in cells]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
@@ -1357,12 +1369,12 @@ def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
         p_here, q_here = p.gather(1, place).squeeze(1), q.gather(1, place.clamp(max=q.shape[1] - 1)).squeeze(1)
         residual = (p_here - q_here).clamp(min=0)
         kept_all = (accepted == counts)[:, None]
-        laws = {
+        distributions = {
             "bonus from the draft": torch.where(kept_all, q_here, residual),
             "recovered from the target": p_here,
         }
         key = noise_key(rows.seed, rows.length + accepted, Purpose.RECOVER)
-        return noisy_argmax(laws[wrong].log(), key)
+        return noisy_argmax(distributions[wrong].log(), key)
 
     return last
 
@@ -1377,7 +1389,7 @@ def test_a_wrong_rule_fails_the_test_of_the_law(wrong: str, monkeypatch: pytest.
 
 
 def test_a_rule_that_shares_its_noise_with_the_guess_fails_the_test_of_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = functools.partial(noise_key, purpose=Purpose.GUESS)
+    shared = functools.partial(noise_key, purpose=Purpose.DRAFT)
     monkeypatch.setattr(rules, "noise_key", lambda seed, position, purpose: shared(seed, position))
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
     assert p_value(law_engine("model", "rejection", 2), params) < 1e-6

@@ -266,14 +266,14 @@ COUNTED = {
 BESIDE = ("chain", "chain by survival", "EAGLE-2's shape")
 
 
-def fewer_rounds(who: str, temperature: float, beside: str, guesses: str) -> str:
+def fewer_rounds(who: str, temperature: float, beside: str, draft_tokens: str) -> str:
     """Of trees by survival, all sets of prompts side by side; negative: more."""
     (found,) = [
         each["tokens_a_round"]
         for each in load(COUNTED[who])["results"]
         if (each["prompts"], each["temperature"]) == ("all", temperature)
     ]
-    other, tree = found[beside][guesses], found["tree by survival"][guesses]
+    other, tree = found[beside][draft_tokens], found["tree by survival"][draft_tokens]
     return "-" if None in (other, tree) else f"{100 * (1 - other / tree):.0f}".replace("-0", "0") + " %"
 
 
@@ -362,15 +362,15 @@ def widths(run: dict[str, Any]) -> list[str]:
 
 
 def trees() -> list[str]:
-    """Of the best guesses by survival, one row: a tree of two candidates a place over a chain."""
+    """Of the best draft tokens by survival, one row: a tree of two candidates a place over a chain."""
     runs = {r["prompts"]: r["widths"] for r in load("tree-gain-draft-qwen")["results"] if r["temperature"] == 0}
     gains = {
-        guesses: [
-            f"{wide['apart'][guesses] / chain['apart'][guesses]:.2f}"
+        draft_tokens: [
+            f"{wide['apart'][draft_tokens] / chain['apart'][draft_tokens]:.2f}"
             for task in ("chat", "retrieval", "stubs", "edits")
             for chain, wide in [runs[task][:2]]
         ]
-        for guesses in ("8", "4")
+        for draft_tokens in ("8", "4")
     }
     told = "{} times its chain's tokens in open chat, {} in retrieval, {} in code stubs, {} in edits"
     pair, head = ([fewer_rounds(who, 0.0, beside, "4") for beside in BESIDE] for who in list(COUNTED)[:2])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft
 from paceline.core.nodes import Nodes, seen_by
@@ -233,8 +233,8 @@ class ToyConstraint:
     def forbids(self, answer: Sequence[int], token: int) -> bool:
         return (sum(answer) + token) % 4 == 1 or (len(answer) < 2 and token < 1)
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> ToyAsked:
-        return ToyAsked(self, [[*self.answer, *guesses[: first + place]] for place in range(places)])
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> ToyAsked:
+        return ToyAsked(self, [[*self.answer, *draft_tokens[: first + place]] for place in range(places)])
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.answer += tokens
@@ -314,11 +314,11 @@ def slow_warp(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
         floor = sorted(x, reverse=True)[: params.top_k][-1]
         x = [value if value >= floor else -math.inf for value in x]
     if params.top_p < 1:
-        law, before, floor = softmax(x), 0.0, max(x)
+        distribution, before, floor = softmax(x), 0.0, max(x)
         for token in sorted(range(len(x)), key=lambda t: -x[t]):
             if before >= params.top_p:
                 break
-            floor, before = min(floor, x[token]), before + law[token]
+            floor, before = min(floor, x[token]), before + distribution[token]
         x = [value if value >= floor else -math.inf for value in x]
     return x
 
@@ -329,7 +329,7 @@ def softmax(x: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def slow_law(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
+def slow_distribution(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
     if params.temperature == 0:
         leader = max(range(len(adjusted)), key=lambda t: (adjusted[t], -t))
         return [float(token == leader) for token in range(len(adjusted))]
@@ -379,9 +379,10 @@ def sometimes(rng: random.Random, right: int, vocab: int) -> int:
 
 @dataclass
 class Scripted(Drafter):
-    """Knows every row's answer (``truth``: row seed -> prompt and answer) and guesses after a script.
+    """Knows every row's answer (``truth``: row seed -> prompt and answer) and draft tokens after a script.
 
-    ragged: how many guesses of a row are real varies, 0 included. short: may return fewer columns than were asked for.
+    ragged: how many draft tokens of a row are real varies, 0 included. short: may return fewer columns than were asked
+    for.
     """
 
     truth: Mapping[int, Sequence[int]]
@@ -396,7 +397,7 @@ class Scripted(Drafter):
         self.rng = random.Random(self.seed)
         self.asked: list[int] = []
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         self.asked.append(wish.k)
         k = self.rng.randint(0, wish.k) if self.short else wish.k
         tokens, counts = [], []
@@ -409,21 +410,24 @@ class Scripted(Drafter):
         return Draft(shape, torch.tensor(counts, dtype=torch.int64))
 
 
-Shape = Callable[[random.Random, int], list[int]]  # k -> the guess that each guess follows, -1: the root
+Shape = Callable[[random.Random, int], list[int]]  # k -> the draft token that each draft token follows, -1: the root
 
 SHAPES: dict[str, Shape] = {
     "chain": lambda _, k: list(range(-1, k - 1)),
-    "two roots": lambda _, k: [max(-1, guess - 2) for guess in range(k)],
-    "chain and siblings": lambda _, k: [guess // 2 * 2 - 2 if guess > 1 else -1 for guess in range(k)],
-    "binary": lambda _, k: [guess // 2 - 1 for guess in range(k)],
+    "two roots": lambda _, k: [max(-1, draft_token - 2) for draft_token in range(k)],
+    "chain and siblings": lambda _, k: [
+        draft_token // 2 * 2 - 2 if draft_token > 1 else -1 for draft_token in range(k)
+    ],
+    "binary": lambda _, k: [draft_token // 2 - 1 for draft_token in range(k)],
     "star": lambda _, k: [-1] * k,
-    "random": lambda rng, k: [rng.randint(-1, guess - 1) for guess in range(k)],
+    "random": lambda rng, k: [rng.randint(-1, draft_token - 1) for draft_token in range(k)],
 }
 
 
 @dataclass
 class ScriptedTrees(Scripted):
-    """Guesses trees: of each node's children one, wherever it stands among them, follows the script; others are wrong.
+    """Draft tokens trees: of each node's children one, wherever it stands among them, follows the script; others are
+    wrong.
 
     Children of wrong nodes may be right for where they stand, which must help nobody.
     """
@@ -431,7 +435,7 @@ class ScriptedTrees(Scripted):
     shape: Shape = SHAPES["random"]
     scored: bool = False  # by chance
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         self.asked.append(wish.k)
         k = self.rng.randint(0, wish.k) if self.short else wish.k
         rows = [
@@ -446,10 +450,10 @@ class ScriptedTrees(Scripted):
         """Tokens and parents."""
         parents, tokens, depths = self.shape(self.rng, k), [], []
         lucky = {parent: self.rng.choice([g for g, p in enumerate(parents) if p == parent]) for parent in parents}
-        for guess, parent in enumerate(parents):
+        for draft_token, parent in enumerate(parents):
             depths.append(0 if parent < 0 else depths[parent] + 1)
             token = right[depths[-1]] if depths[-1] < len(right) else 0
-            script = self.script if lucky[parent] == guess else never
+            script = self.script if lucky[parent] == draft_token else never
             tokens.append(script(self.rng, token, VOCAB))
         return tokens, parents
 
@@ -473,8 +477,8 @@ class RandomLength(LengthPolicy):
     def __init__(self, seed: int = 0, longest: int = 6) -> None:
         self.rng, self.longest = random.Random(seed), longest
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(self.rng.randint(0, self.longest))
+    def choose(self, batch: Batch) -> SpeculationPlan:
+        return SpeculationPlan(self.rng.randint(0, self.longest))
 
 
 class RandomCaps(RandomLength):
@@ -482,9 +486,9 @@ class RandomCaps(RandomLength):
 
     name = "caps"
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         caps = [self.rng.randint(0, self.longest) for _ in range(batch.rows)]
-        return Wish(max(caps), caps)
+        return SpeculationPlan(max(caps), caps)
 
 
 class RandomSelection(RandomLength):
@@ -502,7 +506,7 @@ class RandomStops(RandomLength):
 
     name = "stops"
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         stops = lambda _batch, scores, _follows=None: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1  # noqa: E731
         return replace(super().choose(batch), enough=stops)
 

@@ -122,7 +122,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-class Shelf:
+class FreeSlotPool:
     """The models built so far, as many as fit in memory beside the measured setting."""
 
     def __init__(self, options: Options) -> None:
@@ -190,7 +190,7 @@ class Bench:
     ) -> None:
         self.options, self._say, self._save = options, say, save
         self._began = time.perf_counter()
-        self._shelf = Shelf(options)
+        self._shelf = FreeSlotPool(options)
         self._stage: Stage | None = None
         self._hopeless: dict[Setting, str] = {}
         self._rehearsed: set[str] = set()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import bench as gpu
-from benchmarks.gpu.bench import Bench, Options, Shelf
+from benchmarks.gpu.bench import Bench, FreeSlotPool, Options
 from benchmarks.gpu.cells import Axes, Cell, Setting, plan
 from benchmarks.gpu.floors import tokens_a_round
 from benchmarks.gpu.models import PAIRS, random_model, tiny
@@ -129,11 +129,11 @@ def test_a_failing_cell_reports_its_error_and_the_others_run(monkeypatch: pytest
 def test_a_setting_that_does_not_fit_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def full(shelf: Shelf, name: str, to: str, room: int) -> Any:
+    def full(shelf: FreeSlotPool, name: str, to: str, room: int) -> Any:
         asked.append(to)
         raise CapacityError("needs 256 GiB, 40 GiB are free")
 
-    monkeypatch.setattr(Shelf, "get", full)
+    monkeypatch.setattr(FreeSlotPool, "get", full)
     _, saved, _ = run(options(replace(FAST, attentions=("padded",))))
     assert len(asked) == 2  # at 0.8 and at 0.9
     assert {cell["error"] for cell in saved[-1]["failed"]} == {"CapacityError: needs 256 GiB, 40 GiB are free"}

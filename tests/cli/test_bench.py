@@ -67,8 +67,8 @@ def test_the_document_tells_whether_references_were_copied_from(
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["references"] is copied
     assert given == [[("d e f",)] if copied else None]
-    guesses = how in ([], ["--no-references"])
-    assert [r["side"] for r in document["results"]] == ["plain", "speculation"][: 1 + guesses], "never plain twice"
+    draft_tokens = how in ([], ["--no-references"])
+    assert [r["side"] for r in document["results"]] == ["plain", "speculation"][: 1 + draft_tokens], "never plain twice"
 
 
 MEASURING = [

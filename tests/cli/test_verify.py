@@ -14,9 +14,9 @@ from paceline.cli.verify import (
     chi_squared,
     compare_with_plain,
     count_cells,
-    exact_law,
+    distribution_test,
+    exact_distribution,
     first_divergence,
-    law_test,
 )
 from paceline.config import DtypeName
 
@@ -100,18 +100,18 @@ def test_an_answer_that_ends_early_is_a_violation(llm: LLM, prompts: list[list[i
 
 
 def test_the_exact_law_sums_to_one_and_has_a_cell_for_everything(llm: LLM, prompts: list[list[int]]) -> None:
-    law = exact_law(llm, prompts[0])
-    assert sum(law.values()) == pytest.approx(1.0)
+    distribution = exact_distribution(llm, prompts[0])
+    assert sum(distribution.values()) == pytest.approx(1.0)
     vocabulary = llm.engine.models.target.vocab_size
     continuations = torch.randint(0, vocabulary, (200, 3), generator=torch.Generator().manual_seed(0)).tolist()
-    assert sum(count_cells(continuations, law)) == 200
-    followed = [list(cell) for cell in law if verifying.REST not in cell]
-    assert count_cells(followed, law) == [int(verifying.REST not in cell) for cell in law]
+    assert sum(count_cells(continuations, distribution)) == 200
+    followed = [list(cell) for cell in distribution if verifying.REST not in cell]
+    assert count_cells(followed, distribution) == [int(verifying.REST not in cell) for cell in distribution]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_samples_follow_the_law(llm: LLM, prompts: list[list[int]], rule: Any) -> None:
-    found = law_test(llm, prompts[0], rule, samples=600)
+    found = distribution_test(llm, prompts[0], rule, samples=600)
     assert found.cells > 3
     assert found.drafted > 600
     assert 0 < found.accepted < found.drafted
@@ -119,11 +119,11 @@ def test_samples_follow_the_law(llm: LLM, prompts: list[list[int]], rule: Any) -
 
 
 def test_a_wrong_law_is_noticed(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    law = exact_law(llm, prompts[0])
-    flat = {cell: p**0.7 for cell, p in law.items()}
+    distribution = exact_distribution(llm, prompts[0])
+    flat = {cell: p**0.7 for cell, p in distribution.items()}
     wrong = {cell: p / sum(flat.values()) for cell, p in flat.items()}
-    monkeypatch.setattr(verifying, "exact_law", lambda *_: wrong)
-    assert law_test(llm, prompts[0], "rejection", samples=600).violated
+    monkeypatch.setattr(verifying, "exact_distribution", lambda *_: wrong)
+    assert distribution_test(llm, prompts[0], "rejection", samples=600).violated
 
 
 def test_chi_squared_is_scipys() -> None:

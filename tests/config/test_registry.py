@@ -15,7 +15,7 @@ import torch
 from paceline.cli.options import EngineFlags
 from paceline.config import EngineConfig, SamplingParams, engine_config
 from paceline.config.registry import DRAFTERS, LENGTHS
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.row_keeper import PerRow, RowKeeper, RowKeepers
 from paceline.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter, Wrapper
@@ -138,7 +138,7 @@ def test_an_object_is_a_pattern_of_which_each_engine_plays_a_copy() -> None:
 
 
 class Witness(RowKeepers, Drafter):
-    """Knows of every row whose it is, and looks whether that stays so; some of its guesses are kept."""
+    """Knows of every row whose it is, and looks whether that stays so; some of its draft tokens are kept."""
 
     name = "witness"
 
@@ -150,7 +150,7 @@ class Witness(RowKeepers, Drafter):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return (self.owners,)
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         owners = batch.sampling.seed[: batch.rows].tolist()
         assert [self.owners.setdefault(row, owner) for row, owner in enumerate(owners)] == owners
         assert set(self.owners) == set(range(batch.rows)), "rows that ended are forgotten"

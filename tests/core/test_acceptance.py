@@ -63,11 +63,13 @@ def test_coupled_keeps_the_real_guesses_before_the_first_that_differs(
 def test_coupled_walks_from_the_root_along_the_targets_own_draws(
     kernels: str, rows: int, k: int, data: st.DataObject, packed: bool
 ) -> None:
-    """Node by node: what is drawn at a node knows the guesses on the way there, and no others."""
+    """Node by node: what is drawn at a node knows the draft tokens on the way there, and no others."""
     batch = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
     logits = torch.randn(rows, k + 1, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     tokens = torch.tensor([[data.draw(st.integers(0, V - 1)) for _ in range(k)] for _ in range(rows)])
-    parents = torch.tensor([[data.draw(st.integers(-1, guess - 1)) for guess in range(k)] for _ in range(rows)])
+    parents = torch.tensor(
+        [[data.draw(st.integers(-1, draft_token - 1)) for draft_token in range(k)] for _ in range(rows)]
+    )
     draft = Draft(tokens, torch.tensor([data.draw(st.integers(0, k)) for _ in range(rows)]), parents=parents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "chosen", lambda: native.select(kernels))
@@ -82,9 +84,9 @@ def test_coupled_walks_from_the_root_along_the_targets_own_draws(
             token = int(draw(logits[:, place, None], alone)[row, 0])
             way.append(token)
             matches = [
-                guess
-                for guess in range(int(draft.counts[row]))
-                if int(parents[row, guess]) == place - 1 and int(tokens[row, guess]) == token
+                draft_token
+                for draft_token in range(int(draft.counts[row]))
+                if int(parents[row, draft_token]) == place - 1 and int(tokens[row, draft_token]) == token
             ]
             if not matches:
                 break
@@ -115,7 +117,7 @@ def test_rejection_never_keeps_what_the_target_excludes_and_recovers_something_e
 
 
 def test_a_row_without_guesses_draws_from_the_whole_law_even_where_padding_says_otherwise() -> None:
-    """Padding's q must not be subtracted: a row with no guess has a bonus token, not a recovered one."""
+    """Padding's q must not be subtracted: a row with no draft token has a bonus token, not a recovered one."""
     batch = make_batch(500)
     logits = torch.zeros(500, 2, V)
     padding = torch.zeros(500, 1, dtype=torch.int64)
@@ -155,14 +157,14 @@ def test_logprobs_are_the_targets_own_before_all_adjustments(rule: str) -> None:
     logits = torch.randn(3, 3, V)
     draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
     verdict = RULES[rule](draft, logits, batch)  # type: ignore[index]
-    law = logits.log_softmax(-1)
+    distribution = logits.log_softmax(-1)
     assert verdict.logprobs is not None
     own, ids, values = verdict.logprobs.host
     for row, tokens in enumerate(verdict.host.tokens):
         for place, token in enumerate(tokens):
-            assert own[row][place] == pytest.approx(law[row, place, token].item())
-            assert ids[row][place] == law[row, place].topk(4).indices.tolist()
-            assert values[row][place] == pytest.approx(law[row, place].topk(4).values.tolist())
+            assert own[row][place] == pytest.approx(distribution[row, place, token].item())
+            assert ids[row][place] == distribution[row, place].topk(4).indices.tolist()
+            assert values[row][place] == pytest.approx(distribution[row, place].topk(4).values.tolist())
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
@@ -176,7 +178,7 @@ def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
     batch.sampling.constraints[1] = ToyConstraint()
     batch.set_rows(3)
     logits = torch.randn(3, 3, V)
-    law = logits.log_softmax(-1)
+    distribution = logits.log_softmax(-1)
     draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
     if native.select(kernels) is not None:
         monkeypatch.setattr(CpuOps, "logprobs", lambda *_: pytest.fail("in a call of its own"))
@@ -185,17 +187,17 @@ def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
     own, ids, _ = verdict.logprobs.host
     for row, tokens in enumerate(verdict.host.tokens):
         for place, token in enumerate(tokens):
-            assert own[row][place] == pytest.approx(law[row, place, token].item(), abs=2e-5)
+            assert own[row][place] == pytest.approx(distribution[row, place, token].item(), abs=2e-5)
             assert ids[row][place] == []
 
 
 def test_more_logprobs_than_the_vocabulary_has_tokens_are_all_of_them() -> None:
     batch = make_batch(2, logprobs=20)
-    verdict = RULES["coupled"](batch.no_guesses, torch.randn(2, 1, V), batch)
+    verdict = RULES["coupled"](batch.empty_draft, torch.randn(2, 1, V), batch)
     assert verdict.logprobs is not None
     assert verdict.logprobs.top_ids.shape == (2, 1, V)
 
 
 def test_no_logprobs_are_computed_unless_a_live_row_asks() -> None:
     batch = make_batch(2)
-    assert RULES["coupled"](batch.no_guesses, torch.randn(2, 1, V), batch).logprobs is None
+    assert RULES["coupled"](batch.empty_draft, torch.randn(2, 1, V), batch).logprobs is None

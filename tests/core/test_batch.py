@@ -150,7 +150,7 @@ def test_features_that_no_live_row_uses_are_off() -> None:
 
 
 def test_an_empty_draft_has_no_guesses() -> None:
-    draft = make_batch().no_guesses
+    draft = make_batch().empty_draft
     assert draft.k == 0
     assert draft.tokens.shape == (3, 0)
     assert draft.counts.tolist() == [0, 0, 0]

@@ -22,7 +22,7 @@ def drafts() -> tuple[Draft, Draft]:
 
 
 def assert_same(one: Draft, other: Draft) -> None:
-    assert one.guesses == other.guesses
+    assert one.draft_tokens == other.draft_tokens
     assert (one.k, one.drafted) == (other.k, other.drafted)
     assert torch.equal(one.counts, other.counts)
     assert torch.equal(one.tokens[one.real[:, 1:]], other.tokens[other.real[:, 1:]])  # padding means nothing
@@ -49,7 +49,7 @@ def test_it_is_the_same_as_it_is_spread_or_with_another_field() -> None:
 
 def test_a_cap_leaves_the_first_guesses() -> None:
     of_tensors, of_lists = (draft.capped([1, 4, 4]) for draft in drafts())
-    assert of_tensors.guesses == of_lists.guesses == [[5], [], [8]]
+    assert of_tensors.draft_tokens == of_lists.draft_tokens == [[5], [], [8]]
     assert of_lists.k == 1
 
 
@@ -80,7 +80,7 @@ def test_a_tree_without_branches_is_a_chain() -> None:
 def test_of_a_tree_the_cap_is_its_depth(caps: list[int], left: list[int]) -> None:
     scores = [[0.1, 0.2, 0.3, 0.4, 0.5], [0.6]]
     cut = branching(TREE, FOLLOWS, CPU, scores, [[0, 1, 2, 3, 4], [5]]).capped(caps)
-    assert cut.guesses == [left, [4][: caps[1]]]
+    assert cut.draft_tokens == [left, [4][: caps[1]]]
     ways = [each[1 : 1 + count] for each, count in zip(cut.ways, cut.drafted, strict=True)]
     assert all(len(way) <= cap for each, cap in zip(ways, caps, strict=True) for way in each)
     assert cut.confidence is not None
@@ -105,7 +105,7 @@ def test_trees_of_tensors_and_of_lists_are_the_same(change: str) -> None:
     scores, kinds = [[0.9, 0.8, 0.7, 0.1, 0.05], [0.6]], [[0, 0, 0, 4, 4], [1]]
     made = Draft(tokens, torch.tensor([5, 1]), confidence=scores, parents=parents, kinds=kinds)
     one, other = map(CHANGES[change], (made, branching(TREE, FOLLOWS, CPU, scores, kinds)))
-    assert (one.k, one.guesses, one.follows) == (other.k, other.guesses, other.follows)
+    assert (one.k, one.draft_tokens, one.follows) == (other.k, other.draft_tokens, other.follows)
     assert (one.confidence, one.kinds) == (other.confidence, other.kinds)
     assert (one.ways, one.probabilities) == (other.ways, other.probabilities)
     assert one.parents is not None
@@ -126,13 +126,13 @@ def test_of_a_verdict_that_was_read_the_path_is_that_of_tensors() -> None:
 
 def test_a_part_of_a_batch_with_trees_leaves_the_other_rows_without_guesses() -> None:
     wide = branching(TREE, FOLLOWS, CPU).spread(1, 4)
-    assert wide.guesses == [[], *TREE, []]
+    assert wide.draft_tokens == [[], *TREE, []]
     assert [ways[: 1 + count] for ways, count in zip(wide.ways, wide.drafted, strict=True)][1:3] == [
         ways[: 1 + count] for ways, count in zip(branching(TREE, FOLLOWS, CPU).ways, [5, 1], strict=True)
     ]
 
 
-#  guess    0  1  2  3   4  5     guess 1 stands beside 0, guess 4 beside 3
+#  draft token    0  1  2  3   4  5     draft token 1 stands beside 0, draft token 4 beside 3
 PARENTS = [-1, -1, 1, 2, 2, -1]
 
 
@@ -162,11 +162,11 @@ def test_trees_are_counted_by_depth_and_cut_with_their_answers() -> None:
 
 def test_only_what_is_asked_for_is_made() -> None:
     listed, made = Draft.of([[5, 6], []], CPU), Draft(torch.tensor([[5, 6], [0, 0]]), torch.tensor([2, 0]))
-    assert (listed.k, listed.drafted, listed.parents, listed.first([1, 0]).guesses) == (2, [2, 0], None, [[5], []])
+    assert (listed.k, listed.drafted, listed.parents, listed.first([1, 0]).draft_tokens) == (2, [2, 0], None, [[5], []])
     assert not {"tokens", "counts"} & vars(listed).keys()
     assert torch.equal(listed.tokens, made.tokens)
     assert listed.tokens is listed.tokens, "made once"
-    assert "guesses" not in vars(made)
+    assert "draft_tokens" not in vars(made)
     verdict = Verdict.of(HostVerdict([[6, 7], [1]], [1, 0], [2, 0]))
     assert not {"tokens", "accepted", "drafted"} & vars(verdict).keys()
     assert verdict.tokens.tolist() == [[6, 7], [1, 0]]

@@ -264,7 +264,7 @@ def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])
 def test_guesses_beyond_a_rows_end_have_their_place(kind: type[ToyModel]) -> None:
-    """An answer's last tokens are verified beside guesses that nobody will want, at the border of a page."""
+    """An answer's last tokens are verified beside draft tokens that nobody will want, at the border of a page."""
     options: dict[str, Any] = {"max_model_len": LONGEST, "drafter": "model"}
     options |= {"max_batch_size": ROWS, "num_speculative_tokens": MAX_SPECULATION_LENGTH}
     target, draft = kind(max_positions=LONGEST), kind(max_positions=LONGEST, blur=0.05)

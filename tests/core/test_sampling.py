@@ -30,7 +30,7 @@ from paceline.core.sampling import (
     uniform,
     warp,
 )
-from toy import slow_adjust, slow_draw, slow_law, slow_warp
+from toy import slow_adjust, slow_distribution, slow_draw, slow_warp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,17 +86,23 @@ def test_adjust_warp_law_and_draw_equal_the_slow_reference_at_every_place_of_a_b
 ) -> None:
     rng = random.Random(noise)
     batch = make_batch([RowStart(p, s, seed, STOPS) for p, _, s, seed in rows], [a for _, a, _, _ in rows])
-    guesses = torch.tensor([[rng.randrange(V) for _ in range(k)] for _ in rows], dtype=torch.int64).view(len(rows), k)
+    draft_tokens = torch.tensor([[rng.randrange(V) for _ in range(k)] for _ in rows], dtype=torch.int64).view(
+        len(rows), k
+    )
     logits = torch.tensor([[[rng.gauss(0, 3) for _ in range(V)] for _ in range(k + 1)] for _ in rows])
     before = logits.clone()
-    adjusted = adjust(logits, batch, guesses)
+    adjusted = adjust(logits, batch, draft_tokens)
     assert torch.equal(logits, before), "the caller's logits are the caller's"
-    warped, law, drawn = warp(adjusted, batch), probabilities(adjusted, batch), draw(logits, batch, guesses)
-    native_law = Choices(logits, batch, guesses).law()
+    warped, distribution, drawn = (
+        warp(adjusted, batch),
+        probabilities(adjusted, batch),
+        draw(logits, batch, draft_tokens),
+    )
+    native_law = Choices(logits, batch, draft_tokens).distribution()
     assert torch.equal(logits, before), "the caller's logits are the caller's"
     for row, (prompt, answer, params, seed) in enumerate(rows):
         for place in range(k + 1):
-            text = answer + guesses[row, :place].tolist()
+            text = answer + draft_tokens[row, :place].tolist()
             slow = slow_adjust(logits[row, place].tolist(), params, prompt, text, frozenset(STOPS))
             assert adjusted[row, place].tolist() == pytest.approx(slow, abs=1e-4)
             exact = adjusted[row, place].tolist()  # from here on without the rounding of the step before
@@ -104,8 +110,8 @@ def test_adjust_warp_law_and_draw_equal_the_slow_reference_at_every_place_of_a_b
                 found, slow = warped[row, place].tolist(), slow_warp(exact, params)  # logits: up to a constant
                 found, slow = [x - max(found) for x in found], [x - max(slow) for x in slow]
                 assert found == pytest.approx(slow, rel=1e-4, abs=1e-4)
-            assert law[row, place].tolist() == pytest.approx(slow_law(exact, params), abs=1e-4)
-            assert native_law[row, place].tolist() == pytest.approx(slow_law(exact, params), abs=1e-4)
+            assert distribution[row, place].tolist() == pytest.approx(slow_distribution(exact, params), abs=1e-4)
+            assert native_law[row, place].tolist() == pytest.approx(slow_distribution(exact, params), abs=1e-4)
             assert drawn[row, place].item() == slow_draw(exact, params, seed, len(prompt) + len(text))
 
 
@@ -113,10 +119,10 @@ def test_a_draw_in_the_middle_of_a_block_is_the_draw_after_those_tokens() -> Non
     """The drafter draws position by position (``first``), the target all at once: same penalties, same noise."""
     params = SamplingParams(presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.3, min_tokens=4, seed=1)
     batch = make_batch([RowStart([2, 3], params, 77, STOPS), RowStart([4], SamplingParams(), 78)], [[6], []])
-    guesses, logits = torch.tensor([[2, 2, 9], [1, 1, 1]]), torch.randn(2, 4, V)
-    together = draw(logits, batch, guesses)
+    draft_tokens, logits = torch.tensor([[2, 2, 9], [1, 1, 1]]), torch.randn(2, 4, V)
+    together = draw(logits, batch, draft_tokens)
     for step in range(4):
-        alone = draw(logits[:, step : step + 1], batch, guesses[:, :step], step)
+        alone = draw(logits[:, step : step + 1], batch, draft_tokens[:, :step], step)
         assert torch.equal(alone[:, 0], together[:, step])
 
 
@@ -143,12 +149,13 @@ def test_a_tiny_top_p_keeps_the_leader(top_p: float) -> None:
 
 def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
     batch = make_batch([RowStart([0], SamplingParams(top_p=0.75), 0)], vocab=4)
-    law = probabilities(torch.tensor([[[0.5, 0.3, 0.15, 0.05]]]).log(), batch)[0, 0]
-    assert law.tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    distribution = probabilities(torch.tensor([[[0.5, 0.3, 0.15, 0.05]]]).log(), batch)[0, 0]
+    assert distribution.tolist() == pytest.approx([0.625, 0.375, 0, 0])
 
 
 def test_the_order_is_min_p_top_k_top_p() -> None:
-    """top_p = 0.8 of the renormalised top 2 keeps both; of the whole law it would keep two of four, after min_p one."""
+    """top_p = 0.8 of the renormalised top 2 keeps both; of the whole distribution it would keep two of four, after
+    min_p one."""
     logits = torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log()
     both = make_batch([RowStart([0], SamplingParams(top_k=2, top_p=0.5), 0)], vocab=4)
     assert probabilities(logits, both)[0, 0].tolist() == pytest.approx([1, 0, 0, 0])  # 0.4 / 0.7 > 0.5 already
@@ -181,11 +188,11 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours_or_its_place() -> None:
         RowStart([4] * 9, SamplingParams(top_k=4, presence_penalty=1), 13),
         RowStart([5], SamplingParams(top_p=0.6, logit_bias={3: 4.0}), 14),
     ]
-    logits, guesses = torch.randn(4, 3, V), torch.randint(0, V, (4, 2))
-    alone = [draw(logits[i : i + 1], make_batch([starts[i]]), guesses[i : i + 1])[0].tolist() for i in range(4)]
+    logits, draft_tokens = torch.randn(4, 3, V), torch.randint(0, V, (4, 2))
+    alone = [draw(logits[i : i + 1], make_batch([starts[i]]), draft_tokens[i : i + 1])[0].tolist() for i in range(4)]
     for order in itertools.permutations(range(4)):
         batch = make_batch([starts[i] for i in order])
-        together = draw(logits[list(order)], batch, guesses[list(order)])
+        together = draw(logits[list(order)], batch, draft_tokens[list(order)])
         assert together.tolist() == [alone[i] for i in order]
 
 

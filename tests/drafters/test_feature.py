@@ -1,4 +1,4 @@
-"""A trained head as a drafter: its guesses are those of an independent reading, whatever happened to its row."""
+"""A trained head as a drafter: its draft tokens are those of an independent reading, whatever happened to its row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from head_support import (
 )
 from paceline import LLM
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.rows import RowState
 from paceline.drafters.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
@@ -85,45 +85,45 @@ def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[
 
 
 def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
-    """What the format's description says that a head guesses after a text."""
+    """What the format's description says that a head draft tokens after a text."""
     reading = reading_of(head.head.state_dict())
     state, logits = reading.text(text[1:], features)
-    guesses: list[int] = []
+    draft_tokens: list[int] = []
     for step in range(k):
         best = int(logits.argmax())
-        guesses.append(best + int(head.head.d2t[best]))
-        state, logits = reading.after(guesses[-1], state, len(text) - 1 + step)
-    return guesses
+        draft_tokens.append(best + int(head.head.d2t[best]))
+        state, logits = reading.after(draft_tokens[-1], state, len(text) - 1 + step)
+    return draft_tokens
 
 
 class Watched:
-    """Compares the head's guesses of every greedy row with the independent reading's."""
+    """Compares the head's draft tokens of every greedy row with the independent reading's."""
 
     def __init__(self, engine: Engine, target: AnyModel, head: TorchHead) -> None:
         self.target, self.head, self.compared = target, head, Counter[str]()
         self.drafter = engine.parts.drafter
         self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
 
-    def check(self, batch: Batch, wish: Wish) -> Draft:
+    def check(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = self.propose(batch, wish).capped(wish.caps)
-        for row, guesses in enumerate(draft.guesses):
+        for row, draft_tokens in enumerate(draft.draft_tokens):
             text = batch.tokens[row, : batch.lengths[row]].tolist()
             if len(text) < 2:
-                assert guesses == []
+                assert draft_tokens == []
                 self.compared["short"] += 1
             elif not batch.sampling.temperature[row]:
                 features = features_of(self.target, text[:-1], self.head.taps)
-                assert guesses == guesses_of(self.head, features, text, len(guesses))
-                self.compared["guesses"] += len(guesses)
+                assert draft_tokens == guesses_of(self.head, features, text, len(draft_tokens))
+                self.compared["draft tokens"] += len(draft_tokens)
         return draft
 
 
 def best_after(head: TorchHead, features: list[Tensor], text: list[int], way: Sequence[int], count: int) -> list[int]:
-    """What the format's description says that a head's best guesses after a text and a way of a tree are."""
+    """What the format's description says that a head's best draft tokens after a text and a way of a tree are."""
     reading = reading_of(head.head.state_dict())
     state, logits = reading.text(text[1:], features)
-    for step, guess in enumerate(way):
-        state, logits = reading.after(guess, state, len(text) - 1 + step)
+    for step, draft_token in enumerate(way):
+        state, logits = reading.after(draft_token, state, len(text) - 1 + step)
     best = logits.topk(count).indices
     return (best + head.head.d2t[best]).tolist()
 
@@ -152,7 +152,8 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
     ],
 )
 def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, kind: str) -> None:
-    """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
+    """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
+    only."""
     make, width = TARGETS[model]
     target = make()
     head = KINDS[kind](target, width)
@@ -160,7 +161,7 @@ def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, 
     engine.parts.policy = RandomLength(seed=chunk)
     watched = Watched(engine, target, head)
     run(engine, PROMPTS, PARAMS)
-    assert watched.compared["guesses"] > 100
+    assert watched.compared["draft tokens"] > 100
     assert watched.compared["short"] > 0
 
 
@@ -171,7 +172,7 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
     engine = make_engine(target, head, drafter="feature", speculation_width=3, num_speculative_tokens=3)
     compared, propose = Counter[tuple[int, int]](), engine.parts.drafter.propose
 
-    def check(batch: Batch, wish: Wish) -> Draft:
+    def check(batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = propose(batch, wish).capped(wish.caps)
         for row, count in enumerate(draft.drafted):
             text = batch.tokens[row, : batch.lengths[row]].tolist()
@@ -179,11 +180,11 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
             if count == 0:
                 continue
             features, beside = features_of(target, text[:-1], head.taps), defaultdict[tuple[int, ...], list[int]](list)
-            for *way, guess in draft.ways[row][1 : 1 + count]:
-                beside[tuple(way)].append(guess)
-            for way, guesses in beside.items():
-                assert guesses == best_after(head, features, text, way, len(guesses))
-                compared[len(way), len(guesses)] += 1
+            for *way, draft_token in draft.ways[row][1 : 1 + count]:
+                beside[tuple(way)].append(draft_token)
+            for way, draft_tokens in beside.items():
+                assert draft_tokens == best_after(head, features, text, way, len(draft_tokens))
+                compared[len(way), len(draft_tokens)] += 1
         return draft
 
     engine.parts.drafter.propose = check  # type: ignore[method-assign]
@@ -198,7 +199,7 @@ def test_a_device_draws_what_an_independent_reading_says(
 ) -> None:
     """After rounds of all lengths, none included: what a head lacks is read beforehand, or in the round itself.
 
-    Whatever it guesses is kept nine times in ten, so that it lacks much.
+    Whatever it draft tokens is kept nine times in ten, so that it lacks much.
     """
     monkeypatch.setattr(HeadDecoder, "reads", reads)
     target = tiny_llama()
@@ -206,11 +207,11 @@ def test_a_device_draws_what_an_independent_reading_says(
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
     engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
-    assert engine._player is not None
-    guess, compared = engine._player._guess, Counter[str]()
+    assert engine._runner is not None
+    draft_token, compared = engine._runner._draft_token, Counter[str]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
-        found = guess(state, before, k, *rest)
+        found = draft_token(state, before, k, *rest)
         for row, count in enumerate(found.drafted[: engine.batch.rows] if k else ()):
             text = state.text[row, : int(before[row])].tolist()
             if len(text) < 2:
@@ -218,13 +219,13 @@ def test_a_device_draws_what_an_independent_reading_says(
                 compared["short"] += 1
             elif state.temperature[row] == 0:
                 features = features_of(target, text[:-1], head.taps)
-                assert found.guesses[row] == guesses_of(head, features, text, count)
-                compared["guesses"] += count
+                assert found.draft_tokens[row] == guesses_of(head, features, text, count)
+                compared["draft tokens"] += count
         return found
 
-    engine._player._guess = check  # type: ignore[method-assign]
+    engine._runner._draft_token = check  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
-    assert compared["guesses"] > 100
+    assert compared["draft tokens"] > 100
     assert compared["short"] > 0
 
 
@@ -236,12 +237,12 @@ def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(kind: str) -> N
     watched, lengths = Watched(engine, target, head), [0] * 30 + [3] * 3 + [0] * 2 + [3] * 100
 
     class Scheduled(FixedLength):
-        def choose(self, batch: Batch) -> Wish:
-            return Wish(lengths.pop(0))
+        def choose(self, batch: Batch) -> SpeculationPlan:
+            return SpeculationPlan(lengths.pop(0))
 
     engine.parts.policy = Scheduled(3)
     run(engine, [[1, 2, 3], [4, 5]], [SamplingParams(temperature=0, max_tokens=60)] * 2)
-    assert watched.compared["guesses"] > 50
+    assert watched.compared["draft tokens"] > 50
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
@@ -257,7 +258,7 @@ def test_some_heads_guess_in_one_pass(kind: str, passes: int, monkeypatch: pytes
         calls["step"] += 1
         return step(*arguments)
 
-    def asked(batch: Batch, wish: Wish) -> Draft:
+    def asked(batch: Batch, wish: SpeculationPlan) -> Draft:
         rounds["asked"] += 1
         return propose(batch, wish)
 
@@ -278,7 +279,7 @@ def test_hidden_states_are_transferred_for_so_many_guesses_and_no_more() -> None
     engine = make_engine(target, tiny_transfer_head(target, 32), drafter="feature", num_speculative_tokens=8)
     drafted, propose = set(), engine.parts.drafter.propose
 
-    def asked(batch: Batch, wish: Wish) -> Draft:
+    def asked(batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = propose(batch, wish)
         drafted.add((wish.k > TRANSFERS, draft.k))
         return draft
@@ -291,9 +292,9 @@ def test_hidden_states_are_transferred_for_so_many_guesses_and_no_more() -> None
 def test_what_the_head_cannot_say_has_probability_0() -> None:
     target = tiny_llama()
     head = tiny_head(target, 32)
-    laws = head.logits(torch.randn(5, head.width)).softmax(-1)
-    assert bool((laws[:, ~head.head.t2d] == 0).all())
-    assert laws.sum(-1).tolist() == pytest.approx([1.0] * 5)
+    distributions = head.logits(torch.randn(5, head.width)).softmax(-1)
+    assert bool((distributions[:, ~head.head.t2d] == 0).all())
+    assert distributions.sum(-1).tolist() == pytest.approx([1.0] * 5)
     own = head.head.logits(torch.zeros(1, head.width))
     assert head.logits(torch.zeros(1, head.width))[0, head.head.targets].tolist() == own[0].tolist()
 

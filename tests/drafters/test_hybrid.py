@@ -1,4 +1,4 @@
-"""Copies where they will do, else the draft model's guesses, whose cache falls behind meanwhile."""
+"""Copies where they will do, else the draft model's draft tokens, whose cache falls behind meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from batches import new_batch
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
@@ -42,15 +42,15 @@ def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
 
 def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]]:
     """What the draft model itself would say, token by token from the whole text."""
-    guesses = []
+    draft_tokens = []
     for row, prompt in enumerate(prompts):
         text = batch.tokens[row, : batch.lengths[row]].tolist()
         for _ in range(k):
             logits = logits_after(ToyModel(), text)
             adjusted = slow_adjust(logits, PARAMS[row % 3], prompt, text[len(prompt) :], frozenset())
             text.append(slow_draw(adjusted, PARAMS[row % 3], 100 + row, len(text)))
-        guesses.append(text[batch.lengths[row] :])
-    return guesses
+        draft_tokens.append(text[batch.lengths[row] :])
+    return draft_tokens
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_left_to_itself_it_copies_only_where_every_match_is_of_the_longest_kind(
     prompts: list[list[int]], copies: bool
 ) -> None:
     drafter, batch = setup(*prompts)
-    draft = drafter.propose(batch, Wish(3))
+    draft = drafter.propose(batch, SpeculationPlan(3))
     own = models_own(batch, prompts, 3)
     assert own != [[6, 1, 2]] * len(prompts)
     assert draft.tokens.tolist() == ([[6, 1, 2]] * len(prompts) if copies else own)
@@ -75,8 +75,8 @@ def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]
     drafter, batch = setup(*prompts)
     shown: list[Draft] = []
     instead = lambda _batch, copies: shown.append(copies) or asked  # noqa: E731
-    draft = drafter.propose(batch, Wish(4, instead=instead))
-    expected = NgramDrafter().propose(batch, Wish(4))
+    draft = drafter.propose(batch, SpeculationPlan(4, instead=instead))
+    expected = NgramDrafter().propose(batch, SpeculationPlan(4))
     assert [copies.tokens.tolist() for copies in shown] == [expected.tokens.tolist()]
     assert shown[0].confidence == expected.confidence
     if asked:
@@ -93,14 +93,14 @@ def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text
     for _ in range(14):
         kind = rng.choice(["copies", "copies", "model", "plain", "timed"])
         k = 0 if kind == "plain" else rng.choice([1, 2, 4])
-        draft = batch.no_guesses
+        draft = batch.empty_draft
         if kind == "timed":
-            drafter.propose(batch, Wish(2, instead=lambda _batch, _copies: 2))
+            drafter.propose(batch, SpeculationPlan(2, instead=lambda _batch, _copies: 2))
             drafter.decoders[0].rewind(batch)  # as the calibration leaves it: its rows begin anew
             k = 4
         if k:
             asked = k if kind == "model" else 0
-            draft = drafter.propose(batch, Wish(k, instead=lambda _batch, _copies: asked))  # noqa: B023
+            draft = drafter.propose(batch, SpeculationPlan(k, instead=lambda _batch, _copies: asked))  # noqa: B023
         if kind == "model":
             assert draft.tokens.tolist() == models_own(batch, prompts, k)
         accepted = torch.tensor([rng.choice([rng.randint(0, n), n]) for n in draft.counts.tolist()])
@@ -121,10 +121,10 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
     class CopiesFirst(LengthPolicy):
         name, round = "copies first", 0
 
-        def choose(self, batch: Batch) -> Wish:
+        def choose(self, batch: Batch) -> SpeculationPlan:
             self.round += 1
             asked = 0 if self.round <= 2 else 3
-            return Wish(3, instead=lambda _batch, _copies: asked)
+            return SpeculationPlan(3, instead=lambda _batch, _copies: asked)
 
     engine.parts.policy = CopiesFirst()
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
@@ -135,7 +135,7 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
 
 def test_copies_are_scored() -> None:
     _, batch = setup(TWICE, SHORT, NEW)
-    draft = NgramDrafter().propose(batch, Wish(2))
+    draft = NgramDrafter().propose(batch, SpeculationPlan(2))
     assert draft.confidence is not None
     first = [scores[0] for scores in draft.confidence]
     assert first[0] == STRONG > first[1] > first[2] == 0

@@ -73,7 +73,10 @@ def test_the_native_search_equals_its_twin(
         noted = lookup.texts(references)
         both.append(found_in(lookup, rows, k, [each and Beside(references=noted) for each in beside], spare))
     assert both[0] == both[1]
-    assert all(len(guesses) <= k and bool(guesses) == (size > 0) for guesses, size, _ in zip(*both[0], strict=True))
+    assert all(
+        len(draft_tokens) <= k and bool(draft_tokens) == (size > 0)
+        for draft_tokens, size, _ in zip(*both[0], strict=True)
+    )
 
 
 def ways_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None) -> list[list[Way]]:
@@ -94,7 +97,7 @@ def test_several_continuations_are_the_same_in_both_and_the_first_is_the_one_of_
         both.append(ways_in(lookup, rows, k, ways, beside))
         chain = found_in(lookup, rows, k, beside)
         firsts = [each[0] if each else Way([], 0, OWN) for each in both[-1]]
-        assert [way.guesses for way in firsts] == chain.guesses
+        assert [way.draft_tokens for way in firsts] == chain.draft_tokens
         assert [way.matched for way in firsts] == chain.matched
         assert [way.source for way in firsts] == chain.sources
     assert both[0] == both[1]
@@ -102,7 +105,7 @@ def test_several_continuations_are_the_same_in_both_and_the_first_is_the_one_of_
         assert len(each) <= ways
         assert [way.matched for way in each] == sorted((way.matched for way in each), reverse=True)
         for number, way in enumerate(each):
-            assert all(before.guesses[: len(way.guesses)] != way.guesses for before in each[:number])
+            assert all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in each[:number])
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
@@ -111,7 +114,7 @@ def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -
     references, siblings = lookup.texts([[7, 2, 3, 50]]), lookup.texts([[1, 2, 3, 60]])
     row = [2, 3, 70, 1, 2, 3]
     (ways,) = ways_in(lookup, [row], 2, 9, [Beside(references, siblings, 1)])
-    found = [(way.guesses[0], way.matched, way.source) for way in ways]
+    found = [(way.draft_tokens[0], way.matched, way.source) for way in ways]
     assert found == [(60, 3, SIBLINGS), (40, 3, DOCUMENTS), (70, 2, OWN), (50, 2, REFERENCES)]
 
 
@@ -127,20 +130,20 @@ def matching(text: Text, end: int, row: Text) -> int:
 
 
 def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, int, set[tuple[int, ...]]]:
-    """Tokens matched, source, and what may be guessed: after the latest place in each of the source's texts."""
-    best, source, guesses = 0, OWN, set()
+    """Tokens matched, source, and what may be drafted: after the latest place in each of the source's texts."""
+    best, source, draft_tokens = 0, OWN, set()
     for number, given_texts in enumerate(sources):
         for text in given_texts:
             sizes = [matching(text, end, row) for end in range(len(text) - 1)]
             longest = max(sizes, default=0)
             if longest > best:
-                best, source, guesses = longest, number, set()
+                best, source, draft_tokens = longest, number, set()
             if longest == best > 0 and number == source:
                 end = max(place for place, size in enumerate(sizes) if size == longest)
                 following = list(text[end + 1 :])
-                guess = [following[i % len(following)] for i in range(k)] if source == OWN else following[:k]
-                guesses.add(tuple(guess))
-    return best, source, guesses
+                draft_token = [following[i % len(following)] for i in range(k)] if source == OWN else following[:k]
+                draft_tokens.add(tuple(draft_token))
+    return best, source, draft_tokens
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -169,9 +172,11 @@ def test_growing_answers_are_guessed_from_each_other_as_a_plain_search_would(see
                     for other in range(5)
                     if other != number and (family, other) in known
                 ]
-                size, source, guesses = naive(text, [[text], references[family], siblings, given_documents], k)
+                size, source, draft_tokens = naive(text, [[text], references[family], siblings, given_documents], k)
                 assert (found.matched[row], found.sources[row]) == (size, source)
-                assert (not guesses and not found.guesses[row]) or tuple(found.guesses[row]) in guesses
+                assert (not draft_tokens and not found.draft_tokens[row]) or tuple(
+                    found.draft_tokens[row]
+                ) in draft_tokens
             for family, number in playing:
                 answers[family][number] += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
 
@@ -183,7 +188,7 @@ def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_docum
         siblings = lookup.texts([[], sources.get(SIBLINGS, [])])
         beside = Beside(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
         one = found_in(lookup, [own], 1, [beside])
-        return one.sources[0], one.guesses[0]
+        return one.sources[0], one.draft_tokens[0]
 
     others = {REFERENCES: [1, 2, 11], SIBLINGS: [1, 2, 12], DOCUMENTS: [1, 2, 13]}
     assert found([1, 2, 10, 1, 2], others) == (OWN, [10])

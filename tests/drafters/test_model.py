@@ -1,4 +1,4 @@
-"""The draft model's guesses, and its cache, which may lag."""
+"""The draft model's draft tokens, and its cache, which may lag."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from batches import new_batch
 from paceline.config import AcceptanceName, SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Verdict
 from paceline.core.sampling import Purpose
 from paceline.drafters.model import ModelDrafter
 from paceline.kernels.attention import BACKENDS
 from paceline.models.decoder import Decoder
-from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_draw, slow_law
+from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_distribution, slow_draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +41,7 @@ def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = P
 
 def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
     """What the draft model itself would say, token by token from the whole text."""
-    guesses = []
+    draft_tokens = []
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         text = batch.tokens[row, : batch.lengths[row]].tolist()
         for _ in range(k):
@@ -49,8 +49,8 @@ def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
                 logits_after(ToyModel(), text), params, prompt, text[len(prompt) :], frozenset(STOPS)
             )
             text.append(slow_draw(adjusted, params, 100 + row, len(text)))
-        guesses.append(text[batch.lengths[row] :])
-    return guesses
+        draft_tokens.append(text[batch.lengths[row] :])
+    return draft_tokens
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -62,10 +62,10 @@ def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: i
         tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(k + 1)] for _ in PROMPTS])
         accepted = torch.tensor([rng.randint(0, k) for _ in PROMPTS])
         if k:
-            draft = drafter.propose(batch, Wish(k))
+            draft = drafter.propose(batch, SpeculationPlan(k))
             assert draft.tokens.tolist() == expected_guesses(batch, k)
             assert draft.counts.tolist() == [k] * len(PROMPTS)
-            for row in range(len(PROMPTS)):  # what is kept of a row is what was guessed
+            for row in range(len(PROMPTS)):  # what is kept of a row is what was drafted
                 tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
         verdict = Verdict(tokens, accepted, torch.full((len(PROMPTS),), k))
         batch.commit(verdict)
@@ -79,7 +79,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
     for _ in range(12):
         k, stop, seen = rng.randint(1, 5), rng.randint(1, 6), []
         enough = lambda part, scores: seen.append([len(line) for line in scores]) or len(seen) == stop  # noqa: B023, E731
-        draft = drafter.propose(batch, Wish(k, enough=enough))
+        draft = drafter.propose(batch, SpeculationPlan(k, enough=enough))
         drafted = min(k, stop)
         assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
         assert draft.tokens.tolist() == expected_guesses(batch, drafted)
@@ -95,35 +95,37 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
 
 def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
     drafter, batch = setup()
-    draft = drafter.propose(batch, Wish(3, enough=lambda part, scores: False))
+    draft = drafter.propose(batch, SpeculationPlan(3, enough=lambda part, scores: False))
     assert draft.confidence is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         for place, token in enumerate(draft.tokens[row].tolist()):
             answer = draft.tokens[row, :place].tolist()
             adjusted = slow_adjust(logits_after(ToyModel(), prompt + answer), params, prompt, answer, frozenset(STOPS))
-            law = slow_law(adjusted, SamplingParams(temperature=1.0))
-            assert draft.confidence[row][place] == pytest.approx(law[token], abs=1e-5)
+            distribution = slow_distribution(adjusted, SamplingParams(temperature=1.0))
+            assert draft.confidence[row][place] == pytest.approx(distribution[token], abs=1e-5)
 
 
 def test_nobody_asks_nobody_scores() -> None:
     drafter, batch = setup()
-    assert drafter.propose(batch, Wish(3)).confidence is None
+    assert drafter.propose(batch, SpeculationPlan(3)).confidence is None
 
 
 def test_under_the_coupled_rule_no_law_is_reported() -> None:
     drafter, batch = setup()
-    assert drafter.propose(batch, Wish(3)).probabilities is None
+    assert drafter.propose(batch, SpeculationPlan(3)).probabilities is None
 
 
 def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_reported() -> None:
     drafter, batch = setup("rejection")
-    draft = drafter.propose(batch, Wish(3))
+    draft = drafter.propose(batch, SpeculationPlan(3))
     assert draft.probabilities is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         for place in range(3):
             answer = draft.tokens[row, :place].tolist()
             adjusted = slow_adjust(logits_after(ToyModel(), prompt + answer), params, prompt, answer, frozenset(STOPS))
-            assert draft.probabilities[row, place].tolist() == pytest.approx(slow_law(adjusted, params), abs=1e-5)
+            assert draft.probabilities[row, place].tolist() == pytest.approx(
+                slow_distribution(adjusted, params), abs=1e-5
+            )
 
 
 def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +139,10 @@ def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: p
     for rule in ("coupled", "rejection"):
         drafter, batch = setup(rule)  # type: ignore[arg-type]
         batch.ops = None  # the kernels make their keys out of sight
-        drafter.propose(batch, Wish(1))
-    assert purposes == [Purpose.DRAW, Purpose.GUESS]
+        drafter.propose(batch, SpeculationPlan(1))
+    assert purposes == [Purpose.DRAW, Purpose.DRAFT]
 
 
 def test_a_batch_of_greedy_rows_needs_no_law() -> None:
     drafter, batch = setup("rejection", [SamplingParams(temperature=0)] * 3)
-    assert drafter.propose(batch, Wish(2)).probabilities is None
+    assert drafter.propose(batch, SpeculationPlan(2)).probabilities is None

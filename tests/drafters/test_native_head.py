@@ -1,4 +1,5 @@
-"""A head on the CPU kernels: what it guesses is what an independent reading says, in one call, whatever its company."""
+"""A head on the CPU kernels: what it draft tokens is what an independent reading says, in one call, whatever its
+company."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 from batches import new_batch
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.rows import Constraint
 from paceline.drafters.branches import Branches
@@ -100,17 +101,17 @@ def rounded(head: FeatureHead, quantization: Quantization | None) -> dict[str, T
     return state
 
 
-def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, guesses: Sequence[int]) -> Tensor:
-    """[k, V]: what an independent reading says of each of these guesses, given those before it."""
+def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, draft_tokens: Sequence[int]) -> Tensor:
+    """[k, V]: what an independent reading says of each of these draft tokens, given those before it."""
     text, targets = TEXTS[which], tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     reading = Reading(tensors, switches)
     for place, token in enumerate(text[1:]):
         state, logits = reading.step(token, reading.fused(FEATURES[which][place]), place)
-    laws = torch.zeros(len(guesses), VOCAB)
-    for step, guess in enumerate(guesses):
-        laws[step, targets] = logits.softmax(-1)
-        state, logits = reading.after(guess, state, len(text) - 1 + step)
-    return laws
+    distributions = torch.zeros(len(draft_tokens), VOCAB)
+    for step, draft_token in enumerate(draft_tokens):
+        distributions[step, targets] = logits.softmax(-1)
+        state, logits = reading.after(draft_token, state, len(text) - 1 + step)
+    return distributions
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -128,13 +129,13 @@ def test_laws_are_those_of_an_independent_reading_step_by_step(kind: str) -> Non
     options = KINDS[kind]
     head = feature_head(**options)
     rows, counts = [0, 1, 2, 3], [3, 4, 0, 2]
-    draft = decoder_of(natively(head), rows).draft(batch_of(rows), counts, None, laws=True)
+    draft = decoder_of(natively(head), rows).draft(batch_of(rows), counts, None, distributions=True)
     assert draft.drafted == [0, 4, 0, 2], "a text of one token has no streams yet"
     assert draft.probabilities is not None
-    for row, guesses in enumerate(draft.guesses):
-        if guesses:
-            expected = laws_of(rounded(head, None), options.get("switches", ()), rows[row], guesses)
-            found = draft.probabilities[row, : len(guesses)]
+    for row, draft_tokens in enumerate(draft.draft_tokens):
+        if draft_tokens:
+            expected = laws_of(rounded(head, None), options.get("switches", ()), rows[row], draft_tokens)
+            found = draft.probabilities[row, : len(draft_tokens)]
             assert bool((found[:, ~head.t2d] == 0).all())
             assert float((found - expected).abs().max()) < 0.02
             assert float((found - expected).abs().mean()) < 0.002
@@ -143,10 +144,10 @@ def test_laws_are_those_of_an_independent_reading_step_by_step(kind: str) -> Non
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.06), ("int4", 0.06)])
 def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) -> None:
     head = feature_head()
-    draft = decoder_of(natively(head, quantization), [1, 3]).draft(batch_of([1, 3]), [3, 3], None, laws=True)
+    draft = decoder_of(natively(head, quantization), [1, 3]).draft(batch_of([1, 3]), [3, 3], None, distributions=True)
     assert draft.probabilities is not None
     for row, which in enumerate((1, 3)):
-        expected = laws_of(rounded(head, quantization), (), which, draft.guesses[row])
+        expected = laws_of(rounded(head, quantization), (), which, draft.draft_tokens[row])
         assert float((draft.probabilities[row] - expected).abs().max()) < most
 
 
@@ -158,17 +159,17 @@ def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(pa
     for row, (start, stop) in enumerate([(0, 9), (0, 1), (0, 12), (0, 0)]):
         decoder.prefill_rows(batch, [row], [start], [stop])
     decoder.prefill_rows(batch, [0, 2], [9, 12], [20, 12])
-    together = decoder.draft(batch, [4, 2, 1, 3], None, laws=True)
+    together = decoder.draft(batch, [4, 2, 1, 3], None, distributions=True)
     assert together.drafted == [4, 0, 1, 3]
     assert decoder.seen.tolist() == [31, 1, 12, 2]
     for row, which in enumerate(rows):
         if together.drafted[row]:
             own, sole = batch_of([which]), decoder_of(head, [which])
-            alone = sole.draft(own, [together.drafted[row]], None, laws=True)
-            assert alone.guesses[0] == together.guesses[row]
+            alone = sole.draft(own, [together.drafted[row]], None, distributions=True)
+            assert alone.draft_tokens[0] == together.draft_tokens[row]
             assert alone.probabilities is not None
             assert together.probabilities is not None
-            k = len(alone.guesses[0])
+            k = len(alone.draft_tokens[0])
             assert torch.equal(alone.probabilities[0, :k], together.probabilities[row, :k])
 
 
@@ -176,14 +177,14 @@ def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(pa
 def test_torchs_default_dtype_is_nobodys_business(dtype: torch.dtype) -> None:
     head = natively(feature_head())
 
-    def laws() -> Tensor | None:
-        draft = decoder_of(head, [1, 3]).draft(batch_of([1, 3]), [4, 2], None, laws=True)
+    def distributions() -> Tensor | None:
+        draft = decoder_of(head, [1, 3]).draft(batch_of([1, 3]), [4, 2], None, distributions=True)
         return draft.probabilities
 
-    wanted = laws()
+    wanted = distributions()
     torch.set_default_dtype(dtype)
     try:
-        found = laws()
+        found = distributions()
     finally:
         torch.set_default_dtype(torch.float32)
     assert wanted is not None
@@ -198,13 +199,16 @@ def test_a_draft_in_which_the_length_policy_says_stop_ends_there_with_scores() -
         asked.append([len(line) for line in scores])
         return len(asked) == 2
 
-    draft = decoder.draft(batch, [4, 1], enough, laws=False)
+    draft = decoder.draft(batch, [4, 1], enough, distributions=False)
     assert asked == [[1, 1], [2, 1]]
     assert draft.drafted == [2, 1]
-    whole = decoder_of(natively(feature_head()), [1, 3]).draft(batch, [2, 1], None, laws=True)
+    whole = decoder_of(natively(feature_head()), [1, 3]).draft(batch, [2, 1], None, distributions=True)
     assert draft.confidence is not None
-    laws = laws_of(rounded(feature_head(), None), (), 1, draft.guesses[0])
-    chances = [float(law[guess]) for law, guess in zip(laws, draft.guesses[0], strict=True)]
+    distributions = laws_of(rounded(feature_head(), None), (), 1, draft.draft_tokens[0])
+    chances = [
+        float(distribution[draft_token])
+        for distribution, draft_token in zip(distributions, draft.draft_tokens[0], strict=True)
+    ]
     assert list(draft.confidence[0]) == pytest.approx(chances, abs=0.02)
     assert whole.drafted == [2, 1]
 
@@ -216,13 +220,13 @@ def test_an_error_of_the_length_policys_is_raised_after_the_call() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        decoder.draft(batch, [4], broken, laws=False)
+        decoder.draft(batch, [4], broken, distributions=False)
 
 
 def test_rows_with_a_constraint_guess_what_it_allows() -> None:
-    """And those beside them what they guess anyway."""
+    """And those beside them what they draft token anyway."""
     rows, counts = [1, 3, 3], [3, 2, 4]
-    free = decoder_of(natively(feature_head()), rows).draft(batch_of(rows), counts, None, laws=True)
+    free = decoder_of(natively(feature_head()), rows).draft(batch_of(rows), counts, None, distributions=True)
     batch, asked = batch_of(rows), []
 
     class Even:
@@ -231,8 +235,8 @@ def test_rows_with_a_constraint_guess_what_it_allows() -> None:
         def __init__(self, row: int) -> None:
             self.row = row
 
-        def ask(self, guesses: Sequence[int], first: int, places: int) -> Even:
-            asked.append((self.row, len(guesses), first, places))
+        def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Even:
+            asked.append((self.row, len(draft_tokens), first, places))
             return self
 
         def send(self) -> None:
@@ -246,20 +250,20 @@ def test_rows_with_a_constraint_guess_what_it_allows() -> None:
 
     batch.sampling.constraints[:2] = [Even(0), Even(1)]
     batch.set_rows(3)
-    held = decoder_of(natively(feature_head()), rows).draft(batch, counts, None, laws=True)
+    held = decoder_of(natively(feature_head()), rows).draft(batch, counts, None, distributions=True)
     assert asked[:4] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, "sent"), (1, "sent")]
     assert asked[-2:] == [(0, 2, 2, 1), (0, "sent")]
     assert held.drafted == counts
-    assert held.guesses[2] == free.guesses[2]
-    assert not any(guess % 2 for line in held.guesses[:2] for guess in line)
-    assert any(guess % 2 for line in free.guesses[:2] for guess in line)
+    assert held.draft_tokens[2] == free.draft_tokens[2]
+    assert not any(draft_token % 2 for line in held.draft_tokens[:2] for draft_token in line)
+    assert any(draft_token % 2 for line in free.draft_tokens[:2] for draft_token in line)
 
 
 def test_a_token_that_is_none_is_refused() -> None:
     decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
     batch.tokens[0, 3] = VOCAB
     with pytest.raises(ParameterError, match="outside the vocabulary"):
-        decoder.draft(batch, [2], None, laws=False)
+        decoder.draft(batch, [2], None, distributions=False)
 
 
 # In the engine
@@ -278,12 +282,12 @@ class Anew:
         self.drafter = engine.parts.drafter
         self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
 
-    def check(self, batch: Batch, wish: Wish) -> Draft:
+    def check(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = self.propose(batch, wish).capped(wish.caps)
-        for row, guesses in enumerate(draft.guesses):
-            if guesses:
-                assert guesses == self.anew(batch, row, len(guesses))
-                self.compared += len(guesses)
+        for row, draft_tokens in enumerate(draft.draft_tokens):
+            if draft_tokens:
+                assert draft_tokens == self.anew(batch, row, len(draft_tokens))
+                self.compared += len(draft_tokens)
         return draft
 
     def anew(self, batch: Batch, row: int, count: int) -> list[int]:
@@ -296,13 +300,14 @@ class Anew:
         own.sampling.prompt_length[0] = batch.sampling.prompt_length[row]
         engine.parts.target.prefill(own, 0, [0], [len(text) - 1])
         assert isinstance(decoder, NativeHeadDecoder)
-        return decoder.draft(own, [count], None, laws=False).guesses[0]
+        return decoder.draft(own, [count], None, distributions=False).draft_tokens[0]
 
 
 @pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
 @pytest.mark.parametrize("chunk", [4, 256])
 def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
-    """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without guesses, for some rows only."""
+    """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
+    only."""
     target = tiny_native(1)
     head = tiny_native_head(target, STREAM, parallel="parallel" in rounds)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
@@ -322,9 +327,9 @@ class Late(RandomLength):
     def hopeful(self, rows: int) -> bool:
         return False
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         self.rounds += 1
-        return Wish(3 if self.rounds > 5 else 0)
+        return SpeculationPlan(3 if self.rounds > 5 else 0)
 
 
 def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
@@ -382,7 +387,7 @@ def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_prompts_that_are_copied_bring_the_bits_of_cold_ones(temperature: float) -> None:
-    """Answers and guesses: a head reads its target's streams of what was copied."""
+    """Answers and draft tokens: a head reads its target's streams of what was copied."""
     target = tiny_native(1)
     head = tiny_native_head(target, STREAM)
     first = [(3 * i) % VOCAB for i in range(40)]
@@ -452,13 +457,13 @@ def test_memory_counts_what_a_head_of_the_kernels_keeps() -> None:
     assert used <= plan.caches - alone.caches <= most
     assert used / 5 <= 3 * head.stream_bytes(POSITIONS) <= decoder.streams.fused.nbytes
     torchs = plan_memory(target, tiny_head(target, STREAM), config, 3, POSITIONS)
-    tokens = 3 * (config.most_guesses + 1)
+    tokens = 3 * (config.max_draft_tokens + 1)
     assert plan.workspace - torchs.workspace == 4 * (3 * VOCAB + tokens * len(TAPS) * STREAM)
 
 
 # --- trees: what ``Growth`` grows from the same logits, node by node --------------------------------------------------
 
-ROWS_OF_TREES, COUNTS = [0, 1, 2, 3, 3], [3, 4, 1, 2, 0]  # the first text is a single token: it gets no guess
+ROWS_OF_TREES, COUNTS = [0, 1, 2, 3, 3], [3, 4, 1, 2, 0]  # the first text is a single token: it gets no draft token
 TREE_PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=20),
     "sampled": SamplingParams(temperature=0.8, max_tokens=20),
@@ -481,8 +486,8 @@ class Along:
         self._way, self._step = way, 0
         self.seen: dict[int, Tensor] = {}
 
-    def ask(self, guesses: list[int], first: int, places: int) -> Along:
-        self._step = len(guesses)
+    def ask(self, draft_tokens: list[int], first: int, places: int) -> Along:
+        self._step = len(draft_tokens)
         return self
 
     def send(self) -> None:
@@ -502,7 +507,7 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
     along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
     batch.sampling.constraints[0] = cast(Constraint, along)
     batch.set_rows(1)
-    decoder_of(head, [which]).draft(batch, [k], None, laws=False)
+    decoder_of(head, [which]).draft(batch, [k], None, distributions=False)
     return along.seen[len(way)]
 
 
@@ -511,7 +516,7 @@ def grown(head: NativeHead, which: int, params: SamplingParams, width: int, dept
     growth = Growth(cache, batch_of([which], params), width)
     for _ in range(depth):
         if growth.new:
-            ways = [growth.rows[0].way(guess) for _, guess in growth.new]
+            ways = [growth.rows[0].way(draft_token) for _, draft_token in growth.new]
             growth.spread(torch.cat([logits_after(head, which, way, k) for way in ways]))
     return growth.rows[0]
 
@@ -524,7 +529,7 @@ def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -
     decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])
     decoder.prefill_rows(batch, [3], [0], [9])  # rows lag by different numbers of tokens
     for _ in range(2):  # the second time over what the first has left in the cache
-        draft = decoder.draft(batch, COUNTS, None, laws=False, width=width)
+        draft = decoder.draft(batch, COUNTS, None, distributions=False, width=width)
         assert draft.kinds is not None
         assert draft.confidence is not None
         for row, (which, depth) in enumerate(zip(ROWS_OF_TREES, COUNTS, strict=True)):
@@ -533,7 +538,7 @@ def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -
                 continue
             twin = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
             chain = list(range(-1, draft.drafted[row] - 1))
-            assert draft.guesses[row] == twin.tokens
+            assert draft.draft_tokens[row] == twin.tokens
             follows = chain if draft.follows is None else draft.follows[row][: len(chain)]
             assert follows == twin.follows
             assert list(draft.kinds[row]) == twin.kinds
@@ -549,7 +554,7 @@ def test_a_tree_ends_where_the_policy_has_enough_and_asks_with_its_shape() -> No
         assert [len(line) for line in scores] == [len(line) for line in follows]
         return len(asked) == 2
 
-    draft = decoder.draft(batch, [5, 5], enough, laws=False, width=2)
+    draft = decoder.draft(batch, [5, 5], enough, distributions=False, width=2)
     assert len(asked) == 2
     assert draft.follows == asked[-1]
     assert draft.drafted == [4, 4]
@@ -560,5 +565,5 @@ def test_a_tree_takes_no_more_than_the_cache_has_room_for() -> None:
     decoder = decoder_of(head, [3])
     batch = batch_of([3], TREE_PARAMS["sampled"])
     room = decoder.cache.positions - batch.lengths[0]
-    draft = decoder.draft(batch, [16], None, laws=False, width=4)
+    draft = decoder.draft(batch, [16], None, distributions=False, width=4)
     assert 0 < draft.drafted[0] <= min(32, room)

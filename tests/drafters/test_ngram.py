@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batches import new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
-from paceline.core.batch import RowStart, Wish
+from paceline.core.batch import RowStart, SpeculationPlan
 from paceline.core.draft import BESIDE
 from paceline.drafters.lookup import OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
@@ -29,19 +29,19 @@ def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
 
 def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> list[int]:
     """The longest match wins, then the row's own, then the later; one at a document's very end leads nowhere."""
-    best, guess = 0, []
+    best, draft_token = 0, []
     for end in range(len(row) - 1):
         size = match_ending_at(row, end, row)
         if size > 0 and size >= best:
             stretch = row[end + 1 :]
-            best, guess = size, [stretch[i % len(stretch)] for i in range(k)]
+            best, draft_token = size, [stretch[i % len(stretch)] for i in range(k)]
     own = best
     for document in documents:
         for end in range(len(document) - 1):
             size = match_ending_at(document, end, row)
             if size > own and size >= best:
-                best, guess = size, list(document[end + 1 : end + 1 + k])
-    return guess
+                best, draft_token = size, list(document[end + 1 : end + 1 + k])
+    return draft_token
 
 
 def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k: int) -> list[list[int]]:
@@ -50,7 +50,7 @@ def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k
     for place, row in enumerate(rows):
         batch.set_row(place, RowStart(list(row), SamplingParams(), 0))
     batch.set_rows(len(rows))
-    draft = NgramDrafter(documents).propose(batch, Wish(k))
+    draft = NgramDrafter(documents).propose(batch, SpeculationPlan(k))
     assert draft.probabilities is None
     assert draft.tokens.shape == (len(rows), draft.k)
     assert draft.k <= k
@@ -109,12 +109,12 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     batch = new_batch(1, 40, 10)
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
     batch.set_rows(1)
-    draft = NgramDrafter(width=2).propose(batch, Wish(3))
-    assert draft.guesses == [[5, 8, 9, 6, 7]]
+    draft = NgramDrafter(width=2).propose(batch, SpeculationPlan(3))
+    assert draft.draft_tokens == [[5, 8, 9, 6, 7]]
     assert draft.follows == [[-1, 0, 1, 0, 3]]
     assert draft.confidence is not None
     assert draft.kinds == [[OWN, OWN, OWN, BESIDE + OWN, OWN]]
-    assert NgramDrafter(width=1).propose(batch, Wish(3)).guesses == [[5, 8, 9]]
+    assert NgramDrafter(width=1).propose(batch, SpeculationPlan(3)).draft_tokens == [[5, 8, 9]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -125,10 +125,10 @@ def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
     batch = new_batch(1, 40, 10)
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
     batch.set_rows(1)
-    draft = NgramDrafter(width=width).propose(batch, Wish(k))
+    draft = NgramDrafter(width=width).propose(batch, SpeculationPlan(k))
     depths = Counter(len(way) for way in draft.ways[0][1:])
     assert max(depths, default=0) <= k
     assert max(depths.values(), default=0) <= width
-    assert len(draft.guesses[0]) <= MAX_SPECULATION_LENGTH
-    assert len(set(map(tuple, draft.ways[0]))) == len(draft.ways[0])  # no two guesses say the same
-    assert draft.guesses[0][:k] == NgramDrafter().propose(batch, Wish(k)).guesses[0]
+    assert len(draft.draft_tokens[0]) <= MAX_SPECULATION_LENGTH
+    assert len(set(map(tuple, draft.ways[0]))) == len(draft.ways[0])  # no two draft tokens say the same
+    assert draft.draft_tokens[0][:k] == NgramDrafter().propose(batch, SpeculationPlan(k)).draft_tokens[0]

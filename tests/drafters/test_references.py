@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.config import MAX_REFERENCE_TOKENS, MAX_REFERENCES, SamplingParams
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import KINDS, Draft
 from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
@@ -63,7 +63,7 @@ def test_a_draft_says_where_its_guesses_come_from(right: list[int]) -> None:
     engine, kinds = copying(), set()
     propose = engine.parts.drafter.propose
 
-    def watched(batch: Batch, wish: Wish) -> Draft:
+    def watched(batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = propose(batch, wish)
         kinds.update(kind for line, count in zip(draft.kinds or [], draft.counts, strict=True) for kind in line[:count])
         assert draft.spread(1, 3 + batch.rows).kinds == [[], *(draft.kinds or []), [], []]

@@ -17,7 +17,7 @@ import torch
 from batches import new_batch
 from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
-from paceline.core.rows import NOTHING, Asks
+from paceline.core.rows import NOTHING, StepFeatures
 from paceline.engine.device_round import MISSED, DeviceRound, Rule
 from paceline.engine.engine import Engine
 from paceline.engine.pipeline import likely_lengths
@@ -34,7 +34,7 @@ from toy import VOCAB, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CUTS = Asks(cuts=True)
+CUTS = StepFeatures(cuts=True)
 PLENTY = 1e9  # seconds
 CHATS = [replace(each, top_p=0.8) if place % 3 == 1 else each for place, each in enumerate(PARAMS)]
 
@@ -79,11 +79,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def graphs_of(engine: Engine) -> Graphs:
-    assert engine._player is not None
-    return engine._player.graphs
+    assert engine._runner is not None
+    return engine._runner.graphs
 
 
-def player(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
+def runner(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
     backend = make_backend("padded", torch.device("cpu"))
     target, drafting = (Decoder(ToyModel(max_positions=positions), backend, rows, positions, VOCAB) for _ in range(2))
     return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), Rule())
@@ -97,26 +97,26 @@ def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:
 
 
 def test_one_row_and_all_rows_come_first_and_every_length_has_its_turn_with_all_of_them() -> None:
-    keys = likely(player(5), FixedLength(2))
+    keys = likely(runner(5), FixedLength(2))
     lines = [(k, bucket, asks) for asks in (NOTHING, CUTS) for k in (2, 1, 0) for bucket in (1, 5, 2, 4)]
     assert keys == [(bucket, k, 97, asks) for k, bucket, asks in lines]
 
 
 def test_short_texts_come_first_where_attention_pays_for_the_longest() -> None:
-    keys = likely(player(1, positions=600), FixedLength(1))
+    keys = likely(runner(1, positions=600), FixedLength(1))
     assert keys == [(1, k, span, asks) for span in (256, 512, 601) for asks in (NOTHING, CUTS) for k in (1, 0)]
 
 
 def test_a_draft_model_that_falls_behind_has_its_programs_before_rarer_requests() -> None:
-    keys = likely(player(2), LengthPolicy())
+    keys = likely(runner(2), LengthPolicy())
     rounds = [(bucket, k, 97) for k in range(MAX_SPECULATION_LENGTH + 1) for bucket in (1, 2)]
     missed = [("catch up", bucket, width, 97) for width in MISSED for bucket in (1, 2)]
     assert keys == [*((*each, NOTHING) for each in rounds), *missed, *((*each, CUTS) for each in rounds)]
 
 
 def test_without_guesses_there_are_plain_rounds_alone() -> None:
-    assert likely(player(1, draft=False), LengthPolicy()) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
-    assert likely(player(1), FixedLength(0)) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
+    assert likely(runner(1, draft=False), LengthPolicy()) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
+    assert likely(runner(1), FixedLength(0)) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paceline.cli.batch import running
 from paceline.cli.jobs import Job, run_jobs
 from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.batch import Batch
-from paceline.engine.chunks import Chunks, Part, RoundSeconds, Speed
+from paceline.engine.chunks import Part, PrefillChunker, RoundSeconds, Speed
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.models.decoder import Decoder
@@ -38,8 +38,8 @@ class Text:
         return self.priority, self.prefill_stop - self.prefilled
 
 
-def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> Chunks:
-    chunks = Chunks(most, pause)
+def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> PrefillChunker:
+    chunks = PrefillChunker(most, pause)
     chunks.speed.learn([Part(0, 0, 10)], 10 * seconds_per_token)
     return chunks
 
@@ -66,7 +66,7 @@ def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> Non
 
 def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
     """Where a pass of whatever size takes longer than its share of a pause: 60 ms, and 4 ms a token."""
-    chunks, prompt, passes = Chunks(1024, 0.1), Text(1500), []
+    chunks, prompt, passes = PrefillChunker(1024, 0.1), Text(1500), []
     chunks.rounds.last = 0.065
     while prompt.prefilled < prompt.prefill_stop:
         (part,) = chunks.choose([prompt], decoding=bool(passes))
@@ -100,7 +100,7 @@ def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener
     unawaited = chunks_at(0.001)
     unawaited.awaited = False
     assert sizes(unawaited.choose([Text(5000)], decoding=True)) == {0: 1024}
-    assert sizes(Chunks(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
+    assert sizes(PrefillChunker(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
 
 
 def test_a_chunk_ends_before_what_must_not_wait_for_it_and_has_a_token_at_least() -> None:
@@ -133,7 +133,7 @@ def test_what_keeps_rounds_from_being_played_is_forgotten() -> None:
 
 
 def test_before_anything_is_known_a_chunk_is_small() -> None:
-    assert 1 <= sizes(Chunks(1024, 0.1).choose([Text(5000)], decoding=True))[0] <= 64
+    assert 1 <= sizes(PrefillChunker(1024, 0.1).choose([Text(5000)], decoding=True))[0] <= 64
 
 
 def test_the_speed_is_learned_by_position_and_one_stall_is_only_half_believed() -> None:

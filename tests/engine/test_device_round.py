@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import new_batch
 from paceline.config import SamplingParams
-from paceline.core.batch import RowStart, Wish
+from paceline.core.batch import RowStart, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.outputs import CompletionOutput
-from paceline.core.rows import Asks, RowState
+from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup
 from paceline.engine.device_round import DeviceRound, Rule
@@ -128,7 +128,8 @@ def test_the_device_alone_gives_what_ordinary_rounds_give(model: str, k: int | s
 @pytest.mark.parametrize("k", [1, 4, "bass"])
 @pytest.mark.parametrize("model", MODELS)
 def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
-    """Rows at a temperature keep their law (test_lossless.py), but their last rounds may have other lengths."""
+    """Rows at a temperature keep their distribution (test_lossless.py), but their last rounds may have other
+    lengths."""
     options = {"num_speculative_tokens": k, "acceptance": "rejection"}
     found, expected = [answers(run(engine_on(r, model, **options), PROMPTS, PARAMS)) for r in ("device", "host")]
     for one, other, params in zip(found, expected, PARAMS, strict=True):
@@ -210,7 +211,7 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool,
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
-    engine.parts.policy.choose = lambda batch: Wish(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
+    engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
     engine.parts.policy.hopeful = lambda _: reads_prompts  # type: ignore[method-assign]
     params = [
         SamplingParams(seed=i, max_tokens=60, logit_bias={2: 1.0} if needs_host and i == 4 else {}) for i in range(9)
@@ -355,24 +356,24 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch
 def test_a_tree_is_the_chain_and_beside_each_of_it_what_comes_next_in_line(model: str, width: int) -> None:
     """After every round, whatever was kept: so the draft model's cache holds what the text says."""
     engine = engine_on("device", model, speculation_width=width)
-    assert engine._player is not None
-    guess, compared, draft = engine._player._guess_trees, Counter[str](), MODELS[model][1]()
+    assert engine._runner is not None
+    draft_token, compared, draft = engine._runner._draft_trees, Counter[str](), MODELS[model][1]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
-        found = guess(state, before, k, *rest)
-        for row, guesses in enumerate(found.drafted[: engine.batch.rows]):
+        found = draft_token(state, before, k, *rest)
+        for row, draft_tokens in enumerate(found.drafted[: engine.batch.rows]):
             if state.temperature[row] > 0:
                 continue
             text = state.text[row, : int(before[row])].tolist()
-            for depth in range(guesses // width):
+            for depth in range(draft_tokens // width):
                 logits = logits_of(draft, text)
-                beside = found.guesses[row][depth * width : (depth + 1) * width]
+                beside = found.draft_tokens[row][depth * width : (depth + 1) * width]
                 assert beside == logits.topk(width).indices.tolist()
                 text.append(beside[0])
                 compared["places"] += 1
         return found
 
-    engine._player._guess_trees = check  # type: ignore[method-assign]
+    engine._runner._draft_trees = check  # type: ignore[method-assign]
     params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
     outputs = run(engine, PROMPTS, params)
     plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), PROMPTS, params)
@@ -391,7 +392,7 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 # --- no reads ---------------------------------------------------------------------------------------------------------
 
 
-def player(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
+def runner(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
     """Rows of different lengths, prefilled."""
     target, draft = (make() for make in MODELS[model])
     batch = new_batch(rows, POSITIONS, VOCAB)
@@ -415,26 +416,26 @@ RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Ru
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_round_reads_nothing(rule: str, k: int) -> None:
-    rounds = player(TwinOps(), RULES[rule])
+    rounds = runner(TwinOps(), RULES[rule])
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, k, 64)
-        rounds.program(3, k, 64, Asks(adjusts=True, cuts=True, logprobs=5))
+        rounds.program(3, k, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
         rounds._catch_up(3, 4, 64)
 
 
 def test_a_round_of_trees_reads_nothing() -> None:
-    rounds = player(TwinOps(), RULES["coupled"], width=2)
+    rounds = runner(TwinOps(), RULES["coupled"], width=2)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
-        rounds.program(3, 3, 64, Asks(cuts=True))
+        rounds.program(3, 3, 64, StepFeatures(cuts=True))
 
 
 def test_a_round_of_copies_reads_nothing() -> None:
-    rounds = player(TwinOps(), RULES["coupled"])
+    rounds = runner(TwinOps(), RULES["coupled"])
     rounds.draft = None
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
-        rounds.program(3, 3, 64, Asks(adjusts=True, cuts=True, logprobs=5))
+        rounds.program(3, 3, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
 
 
 @pytest.mark.parametrize("k", [1, 7])
@@ -443,11 +444,11 @@ def test_a_device_copies_what_the_hosts_lookup_finds(vocabulary: int, k: int) ->
     """Rows of all lengths, 1 included; behind their ends lies what others left."""
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
-    guesses, matched = copied(texts, length, k, LONGEST_SUFFIX)
+    draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
     found = HostLookup(()).find(texts, length, 64, 90, k)
     assert matched.tolist() == found.matched
-    for row, (size, expected) in enumerate(zip(found.matched, found.guesses, strict=True)):
-        assert not size or guesses[row].tolist() == expected
+    for row, (size, expected) in enumerate(zip(found.matched, found.draft_tokens, strict=True)):
+        assert not size or draft_tokens[row].tolist() == expected
     assert any(found.matched)
 
 
@@ -497,25 +498,25 @@ def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.
 @pytest.mark.parametrize("rule", RULES)
 def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    players = [player(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
+    runners = [runner(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
     with torch.inference_mode():
         for k in (2, 0, 1):
-            one, other = (read_record(p.play(3, k, 60).read()) for p in players)
+            one, other = (read_record(p.play(3, k, 60).read()) for p in runners)
             assert one == other
 
 
 def test_kernels_and_twins_play_the_same_trees() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    players = [player(ops, Rule(), width=2) for ops in (TritonOps(), TwinOps())]
+    runners = [runner(ops, Rule(), width=2) for ops in (TritonOps(), TwinOps())]
     with torch.inference_mode():
         for k in (2, 3, 1):
-            one, other = (read_trees(p.play(3, k, 60).read(), 2) for p in players)
+            one, other = (read_trees(p.play(3, k, 60).read(), 2) for p in runners)
             assert one == other
-            players[0].batch.length.copy_(players[1].batch.length)
+            runners[0].batch.length.copy_(runners[1].batch.length)
 
 
 def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> None:
-    rounds = player(TwinOps(), Rule())
+    rounds = runner(TwinOps(), Rule())
     batch = rounds.batch
     batch.set_rows(2)  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
@@ -531,7 +532,7 @@ def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> Non
 
 
 def test_practice_changes_nothing() -> None:
-    rounds = player(TwinOps(), Rule())
+    rounds = runner(TwinOps(), Rule())
     before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
     with torch.inference_mode(), rounds._nobody_lives():
         rounds.program(3, 3, 64)

@@ -193,7 +193,7 @@ class Faulty(ToyConstraint):
         super().__init__()
         self.at = at
 
-    def ask(self, guesses: Any, first: int, places: int) -> Any:
+    def ask(self, draft_tokens: Any, first: int, places: int) -> Any:
         self._fail("mask")
         return ToyAsked(self, [])
 
@@ -345,7 +345,8 @@ def test_rows_with_less_room_than_the_round_is_long_are_cut_and_counted_alone() 
 
 
 def check_counts(answer: Any, k: int) -> None:
-    """Of an oracle's answer: whole rounds of k + 1 tokens, then one that may be cut; guesses beyond it do not count."""
+    """Of an oracle's answer: whole rounds of k + 1 tokens, then one that may be cut; draft tokens beyond it do not
+    count."""
     metrics, size = answer.metrics, len(answer.token_ids)
     assert metrics.rounds == -(-size // (k + 1))
     assert metrics.output_tokens == size == len(answer.token_kinds)
@@ -395,8 +396,10 @@ def test_logprobs_are_cut_with_the_tokens() -> None:
     answer = run(oracle(), [PROMPT], [seeded(GREEDY, max_tokens=9, logprobs=2)])[0].outputs[0]
     assert answer.logprobs is not None
     assert [entry.token_id for entry in answer.logprobs] == TRUTH[:9]
-    law = torch.tensor([logits_after(ToyModel(), PROMPT + TRUTH[:i]) for i in range(9)]).log_softmax(-1)
-    assert answer.cumulative_logprob == pytest.approx(sum(law[i, t].item() for i, t in enumerate(TRUTH[:9])), abs=1e-4)
+    distribution = torch.tensor([logits_after(ToyModel(), PROMPT + TRUTH[:i]) for i in range(9)]).log_softmax(-1)
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(distribution[i, t].item() for i, t in enumerate(TRUTH[:9])), abs=1e-4
+    )
 
 
 def test_logprobs_only_where_they_were_asked_for_and_as_many_as_were() -> None:

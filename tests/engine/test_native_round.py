@@ -17,7 +17,7 @@ from head_support import tiny_feature_head
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import RULES
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, OnDemand, branching, depths_of
 from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeHead, NativeStreams
@@ -48,16 +48,16 @@ class Guesses(Drafter):
 
     name = "scripted"
 
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
+    def __init__(self, draft_token: Guess) -> None:
+        self._draft_token = draft_token
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
-        return self._guess(batch.rows, wish.k)
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        return self._draft_token(batch.rows, wish.k)
 
 
-def engine_with(guess: Guess, **options: Any) -> Engine:
+def engine_with(draft_token: Guess, **options: Any) -> Engine:
     engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=3, **options)
-    engine.parts.drafter = Guesses(guess)
+    engine.parts.drafter = Guesses(draft_token)
     return engine
 
 
@@ -93,7 +93,7 @@ def test_guesses_may_lie_in_memory_as_they_like(layout: str) -> None:
 @pytest.mark.parametrize("natively", [True, False])
 @pytest.mark.parametrize("count", [-1, 2])
 def test_a_drafter_that_counts_wrongly_is_told_so(count: int, natively: bool) -> None:
-    """Nothing may be read beyond its guesses."""
+    """Nothing may be read beyond its draft tokens."""
     engine = engine_with(lambda rows, _: Draft(tokens(rows, 1), counts(rows, count)))
     if not natively:
         engine.parts.native = None
@@ -115,25 +115,25 @@ def test_the_kernels_write_no_logits_beyond_the_room_for_them(monkeypatch: pytes
 
 
 def test_room_for_logits_is_kept_from_round_to_round_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the player's, whoever plays its rounds; memory that is never written to is not taken from the system."""
+    """It is the runner's, whoever plays its rounds; memory that is never written to is not taken from the system."""
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)))
-    player, rooms = player_of(engine), list[int]()
-    make_room = player._make_room
+    runner, rooms = player_of(engine), list[int]()
+    make_room = runner._make_room
 
     def watched(count: int) -> None:
         make_room(count)
-        assert player._call.room >= count
-        rooms.append(player._call.logits)
+        assert runner._call.room >= count
+        rooms.append(runner._call.logits)
 
-    player._make_room = watched  # type: ignore[method-assign]
+    runner._make_room = watched  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
     assert len(set(rooms)) < len(rooms) / 2
-    written = 4 * len(PROMPTS) * (engine.models.target.vocab_size + player._model.width) * 4
+    written = 4 * len(PROMPTS) * (engine.models.target.vocab_size + runner._model.width) * 4
     assert kept_bytes(engine.models.target, 4 * len(PROMPTS)) == written
     config = EngineConfig(num_speculative_tokens=3)
     plan = functools.partial(plan_memory, engine.models.target, None, config, len(PROMPTS), POSITIONS)
     with_room = plan().workspace
-    monkeypatch.setattr(player._model, "_packed", None)  # as on a machine without the kernels
+    monkeypatch.setattr(runner._model, "_packed", None)  # as on a machine without the kernels
     assert with_room - plan().workspace == written
     assert kept_bytes(ToyModel(), 100) == 0
 
@@ -143,7 +143,7 @@ def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.M
     modes, choose, pools = [], engine.parts.policy.choose, set[int | None]()
     current_pool = native.current_pool
 
-    def watched(batch: Batch) -> Wish:
+    def watched(batch: Batch) -> SpeculationPlan:
         modes.append((batch.rows, torch.is_inference_mode_enabled()))
         return choose(batch)
 
@@ -177,7 +177,7 @@ def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_tensor_is_made_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the search, by the length policy or by the kernels' player: an operator takes 20 to 50 us there."""
+    """Not by the search, by the length policy or by the kernels' runner: an operator takes 20 to 50 us there."""
     engine = make_engine(tiny_native(1), drafter="ngram")
     engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)), clock=itertools.count(step=1e-3).__next__)
     asked, drafted, make = list[object](), list[int](), OnDemand.__get__
@@ -222,19 +222,20 @@ LAWS: dict[str, Callable[[int], SamplingParams]] = {
 
 
 class SomeRight:
-    """Random trees, in which a guess is often right for its depth, whatever it follows, and equal to its siblings."""
+    """Random trees, in which a draft token is often right for its depth, whatever it follows, and equal to its
+    siblings."""
 
     def __init__(self, truth: Mapping[int, Sequence[int]], shape: str) -> None:
         self._truth, self._shape, self._rng = truth, SHAPES[shape], random.Random(shape)
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
-        guesses, follows, rng = [], [], self._rng
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        draft_tokens, follows, rng = [], [], self._rng
         for seed, length in zip(batch.sampling.seed[: batch.rows].tolist(), batch.lengths, strict=False):
             right, parents = [*self._truth[seed][length:], *[0] * 32], self._shape(rng, rng.randint(0, wish.k))
             depths = [depth - 1 for depth in depths_of(parents)]
-            guesses.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
+            draft_tokens.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
             follows.append(parents)
-        return branching(guesses, follows, batch.device)
+        return branching(draft_tokens, follows, batch.device)
 
 
 def model_of(quantization: Quantization | None, cache: torch.dtype) -> NativeModel:
@@ -283,15 +284,15 @@ WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", LAWS)
 @pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
 @pytest.mark.parametrize("shape", ["random", "chain and siblings"])
 def test_rounds_of_trees_are_those_of_the_hosts_parts(
-    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, law: str
+    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, distribution: str
 ) -> None:
     """Verdicts, texts, caches and streams, to the bit after every round, while rows come and go."""
-    model, params = model_of(quantization, cache), [LAWS[law](row) for row in range(MANY)]
+    model, params = model_of(quantization, cache), [LAWS[distribution](row) for row in range(MANY)]
     engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
     parts.parts.native, played = None, Counter[str]()
     while engine.busy:
@@ -324,7 +325,7 @@ def test_a_guess_that_follows_none_before_it_is_refused(follows: str) -> None:
 
 
 def test_guesses_that_have_no_slot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chains what lies beyond the cache goes nowhere; of trees a guess at any slot may count."""
+    """Of chains what lies beyond the cache goes nowhere; of trees a draft token at any slot may count."""
     star = torch.full((2, 12), -1)
     engine = engine_with(lambda rows, _: Draft(tokens(rows, 12), counts(rows, 12), parents=star), max_model_len=14)
     monkeypatch.setattr(engine.batch, "fitting", lambda draft: draft)

@@ -15,7 +15,7 @@ from engine.test_scheduler import Spy, step
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
-from paceline.engine.prefixes import LEAST, WORTH_WAITING, Held, Scope, Shelf, shared
+from paceline.engine.prefixes import LEAST, WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, shared
 from toy import VOCAB, FlatToy, RandomLength, ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,11 +48,11 @@ def test_shared_beginnings_are_counted_to_the_token(text: list[int], at: int, mo
     assert shared(text, text[:at], most) == min(at, len(text), most)
 
 
-def shelf_of(*texts: int) -> Shelf:
+def shelf_of(*texts: int) -> FreeSlotPool:
     """Of so many tokens, the first one put there first."""
-    shelf = Shelf(0)
+    shelf = FreeSlotPool(0)
     for size in texts:
-        shelf.put(Held([1] * size, Scope("", "")))
+        shelf.put(CachedPrefix([1] * size, Scope("", "")))
     shelf.rows.reverse()
     return shelf
 
@@ -102,7 +102,7 @@ def test_the_next_turn_of_a_chat_reads_what_is_new(kind: type[ToyModel], rows: i
     seen = len(text) - 1  # the answer's last token was never read
     assert second.cached_tokens == seen
     assert spies[0].tokens == 29 + len(text) + 10 - 1 - seen
-    assert spies[1].tokens <= spies[0].tokens + 3  # a draft model may not have read the last guesses
+    assert spies[1].tokens <= spies[0].tokens + 3  # a draft model may not have read the last draft tokens
     assert second.outputs[0].token_ids == slow_answer(kind(), [*text, *prompt_of(10, 1)], SHORT)
 
 
@@ -352,7 +352,7 @@ def native_engine() -> Engine:
 @settings(max_examples=10)
 @given(data=st.data())
 def test_on_the_kernels_a_copied_prefix_has_a_cold_prefills_bits_at_any_split(data: st.DataObject) -> None:
-    """Whether the copied tokens were read as a prompt, in a round's guesses, or one by one."""
+    """Whether the copied tokens were read as a prompt, in a round's draft tokens, or one by one."""
     rng = random.Random(data.draw(st.integers(0, 999)))
     warm, cold = native_engine(), native_engine()
     before = ask(warm, prompt_of(data.draw(st.integers(1, 40)), rng.random()), SamplingParams(max_tokens=30, seed=5))

@@ -42,25 +42,25 @@ def texts(count: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @torch.no_grad()
-def law_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    law: Tensor = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-    return law
+def distribution_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    distribution: Tensor = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    return distribution
 
 
 def test_scores_are_those_of_transformers() -> None:
     model = tiny(*NATIVE["llama"])
     prompts, continuations = texts(15)
-    best = law_of(model, prompts[0])[-1].argmax()
+    best = distribution_of(model, prompts[0])[-1].argmax()
     continuations[0] = [int(best)]
     for prompt, continuation, score in zip(
         prompts, continuations, make(model).score(prompts, continuations, use_tqdm=False), strict=True
     ):
-        law = law_of(model, prompt + continuation)[len(prompt) - 1 : -1]
-        wanted = law.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        distribution = distribution_of(model, prompt + continuation)[len(prompt) - 1 : -1]
+        wanted = distribution.gather(1, torch.tensor(continuation)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(score.logprobs), wanted, rtol=1e-4, atol=1e-4)
         assert score.token_ids == continuation
         assert score.logprob == pytest.approx(float(wanted.sum()), abs=1e-3)
-        assert score.greedy == bool((law.argmax(-1) == torch.tensor(continuation)).all())
+        assert score.greedy == bool((distribution.argmax(-1) == torch.tensor(continuation)).all())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])

@@ -1,4 +1,4 @@
-"""``auto``: given chances and costs, what is asked, verified and learned; with every kind of guesses."""
+"""``auto``: given chances and costs, what is asked, verified and learned; with every kind of draft tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.engine.engine import Engine, Request
 from paceline.lengths.auto import CLUELESS_TRIALS, AutoLength
@@ -31,11 +31,11 @@ from toy import FlatToy, ToyModel, answers, make_engine, run
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Guess = tuple[float, bool]
-Kind = Callable[[random.Random, int], list[Guess]]  # guesses at a place of the text
+Kind = Callable[[random.Random, int], list[Guess]]  # draft tokens at a place of the text
 WEAK, STRONG = 1 / 9, 25 / 33  # scores of copies after one token that matches, and after five
 
 
-# --- guesses that nobody sees before they are verified: by their places -------------------------------
+# --- draft tokens that nobody sees before they are verified: by their places -------------------------------
 
 FREE = linear_costs()  # 10 ms and 0.25 ms a token
 DEAR = linear_costs(token=1.0, draft_step=1.0)
@@ -193,7 +193,7 @@ def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
     simulation.rows(4)
     behind = Behind([0, 0, 0, 0])
     policy = AutoLength(CostModel(costs, whole=whole), decoders(behind), False, simulation.clock)
-    wish = Wish(0)
+    wish = SpeculationPlan(0)
     for number in range(800):
         behind.lacks = [300, 200, 2, 200] if number > 60 else [0] * 4
         wish = policy.choose(simulation.batch)
@@ -218,7 +218,7 @@ def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
 
 
 class Script(LengthPolicy):
-    """Asks for k in each round as written, then for the last one again; of one row alone, if that is given."""
+    """StepFeatures for k in each round as written, then for the last one again; of one row alone, if that is given."""
 
     name = "script"
 
@@ -226,11 +226,11 @@ class Script(LengthPolicy):
         self.lengths, self.only = lengths, only
         self.kept = self.drafted = 0
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         k = self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
         if k == 0 or self.only is None:
-            return Wish(k)
-        return Wish(k, [k if row == self.only else 0 for row in range(batch.rows)])
+            return SpeculationPlan(k)
+        return SpeculationPlan(k, [k if row == self.only else 0 for row in range(batch.rows)])
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.kept += sum(verdict.host.accepted)
@@ -248,12 +248,12 @@ def test_after_500_plain_rounds_the_draft_models_cache_is_right(only: int | None
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     plain = make_engine(model, max_model_len=700)
     assert answers(run(engine, prompts, params)) == answers(run(plain, prompts, params))
-    assert script.kept == script.drafted > 30  # the draft model is the target: every guess is right
+    assert script.kept == script.drafted > 30  # the draft model is the target: every draft token is right
 
 
 @pytest.mark.parametrize("lengths", [[0, 0, 2, 0, 1], [1, 1, 0, 2]])
 def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) -> None:
-    """Else a first round without guesses, or with one row's, passes for the verdict on the last of them."""
+    """Else a first round without draft tokens, or with one row's, passes for the verdict on the last of them."""
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", num_speculative_tokens=1)
     parts = engine.parts
     Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 2), (0, 2), seconds=0.0)).run()
@@ -293,7 +293,7 @@ def test_a_trial_asks_a_row_that_allows_guesses() -> None:
     costs = linear_costs(draft_step=4.0)
     for whole in (True, False):
         policy, batch = AutoLength(CostModel(costs, whole=whole), decoders(Behind([0, 3])), False), batch_of(2)
-        batch.most_guesses[0] = 0
+        batch.max_draft_tokens[0] = 0
         policy.drafted.brings[2] = Mean(-100.0)
         policy.drafted.savings._ms = policy.drafted.savings._price = 1e6
         policy.drafted.learn([[(bins_of(1)[0], False)]] * 100)
@@ -306,7 +306,7 @@ def test_a_trial_asks_a_row_that_allows_guesses() -> None:
 def test_a_plain_round_that_was_paid_for_is_played_though_there_are_copies_too() -> None:
     policy, batch = started()
     policy.drafted.brings[1], policy.copied.brings[0] = Mean(0.1), Mean(0.1)
-    policy._guessed, policy._savings._ms, policy._savings._price = True, 5.0, 5.0  # for one of them
+    policy._proposed, policy._savings._ms, policy._savings._price = True, 5.0, 5.0  # for one of them
     assert policy.choose(batch).k == 0
     assert policy._savings._ms < 5.0
 
@@ -358,11 +358,11 @@ def test_the_policy_is_told_when_rows_begin_move_and_end() -> None:
         def leave(self, row: int) -> None:
             del self.rows[row]
 
-        def choose(self, batch: Batch) -> Wish:
+        def choose(self, batch: Batch) -> SpeculationPlan:
             assert [self.rows[row] for row in range(batch.rows)] == [
                 int(sequence.request_id) for sequence in engine.scheduler.running
             ]
-            return Wish(0)
+            return SpeculationPlan(0)
 
     engine.parts.policy = told = Told()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 9, 2, 7, 5, 4)]
@@ -385,7 +385,7 @@ CPU = CostTable(
     (0,) * 5,
     (0,) * 5,
 )
-SEARCH = 0.25  # ms that looking for guesses takes
+SEARCH = 0.25  # ms that looking for draft tokens takes
 
 
 def copying(simulation: GuessSimulation, costs: CostTable = CPU) -> AutoLength:
@@ -402,7 +402,7 @@ def batch_of(rows: int, tokens: int = 100) -> Batch:
 
 def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -> tuple[AutoLength, list[int]]:
     policy, batch = AutoLength(CostModel(costs)), batch_of(len(counts))
-    policy.copied.judged = 1000  # says nothing about any guess, but makes bold
+    policy.copied.judged = 1000  # says nothing about any draft token, but makes bold
     policy.choose(batch)
     tokens = torch.zeros(len(counts), len(confidence[0]), dtype=torch.int64)
     draft = policy.select(batch, Draft(tokens, torch.tensor(counts), confidence=confidence))
@@ -472,7 +472,7 @@ def test_where_tokens_are_dear_nothing_is_verified_and_the_round_is_a_plain_one(
 
 
 def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callable[[int], list[Guess]]:
-    """Guesses with the same score everywhere; chance[row] that one is right if those before it are."""
+    """Draft tokens with the same score everywhere; chance[row] that one is right if those before it are."""
     rng = random.Random(seed)
     return lambda row: [(score, rng.random() < chance[row]) for _ in range(8)]
 
@@ -535,7 +535,8 @@ def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int)
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
-    """Of a draft model that is surer than it is right: verified alone its guesses would pay, drafted they do not."""
+    """Of a draft model that is surer than it is right: verified alone its draft tokens would pay, drafted they do
+    not."""
     costs = linear_costs(verify=2.7, token=0.15, draft_once=0.2, draft_step=0.3)
 
     def seconds(seed: int) -> float:
@@ -586,7 +587,7 @@ def test_who_asks_for_nothing_rests_until_the_rows_change() -> None:
 
 
 def resting() -> tuple[Simulation, AutoLength, list[float]]:
-    """After many rounds of eight rows whose guesses were all wrong, and what was looked up of costs since."""
+    """After many rounds of eight rows whose draft tokens were all wrong, and what was looked up of costs since."""
     costs = linear_costs(draft_step=4.0)
     simulation = Simulation(costs, lambda row, place: 0.0)
     simulation.rows(8)
@@ -636,7 +637,7 @@ def test_more_rows_or_fewer_end_a_rest() -> None:
 
 
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guess pays, so none is verified; but what rows gain shows that the guesses were right."""
+    """No draft token pays, so none is verified; but what rows gain shows that the draft tokens were right."""
     monkeypatch.setattr("paceline.lengths.belief.SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
     simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
@@ -654,14 +655,15 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_time_that_was_believed_too_long_is_found_out() -> None:
-    """By the table no guess pays; in truth they are nearly free."""
+    """By the table no draft token pays; in truth they are nearly free."""
     simulation = GuessSimulation(CPU, lambda row: [(0.9, True)] * 4, rows=1, tokens=600)
     simulation.play(copying(simulation, linear_costs(verify=0.0, token=10.0)))
     assert mean(sum(counts) for counts in simulation.verified[-40:]) > 2
 
 
 def test_plain_rounds_that_were_believed_too_long_are_found_out() -> None:
-    """By the table a round without guesses takes as long as one with a guess a row, and no row is ever without any."""
+    """By the table a round without draft tokens takes as long as one with a draft token a row, and no row is ever
+    without any."""
     believed = replace(CPU, verify=(*CPU.verify[:-1], (24.9, *CPU.verify[-1][1:])))
     simulation = GuessSimulation(CPU, coins(dict.fromkeys(range(16), 0.2)), rows=16, tokens=300)
     simulation.play(copying(simulation, believed))
@@ -679,15 +681,15 @@ ROWS = [1, 2, 4]
 def telling(chance: float = 0.75) -> Kind:
     """A draft model whose likelihoods say where it is nearly sure, which it is that often."""
 
-    def guess(rng: random.Random, _place: int) -> list[Guess]:
+    def draft_token(rng: random.Random, _place: int) -> list[Guess]:
         chances = [0.97 if rng.random() < chance else 0.3 for _ in range(LONGEST_AUTO)]
         return [(each, rng.random() < each) for each in chances]
 
-    return guess
+    return draft_token
 
 
 def steady(chance: float, score: float) -> Kind:
-    """Scores that tell nothing: every guess has the same, and the same chance."""
+    """Scores that tell nothing: every draft token has the same, and the same chance."""
     return lambda rng, _place: [(score, rng.random() < chance) for _ in range(LONGEST_AUTO)]
 
 
@@ -719,10 +721,10 @@ def hybrid(simulation: GuessSimulation) -> AutoLength:
 def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> GuessSimulation:
     """Of a draft model, of copies, or of both; either is as lucky with the other as alone."""
 
-    def guesses(kind: Kind | None, luck: random.Random) -> Callable[[int], list[Guess]]:
+    def draft_tokens(kind: Kind | None, luck: random.Random) -> Callable[[int], list[Guess]]:
         return lambda row: [] if kind is None else kind(luck, simulation.place(row))
 
-    drafted, copied = guesses(model, random.Random(seed)), guesses(copies, random.Random(-1 - seed))
+    drafted, copied = draft_tokens(model, random.Random(seed)), draft_tokens(copies, random.Random(-1 - seed))
     costs, free = PAIR, (0.0,) * len(SIZES)
     if model is None:
         costs, drafted = replace(costs, draft_once=free, draft_step=free), copied
@@ -789,7 +791,7 @@ def test_only_guesses_that_may_well_be_right_are_verified() -> None:
 
 
 def test_drawn_guesses_with_a_law_are_all_verified() -> None:
-    """Under the rejection rule, to leave a guess out because of what it is would bend the law."""
+    """Under the rejection rule, to leave a draft token out because of what it is would bend the distribution."""
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0])), False), batch_of(1)
     policy.choose(batch)
     tokens = torch.ones(1, 3, dtype=torch.int64)
@@ -882,10 +884,10 @@ def test_trials_of_the_draft_model_go_on_while_copies_alone_are_played_and_keep_
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_draft_model_of_which_little_is_known_is_not_given_up_for_copies_that_never_come(rows: int) -> None:
-    """Its first guesses are wrong by bad luck: it is asked again all the same."""
+    """Its first draft tokens are wrong by bad luck: it is asked again all the same."""
     simulation = simulated(telling(), stray, rows)
-    lucky = simulation.guess
-    simulation.guess = lambda row: [(0.97, False)] if simulation.place(row) < 2 else lucky(row)
+    lucky = simulation.draft_token
+    simulation.draft_token = lambda row: [(0.97, False)] if simulation.place(row) < 2 else lucky(row)
     simulation.play(hybrid(simulation))
     assert mean(asked > 0 for asked in simulation.asked) > 0.8
 
@@ -964,7 +966,7 @@ def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
 
 def test_guesses_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
     policy, batch = started(1_000_000)
-    batch.most_guesses[0] = 1
+    batch.max_draft_tokens[0] = 1
     policy.copied.judged = 1000
     assert played(policy, batch, copied(0.99), [RIGHT] * 9) == 0
     assert batch.lengths[0] == 12

@@ -11,7 +11,7 @@ SCORES = [0.05, 0.3, 0.5, 0.7, 0.85, 0.93, 0.99]
 
 
 def at(place: int, scores: list[float] | None = None) -> int:
-    """The bin of a guess of a chain."""
+    """The bin of a draft token of a chain."""
     return bins_of(place + 1, scores)[place]
 
 
@@ -20,14 +20,14 @@ def chance(belief: Belief, score: float, row: int = 0) -> float:
 
 
 def outcomes(judged: list[int], right: list[int], scores: list[float] | None = None) -> list[list[Judged]]:
-    """Of chains, each row's first guesses."""
+    """Of chains, each row's first draft tokens."""
     return [
         [(at(place, scores), place < good) for place in range(count)] for count, good in zip(judged, right, strict=True)
     ]
 
 
 def learn(belief: Belief, scores: list[float], right: list[bool], times: int = 1) -> None:
-    """A guess a row."""
+    """A draft token a row."""
     for _ in range(times):
         belief.learn([[(at(0, [score]), it)] for score, it in zip(scores, right, strict=True)])
 
@@ -58,7 +58,8 @@ def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its
 
 
 def test_a_change_is_told_from_bad_luck() -> None:
-    """What was learned from hundreds of guesses is doubted in one round that it cannot explain, and in no other."""
+    """What was learned from hundreds of draft tokens is doubted in one round that it cannot explain, and in no
+    other."""
     belief = Belief()
     learn(belief, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
     learn(belief, [0.6] * 16, [True] * 9 + [False] * 7)

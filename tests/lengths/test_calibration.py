@@ -113,7 +113,7 @@ def test_a_table_comes_from_real_rounds() -> None:
 
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
 def test_trees_that_were_drafted_to_be_timed_are_in_no_round(drafter: str) -> None:
-    """The first round may be without guesses, and of fewer rows."""
+    """The first round may be without draft tokens, and of fewer rows."""
     target, params = ToyModel(), SamplingParams(max_tokens=6, seed=1, num_speculative_tokens=0)
     engine = make_engine(target, ToyModel(blur=0.3), drafter=drafter, num_speculative_tokens=2, speculation_width=3)
     parts = engine.parts
@@ -127,10 +127,10 @@ def test_rounds_that_the_kernels_play_are_measured_as_they_play_them(monkeypatch
     engine, played, by_host = make_engine(tiny_native(1), drafter="ngram"), set[tuple[int, int, int]](), list[Batch]()
     play = NativeRound.play
 
-    def watched(player: NativeRound, draft: Draft) -> Verdict:
-        verdict = play(player, draft)
-        played.add((player._batch.rows, draft.k, len(verdict.host.gained)))
-        assert player._batch is not engine.batch, "no request sees it"
+    def watched(runner: NativeRound, draft: Draft) -> Verdict:
+        verdict = play(runner, draft)
+        played.add((runner._batch.rows, draft.k, len(verdict.host.gained)))
+        assert runner._batch is not engine.batch, "no request sees it"
         return verdict
 
     monkeypatch.setattr(NativeRound, "play", watched)

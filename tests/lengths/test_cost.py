@@ -75,7 +75,7 @@ def test_a_table_of_a_wrong_shape_is_refused() -> None:
 
 
 def ms(model: CostModel, rows: int, k: int) -> float:
-    """Of a round with k guesses a row, as believed now."""
+    """Of a round with k draft tokens a row, as believed now."""
     model._times.clear()
     return model.times(rows, 100).ms[rows * k]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength
@@ -21,8 +21,8 @@ from toy import FlatToy, ToyModel, answers, make_engine, run
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [1 + i % 7 for i in range(41)]  # of which prefill reads 40
-# Beyond eight tokens a round each costs nearly as much as a plain one: eight rows gain by guesses that are hardly ever
-# wrong, one row by almost any.
+# Beyond eight tokens a round each costs nearly as much as a plain one: eight rows gain by draft tokens that are hardly
+# ever wrong, one row by almost any.
 COSTS = replace(
     linear_costs(draft_step=0.5), verify=tuple(tuple(10.0 + max(0, b * (k + 1) - 8) for k in LENGTHS) for b in SIZES)
 )
@@ -43,7 +43,7 @@ def engine_with(kind: type[ToyModel] = ToyModel) -> tuple[Engine, list[int]]:
 
 
 def policy_with(chance: float | None) -> AutoLength:
-    """Of a draft model of which every guess of the last 200 rounds had this chance; None: nothing is known."""
+    """Of a draft model of which every draft token of the last 200 rounds had this chance; None: nothing is known."""
     policy = AutoLength(CostModel(COSTS), [], copies=False)
     for place in range(200 if chance is not None else 0):
         policy.drafted.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
@@ -51,7 +51,7 @@ def policy_with(chance: float | None) -> AutoLength:
 
 
 def test_hope_is_what_was_learned() -> None:
-    """At eight rows it takes better guesses than at one, and than those of a draft model that nobody knows."""
+    """At eight rows it takes better draft tokens than at one, and than those of a draft model that nobody knows."""
     hopes = {chance: [policy_with(chance).hopeful(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)}
     assert hopes == {None: [True, False], 0.9: [True, True], 0.5: [True, False], 0.0: [False, False]}
 
@@ -98,12 +98,12 @@ class Late(FixedLength):
         assert rows == 8
         return False
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         self.rounds += 1
         if self.rounds <= self.plain:
-            return Wish(0)
+            return SpeculationPlan(0)
         one = self.rounds == self.plain + 1 and self.only is not None
-        return Wish(3, [3 * (row == self.only) for row in range(batch.rows)] if one else None)
+        return SpeculationPlan(3, [3 * (row == self.only) for row in range(batch.rows)] if one else None)
 
 
 @pytest.mark.parametrize("only", [None, 0, 5])
@@ -136,8 +136,8 @@ def test_a_prompt_that_was_not_read_is_read_once_for_all_answers_when_it_is_want
 def read_by(rows: int, chance: float) -> list[int]:
     """Tokens that a draft model reads, with and without being asked, for five times so many prompts of 200."""
     rng, counts = random.Random(1), [0]
-    guess = [(0.9, True)] * 4, [(0.9, False)] * 4
-    simulation = GuessSimulation(COSTS, lambda _: guess[rng.random() >= chance], rows, prompt=200, asks=True)
+    draft_token = [(0.9, True)] * 4, [(0.9, False)] * 4
+    simulation = GuessSimulation(COSTS, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
     policy = AutoLength(CostModel(COSTS), [simulation.reader], copies=False, clock=simulation.clock)  # type: ignore[list-item]
     for _ in range(5):
         simulation.play(policy)

@@ -1,4 +1,4 @@
-"""What became of guesses: by what a row gained, whether they were verified or not."""
+"""What became of draft tokens: by what a row gained, whether they were verified or not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from paceline.core.draft import Draft, Verdict
 from paceline.lengths.belief import judge
 
 
-def judged(guesses: list[int], gained: list[int], accepted: int, verified: int) -> tuple[int, int]:
-    """Of one row's guesses, how many can be judged and how many of those are right."""
-    draft = Draft(torch.tensor([guesses], dtype=torch.int64), torch.tensor([len(guesses)]))
+def judged(draft_tokens: list[int], gained: list[int], accepted: int, verified: int) -> tuple[int, int]:
+    """Of one row's draft tokens, how many can be judged and how many of those are right."""
+    draft = Draft(torch.tensor([draft_tokens], dtype=torch.int64), torch.tensor([len(draft_tokens)]))
     width = max(len(gained), 1)
     tokens = torch.full((1, width), 99)  # beyond what was gained lies anything
     tokens[0, : len(gained)] = torch.tensor(gained)
@@ -22,7 +22,7 @@ def judged(guesses: list[int], gained: list[int], accepted: int, verified: int) 
 
 
 @pytest.mark.parametrize(
-    ("guesses", "gained", "accepted", "verified", "expected"),
+    ("draft_tokens", "gained", "accepted", "verified", "expected"),
     [
         ([1, 2, 3], [1, 2, 3, 4], 3, 3, (3, 3)),
         ([1, 2, 3], [1, 5], 1, 3, (2, 1)),
@@ -45,19 +45,19 @@ def judged(guesses: list[int], gained: list[int], accepted: int, verified: int) 
     ],
 )
 def test_guesses_up_to_the_first_that_is_wrong_or_unknown_are_judged(
-    guesses: list[int], gained: list[int], accepted: int, verified: int, expected: tuple[int, int]
+    draft_tokens: list[int], gained: list[int], accepted: int, verified: int, expected: tuple[int, int]
 ) -> None:
-    assert judged(guesses, gained, accepted, verified) == expected
+    assert judged(draft_tokens, gained, accepted, verified) == expected
 
 
 @pytest.mark.parametrize(
-    ("guesses", "expected"),
+    ("draft_tokens", "expected"),
     [([1, 2, 3, 4], (4, 4)), ([1, 2, 3, 4, 5, 6], (4, 4)), ([1, 9, 3, 4], (2, 1)), ([9, 2], (1, 0)), ([1, 2], (2, 2))],
     ids=["as long", "longer", "the second wrong", "the first wrong", "shorter"],
 )
-def test_guesses_are_judged_by_what_others_guesses_brought(guesses: list[int], expected: tuple[int, int]) -> None:
-    """Three guesses of another drafter were kept, and a token came after them."""
-    assert judged(guesses, [1, 2, 3, 4], accepted=3, verified=5) == expected
+def test_guesses_are_judged_by_what_others_guesses_brought(draft_tokens: list[int], expected: tuple[int, int]) -> None:
+    """Three draft tokens of another drafter were kept, and a token came after them."""
+    assert judged(draft_tokens, [1, 2, 3, 4], accepted=3, verified=5) == expected
 
 
 def test_padding_is_no_guess_and_rows_are_judged_apart() -> None:

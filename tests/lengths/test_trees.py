@@ -1,4 +1,5 @@
-"""``auto`` and trees: what is known of a guess of a tree, which guesses are verified, and what they teach."""
+"""``auto`` and trees: what is known of a draft token of a tree, which draft tokens are verified, and what they
+teach."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.belief import LONGEST_AUTO, Belief, bins_of, bins_of_draft, judge
@@ -21,18 +22,18 @@ from simulation import linear_costs
 from toy import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Tree = list[int]  # the guess that each guess follows
+Tree = list[int]  # the draft token that each draft token follows
 
 
-def path_to(tree: Sequence[int], guess: int) -> list[int]:
-    """The guess and those that it follows."""
-    return [] if guess < 0 else [*path_to(tree, tree[guess]), guess]
+def path_to(tree: Sequence[int], draft_token: int) -> list[int]:
+    """The draft token and those that it follows."""
+    return [] if draft_token < 0 else [*path_to(tree, tree[draft_token]), draft_token]
 
 
 def draft_of(
     trees: list[Tree], scores: list[list[float]] | None = None, tokens: list[list[int]] | None = None
 ) -> Draft:
-    """Rows of trees; those with fewer guesses have padding."""
+    """Rows of trees; those with fewer draft tokens have padding."""
     k = max(map(len, trees))
     parents = torch.tensor([[*tree, *[-1] * (k - len(tree))] for tree in trees])
     filled = torch.tensor([[*line, *[0] * (k - len(line))] for line in tokens or [list(range(k))] * len(trees)])
@@ -48,7 +49,9 @@ def batch_of(rows: int) -> Batch:
 
 
 trees = (
-    st.integers(1, 7).flatmap(lambda size: st.tuples(*(st.integers(-1, guess - 1) for guess in range(size)))).map(list)
+    st.integers(1, 7)
+    .flatmap(lambda size: st.tuples(*(st.integers(-1, draft_token - 1) for draft_token in range(size))))
+    .map(list)
 )
 
 
@@ -57,9 +60,9 @@ def test_a_guess_survives_with_all_that_it_follows(tree: Tree, data: st.DataObje
     scores = data.draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
     belief, bins = Belief(), bins_of(len(tree), scores, tree)
     survivals = belief.survivals(0, bins, tree)
-    for guess, survival in enumerate(survivals):
+    for draft_token, survival in enumerate(survivals):
         chance = 1.0
-        for step in path_to(tree, guess):
+        for step in path_to(tree, draft_token):
             chance *= belief.chance(0, bins[step])
         assert survival == pytest.approx(chance)
 
@@ -67,7 +70,7 @@ def test_a_guess_survives_with_all_that_it_follows(tree: Tree, data: st.DataObje
 def test_of_scores_alone_a_chain_is_the_same_as_a_tree_without_branches() -> None:
     scores, chain = [0.9, 0.2, 0.7], [-1, 0, 1]
     assert bins_of(3, scores) == bins_of(3, scores, chain)
-    assert bins_of(3, scores, [-1, -1, 0]) != bins_of(3, scores)  # the second is a first guess, too
+    assert bins_of(3, scores, [-1, -1, 0]) != bins_of(3, scores)  # the second is a first draft token, too
 
 
 @given(trees, st.data())
@@ -77,17 +80,17 @@ def test_guesses_are_judged_whose_ancestors_are_right_as_far_as_is_known(tree: T
     verdict = Verdict(torch.tensor([gained]), torch.tensor([len(gained) - 1]), torch.tensor([0]))
     (judged,) = judge(draft_of([tree], tokens=[tokens]), verdict)
 
-    def is_first(guess: int) -> bool:
-        return (tree[guess], tokens[guess]) not in list(zip(tree, tokens, strict=True))[:guess]
+    def is_first(draft_token: int) -> bool:
+        return (tree[draft_token], tokens[draft_token]) not in list(zip(tree, tokens, strict=True))[:draft_token]
 
-    def is_right(guess: int) -> bool:
-        path = path_to(tree, guess)
+    def is_right(draft_token: int) -> bool:
+        path = path_to(tree, draft_token)
         return all(is_first(step) for step in path) and [tokens[step] for step in path] == gained[: len(path)]
 
     expected = [
-        (guess, is_right(guess))
-        for guess in range(len(tree))
-        if len(path_to(tree, guess)) <= len(gained) and all(map(is_right, path_to(tree, guess)[:-1]))
+        (draft_token, is_right(draft_token))
+        for draft_token in range(len(tree))
+        if len(path_to(tree, draft_token)) <= len(gained) and all(map(is_right, path_to(tree, draft_token)[:-1]))
     ]
     assert judged == expected
 
@@ -97,7 +100,7 @@ def closed(tree: Tree, chosen: Sequence[bool]) -> bool:
 
 
 def best_by_trying(lines: list[list[float]], trees: list[Tree], costs: CostTable) -> float:
-    """The most tokens a millisecond of all choices of guesses, each with what it follows."""
+    """The most tokens a millisecond of all choices of draft tokens, each with what it follows."""
     rows, best = len(trees), 0.0
     each = [[c for c in product((False, True), repeat=len(tree)) if closed(tree, c)] for tree in trees]
     for choice in product(*each):
@@ -116,18 +119,23 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
         trees = [SHAPES["random"](rng, rng.randint(1, 5)) for _ in range(2)]
         scores = [[rng.random() for _ in tree] for tree in trees]
         draft, policy, batch = draft_of(trees, scores), AutoLength(CostModel(costs)), batch_of(2)
-        policy.copied.judged = 1000  # says nothing about any guess, but makes bold
+        policy.copied.judged = 1000  # says nothing about any draft token, but makes bold
         policy.choose(batch)
         chosen = policy.select(batch, draft)
         lines = [policy.copied.belief.survivals(0, *each) for each in zip(bins_of_draft(draft), trees, strict=True)]
         taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.counts.tolist(), strict=True)]
         rate = (2 + sum(map(sum, taken))) / costs.verify_ms(2, int(chosen.counts.sum()) / 2)
         assert rate == pytest.approx(best_by_trying(lines, trees, costs))
-        chains = [list(range(-1, len(line) - 1)) for line in chosen.guesses]
-        for row, (guesses, follows) in enumerate(zip(chosen.guesses, chosen.follows or chains, strict=True)):
+        chains = [list(range(-1, len(line) - 1)) for line in chosen.draft_tokens]
+        for row, (draft_tokens, follows) in enumerate(zip(chosen.draft_tokens, chosen.follows or chains, strict=True)):
             assert all(parent < place for place, parent in enumerate(follows))
-            ways = [[draft.guesses[row][step] for step in path_to(trees[row], guess)] for guess in guesses]
-            assert [[guesses[step] for step in path_to(follows, place)] for place in range(len(guesses))] == ways
+            ways = [
+                [draft.draft_tokens[row][step] for step in path_to(trees[row], draft_token)]
+                for draft_token in draft_tokens
+            ]
+            assert [
+                [draft_tokens[step] for step in path_to(follows, place)] for place in range(len(draft_tokens))
+            ] == ways
 
 
 def real_ways(draft: Draft) -> list[list[list[int]]]:
@@ -141,24 +149,27 @@ def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random
     for tree in trees:
         left, order = set(range(len(tree))), list[int]()
         while left:
-            order.append(rng.choice([guess for guess in sorted(left) if tree[guess] not in left]))
+            order.append(rng.choice([draft_token for draft_token in sorted(left) if tree[draft_token] not in left]))
             left.remove(order[-1])
         orders.append(order)
     draft = draft_of(trees)
     new = draft.ordered(orders)
     assert list(map(sorted, real_ways(new))) == list(map(sorted, real_ways(draft)))
-    assert new.guesses == [[line[guess] for guess in order] for line, order in zip(draft.guesses, orders, strict=True)]
+    assert new.draft_tokens == [
+        [line[draft_token] for draft_token in order] for line, order in zip(draft.draft_tokens, orders, strict=True)
+    ]
 
 
 def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, costs: CostTable) -> list[int]:
-    """Static trees whose guess i is right with chances[i], if what it follows is; guesses verified, round by round."""
+    """Static trees whose draft token i is right with chances[i], if what it follows is; draft tokens verified, round by
+    round."""
     rng, batch, verified = random.Random(1), batch_of(1), []
     for _ in range(rounds):
         batch.lengths[0] = 10
         wish, size = policy.choose(batch), 0
         truth, here = [], -1
         while True:  # the path that is right: of siblings one at most
-            children, luck = [guess for guess, parent in enumerate(tree) if parent == here], rng.random()
+            children, luck = [draft_token for draft_token, parent in enumerate(tree) if parent == here], rng.random()
             here = next((g for n, g in enumerate(children) if luck < sum(chances[c] for c in children[: n + 1])), -2)
             if here == -2:
                 break
@@ -166,8 +177,10 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
         kept: list[int] = []
         if wish.k:
             draft = policy.select(batch, draft_of([tree]).capped([wish.k]))
-            size, guesses = int(draft.counts[0]), draft.guesses[0]
-            kept = truth[: next((n for n, guess in enumerate(truth) if guess not in guesses), len(truth))]
+            size, draft_tokens = int(draft.counts[0]), draft.draft_tokens[0]
+            kept = truth[
+                : next((n for n, draft_token in enumerate(truth) if draft_token not in draft_tokens), len(truth))
+            ]
         NOW[0] += costs.verify_ms(1, size) / 1000
         gained = [*truth[: len(kept)], truth[len(kept)] if len(kept) < len(truth) else 63]
         policy.observe(batch, Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size])))
@@ -196,7 +209,7 @@ def test_where_verification_is_dear_only_the_likely_part_of_a_tree_is_verified(t
 
 
 def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
-    """A star and a chain of guesses that are all right in one case of two: of a star each is worth as much."""
+    """A star and a chain of draft tokens that are all right in one case of two: of a star each is worth as much."""
     costs, best = linear_costs(token=0.6), {}
     for name, tree in (("star", [-1] * 4), ("chain", [-1, 0, 1, 2])):
         policy, batch = AutoLength(CostModel(costs, whole=True)), batch_of(1)
@@ -217,6 +230,6 @@ def test_a_draft_of_a_tree_goes_on_while_any_leaf_makes_it_worth_it() -> None:
     enough = policy.choose(batch).enough
     assert enough is not None
     assert not enough(batch, [[0.05, 0.99]], [[-1, -1]])
-    assert enough(batch, [[0.05, 0.99]])  # a chain, which ends with a guess that hardly survives
+    assert enough(batch, [[0.05, 0.99]])  # a chain, which ends with a draft token that hardly survives
     assert enough(batch, [[0.05, 0.05]], [[-1, -1]])
-    assert Wish(1).enough is None
+    assert SpeculationPlan(1).enough is None

@@ -40,12 +40,12 @@ def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[D
 def test_verification_gives_the_logits_after_every_guess(name: str, backend: str) -> None:
     model = MODELS[name]()
     decoder, batch = setup(model, backend)
-    guesses = torch.randint(0, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
+    draft_tokens = torch.randint(0, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
     counts = torch.tensor([4, 2, 0])
-    logits = decoder.verify(batch, Draft(guesses, counts))
+    logits = decoder.verify(batch, Draft(draft_tokens, counts))
     for row, prompt in enumerate(PROMPTS):
         for place in range(int(counts[row]) + 1):
-            expected = logits_after(model, prompt + guesses[row, :place].tolist())
+            expected = logits_after(model, prompt + draft_tokens[row, :place].tolist())
             assert logits[row, place].tolist() == pytest.approx(expected, abs=1e-4)
 
 
@@ -58,7 +58,7 @@ def test_prefill_in_chunks_is_prefill_at_once(name: str, chunks: list[tuple[int,
     decoder.cache.values.fill_(7)
     for start, stop in chunks:  # the other rows are padding from their end on
         decoder.prefill(batch, 0, [0, start, min(start, 2)], [0, stop, min(stop, 2)])
-    logits = decoder.verify(batch, batch.no_guesses)
+    logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate(PROMPTS):
         assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
     assert decoder.seen[:3].tolist() == [0, 5, 2]
@@ -70,7 +70,7 @@ def test_prefill_of_later_rows_leaves_the_decoding_ones_alone() -> None:
     batch.set_row(3, RowStart([5] * 9, SamplingParams(), 3))
     decoder.prefill(batch, 3, [0], [8])
     batch.set_rows(4)
-    logits = decoder.verify(batch, batch.no_guesses)
+    logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate([*PROMPTS, [5] * 9]):
         assert logits[row, 0].tolist() == logits_after(model, prompt)
 
@@ -80,9 +80,9 @@ def test_a_row_that_is_full_decodes_its_last_token_beside_long_drafts(name: str)
     """Writes beyond the end of a row must not reach anything that is looked at."""
     model = MODELS[name]()
     decoder, batch = setup(model, positions=7)
-    guesses = torch.ones(3, 6, dtype=torch.int64)
+    draft_tokens = torch.ones(3, 6, dtype=torch.int64)
     for _ in range(2):
-        logits = decoder.verify(batch, Draft(guesses, torch.tensor([6, 1, 4])))
+        logits = decoder.verify(batch, Draft(draft_tokens, torch.tensor([6, 1, 4])))
     for row, (prompt, places) in enumerate(zip(PROMPTS, (7, 2, 5), strict=True)):
         for place in range(places):
             if len(prompt) + place <= 7:
@@ -114,7 +114,7 @@ def test_a_copied_row_can_go_on_as_the_row_it_was_copied_from() -> None:
     batch.copy_row(1, 0)
     decoder.copy_row(1, 0, 5)
     assert decoder.seen[0] == 5
-    logits = decoder.verify(batch, batch.no_guesses)
+    logits = decoder.verify(batch, batch.empty_draft)
     assert logits[0, 0].tolist() == logits[1, 0].tolist() == logits_after(model, PROMPTS[1])
 
 

@@ -130,7 +130,7 @@ def test_a_tokens_bits_do_not_depend_on_its_company(kernels, shape, quantization
     logits = model.logits(together)
     for row, length in lengths.items():
         mine = rows == row
-        for size in (1, 5, 7, 40, 200):  # decoded one by one, verified with guesses, prefilled in chunks
+        for size in (1, 5, 7, 40, 200):  # decoded one by one, verified with draft tokens, prefilled in chunks
             cache = cache_for(spec, dtype=dtype)
             parts = [
                 forward(model, *(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)

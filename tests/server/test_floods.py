@@ -44,7 +44,7 @@ def address(served: Served) -> tuple[str, int]:
     return host, int(port)
 
 
-class Watch:
+class Timer:
     """How long /health took for new connections, and the most memory that the server had, while something goes on."""
 
     def __init__(self, served: Served) -> None:
@@ -125,7 +125,7 @@ def clients(served: Served, count: int, sent: bytes) -> Iterator[Callable[[], No
 def test_half_requests_lock_nobody_out(served: Served, count: int) -> None:
     """As many come again as are closed."""
     warm_up(served)
-    watch = Watch(served)
+    watch = Timer(served)
     end = time.monotonic() + SECONDS
     with clients(served, count, HALF) as renew:
         while time.monotonic() < end:
@@ -137,7 +137,7 @@ def test_half_requests_lock_nobody_out(served: Served, count: int) -> None:
 
 def test_half_requests_that_keep_still_lock_nobody_out(served: Served) -> None:
     warm_up(served)
-    watch = Watch(served)
+    watch = Timer(served)
     with clients(served, 1070, HALF) as renew:
         for _ in range(50):
             renew()
@@ -165,7 +165,7 @@ ENDLESS = f"Content-Length: {1 << 30}"
 
 def flooded(served: Served, paths: list[str], headers: str) -> dict[str, float]:
     warm_up(served)
-    watch = Watch(served)
+    watch = Timer(served)
     end = time.monotonic() + SECONDS
     threads = [threading.Thread(target=flood, args=(served, path, headers, end)) for path in paths]
     for thread in threads:
@@ -185,7 +185,7 @@ def test_bodies_without_a_key_cost_nothing(served: Served, headers: str) -> None
 def held(served: Served, path: str, headers: str) -> dict[str, float]:
     """Bodies that come to a halt just before their end, 400 MiB in all."""
     warm_up(served)
-    watch = Watch(served)
+    watch = Timer(served)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {1 << 22}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         for _ in range(100):

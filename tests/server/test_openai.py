@@ -142,9 +142,9 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(live: Live, offline: LL
     assert found.text == PROMPT + expected(offline, max_tokens=4)[0].text
     assert found.logprobs.tokens[: len(PROMPT)] == list(PROMPT)
     assert found.logprobs.token_logprobs[0] is None
-    law = offline.engine.next_logits(offline.tokenizer.encode(PROMPT)[:5]).log_softmax(-1)  # type: ignore[union-attr]
+    distribution = offline.engine.next_logits(offline.tokenizer.encode(PROMPT)[:5]).log_softmax(-1)  # type: ignore[union-attr]
     own = offline.tokenizer.encode(PROMPT)[5]  # type: ignore[union-attr]
-    assert found.logprobs.token_logprobs[5] == pytest.approx(law[own].item(), abs=1e-4)
+    assert found.logprobs.token_logprobs[5] == pytest.approx(distribution[own].item(), abs=1e-4)
     assert ask(live, echo=True, logprobs=1, max_tokens=0).choices[0].text == PROMPT
 
 

@@ -132,7 +132,7 @@ def aiperf_figures(folder: Path) -> dict[str, Any]:
 
 
 def test_aiperf(live: Live, tiny: str, tmp_path: Path) -> None:
-    """It divides by the rounds that guessed, and by nothing else that the server counts."""
+    """It divides by the rounds that drafted, and by nothing else that the server counts."""
     need("aiperf", "aiperf")
     assert shutil.which("aiperf", path=str(Path(sys.executable).parent))
     changes = {"TOKENIZER": tiny, "--request-count 40": "--request-count 8 --isl 40 --osl 32 --ui none"}

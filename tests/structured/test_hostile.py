@@ -125,7 +125,7 @@ class Writer:
         return made
 
 
-class Player:
+class Runner:
     """Answers without a model: allowed tokens at random, with a love for those that end something."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: Limits) -> None:
@@ -152,14 +152,14 @@ class Player:
         return None
 
 
-def play(player: Player, schemas: int) -> Counter[str]:
+def play(runner: Runner, schemas: int) -> Counter[str]:
     """What became of so many random schemas."""
     told: Counter[str] = Counter()
-    neighbour = player.grammars.compile(StructuredOutputs(regex="(yes|no)( yes| no)*"))
+    neighbour = runner.grammars.compile(StructuredOutputs(regex="(yes|no)( yes| no)*"))
     for seed in range(schemas):
         schema, started = Writer(seed).whole(), time.monotonic()
         try:
-            make = player.grammars.compile(StructuredOutputs(json=schema))
+            make = runner.grammars.compile(StructuredOutputs(json=schema))
         except (StructureError, ParameterError) as error:
             told["too much" if "too much" in str(error) else "refused"] += 1
             told["crashed"] += "crashes" in str(error) or "killed" in str(error)
@@ -173,7 +173,7 @@ def play(player: Player, schemas: int) -> Counter[str]:
         chance = torch.Generator().manual_seed(seed)
         for _ in range(2):
             try:
-                text = player.answer(make(), chance)
+                text = runner.answer(make(), chance)
             except StructureError as error:
                 told["ended"] += 1
                 print(seed, "ended:", error, json.dumps(schema)[:300])
@@ -182,13 +182,13 @@ def play(player: Player, schemas: int) -> Counter[str]:
             if text is not None:
                 jsonschema_rs.validate(schema, json.loads(text.decode()))
         if seed % 10 == 0:
-            assert player.answer(neighbour(), torch.Generator().manual_seed(1)) is not None
+            assert runner.answer(neighbour(), torch.Generator().manual_seed(1)) is not None
     return told
 
 
 def test_random_schemas_are_refused_or_followed_to_the_letter() -> None:
     tokenizer = Tokenizer.load(byte_tokenizer())
-    told = play(Player(tokenizer, tokenizer.vocab_size, Limits(compile_seconds=2.0)), SCHEMAS)
+    told = play(Runner(tokenizer, tokenizer.vocab_size, Limits(compile_seconds=2.0)), SCHEMAS)
     print(dict(told))
     assert told["accepted"] > SCHEMAS // 4
     assert told["finished"] > told["accepted"] // 2

@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.console import latency_table, note, stderr, table
 from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, check_guesses, refuse_given
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, check_draft_tokens, refuse_given
 from paceline.errors import ParameterError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")]
@@ -63,7 +63,7 @@ def traffic(
         )
         load = Load(6, 0.02, 1.0, 8, 4)
     llm = replace(engine, prefix_cache=False).load(model, quiet)
-    check_guesses(llm, engine.drafter)
+    check_draft_tokens(llm, engine.drafter)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     results = list(measure(llm, prompts, wanted, load, repeats, _bar(quiet)))
@@ -100,7 +100,9 @@ def traffic_http(
     ),
     quiet: Quiet = False,
 ) -> None:
-    """The traffic of bench traffic against running servers: each one's policy, or fewer guesses as requests ask."""
+    """The traffic of bench traffic against running servers: each one's policy, or fewer draft tokens as requests
+    ask.
+    """
     from paceline.tools.bench.offline import machine, versions
     from paceline.tools.bench.traffic import Load, as_json
     from paceline.tools.bench.traffic_http import compared, draw, measure, served

@@ -158,7 +158,7 @@ def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
 def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
     """Whatever answers depend on, besides the lines and the seed."""
     identity, config = llm.engine.identity(), llm.config
-    guesses = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
+    draft_tokens = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
     settings = {
         "version": _VERSION,
         "model": identity.target,
@@ -166,7 +166,7 @@ def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
         "attention": identity.attention,
         "max_model_len": llm.engine.max_model_len,
         "acceptance": identity.acceptance,
-        "drafter": guesses,
+        "drafter": draft_tokens,
         "params": dataclasses.asdict(params),
     }
     return dict(json.loads(json.dumps(settings)))

@@ -87,7 +87,7 @@ def offline(
     llm = replace(engine, prefix_cache=False).load(model, quiet)
     if llm.config.drafter is None:
         refuse_given(context, _NOBODY, "lengths")
-    if not llm.config.guesses or each == [0]:
+    if not llm.config.draft_tokens or each == [0]:
         refuse_given(context, _NOBODY, "wrong_guesses")
     if not llm.config.looks_up or each == [0]:
         refuse_given(context, f"left out here; it needs {LOOKS_UP}", "references")

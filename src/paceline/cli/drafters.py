@@ -1,4 +1,4 @@
-"""``paceline bench drafters``: who guesses best for a target, on what."""
+"""``paceline bench drafters``: who draft tokens best for a target, on what."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def drafters(
         "code,chat,maths,summary,translation,questions"
     ),
     prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Of every task.")] = 20,
-    guesses: Annotated[int, typer.Option("--guesses", min=1, max=16, help="A round, where acceptance is counted.")] = 4,
+    draft_tokens: Annotated[
+        int, typer.Option("--guesses", min=1, max=16, help="A round, where acceptance is counted.")
+    ] = 4,
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once, where time is taken.")] = "1,4,8,16",
     temperatures: Annotated[str, typer.Option("--temperatures", help="0 is greedy.")] = "0,0.8",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of an answer at most.")] = 64,
@@ -47,7 +49,7 @@ def drafters(
 
     plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
-    plan = Plan(_tasks(tasks), prompts, guesses, max_tokens, _temperatures(temperatures), sizes, repeats)
+    plan = Plan(_tasks(tasks), prompts, draft_tokens, max_tokens, _temperatures(temperatures), sizes, repeats)
     _refuse_without_model(engine)
     target = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same").load(model, quiet)
     with_model = _with(engine, model, engine.draft_model)

@@ -289,9 +289,11 @@ def refuse_given(context: typer.Context, allowed: str, *names: str) -> None:
             raise ParameterError("--" + name.replace("_", "-"), context.params[name], allowed)
 
 
-def check_guesses(llm: LLM, drafter: str) -> None:
-    """Raise ParameterError if a loaded engine guesses nothing, as "auto" may have decided. drafter: what was given."""
-    if not llm.config.guesses:
+def check_draft_tokens(llm: LLM, drafter: str) -> None:
+    """Raise ParameterError if a loaded engine draft tokens nothing, as "auto" may have decided. drafter: what was
+    given.
+    """
+    if not llm.config.draft_tokens:
         allowed = (
             "one that guesses: 'ngram', or with a draft model 'model' or 'hybrid' (on CUDA 'auto' without a draft "
             "model guesses nothing, as lookup would take rounds off the device)"

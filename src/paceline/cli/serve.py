@@ -151,7 +151,7 @@ def serve(
         typer.Option("--ray-address", help="Where Ray runs: HOST:PORT, or auto. Default: it is started here."),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does. Without a draft model, n-gram lookup guesses."""
+    """Serve a model over HTTP as OpenAI does. Without a draft model, n-gram lookup draft tokens."""
     try:
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:

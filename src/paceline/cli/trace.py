@@ -31,7 +31,7 @@ def trace(
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show an answer token by token, and of each round the tree of guesses that was verified."""
+    """Show an answer token by token, and of each round the tree of draft tokens that was verified."""
     check_output("OUT.html", output)
     params = sampling.params()
     llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)

@@ -2,7 +2,7 @@
 
 Three checks. Greedy answers, and sampled answers under the coupled rule, must equal plain decoding's token by token,
 for several batch sizes and speculation lengths. And many samples of a short continuation must follow the target's own
-law, computed from plain forward passes: a chi-squared test for each acceptance rule.
+distribution, computed from plain forward passes: a chi-squared test for each acceptance rule.
 
 In low precision, a token's logits depend in their last bits on how many tokens are computed together. Where two tokens
 are tied within that noise, the answers may part; such a divergence is reported with its gap, and is no violation as
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 Ids = list[int]
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 
 # Logits: gaps up to this are near-ties of that precision.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-SIGNIFICANCE = 1e-4  # a law is violated if chance alone would do worse this rarely
+SIGNIFICANCE = 1e-4  # a distribution is violated if chance alone would do worse this rarely
 BRANCHES = (6, 3, 2)  # tokens followed one by one at each depth; the others are one cell
 SMALLEST_CELL = 5.0  # expected samples; rarer cells are counted together
 SAMPLING_TEMPERATURE = 0.8
@@ -140,14 +140,15 @@ def _precision(llm: LLM) -> str:
     return str(llm.engine.models.target.dtype).removeprefix("torch.")
 
 
-# The law
+# The distribution
 
 
 @dataclass(frozen=True)
 class LawTest:
     """A chi-squared test of one acceptance rule. p_value: how often chance alone does worse.
 
-    drafted, accepted: guesses made and kept in the samples; without guesses the test says nothing about speculation.
+    drafted, accepted: draft tokens made and kept in the samples; without draft tokens the test says nothing about
+    speculation.
     """
 
     acceptance: AcceptanceName
@@ -163,7 +164,7 @@ class LawTest:
         return self.p_value < SIGNIFICANCE
 
 
-def exact_law(llm: LLM, prompt: Ids, branches: Sequence[int] = BRANCHES) -> Law:
+def exact_distribution(llm: LLM, prompt: Ids, branches: Sequence[int] = BRANCHES) -> Distribution:
     """Probabilities of the continuations of ``prompt``, from plain forward passes at temperature 1.
 
     A cell is a path of tokens: at each depth the most likely tokens are followed, all others end in REST.
@@ -174,18 +175,18 @@ def exact_law(llm: LLM, prompt: Ids, branches: Sequence[int] = BRANCHES) -> Law:
         return {(): 1.0}
     probabilities = torch.softmax(llm.engine.next_logits(prompt).double(), -1)
     best = probabilities.topk(min(branches[0], len(probabilities)))
-    law: Law = {(REST,): max(0.0, 1.0 - float(best.values.sum()))}
+    distribution: Distribution = {(REST,): max(0.0, 1.0 - float(best.values.sum()))}
     for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-        below = exact_law(llm, [*prompt, token], branches[1:])
-        law |= {(token, *path): probability * p for path, p in below.items()}
-    return law
+        below = exact_distribution(llm, [*prompt, token], branches[1:])
+        distribution |= {(token, *path): probability * p for path, p in below.items()}
+    return distribution
 
 
-def count_cells(continuations: Iterable[Ids], law: Law) -> list[int]:
-    """How many continuations fall into each cell of the law."""
-    followed = {cell[:depth] for cell in law for depth in range(1, len(cell) + 1)}
+def count_cells(continuations: Iterable[Ids], distribution: Distribution) -> list[int]:
+    """How many continuations fall into each cell of the distribution."""
+    followed = {cell[:depth] for cell in distribution for depth in range(1, len(cell) + 1)}
     counts = Counter(_cell_of(ids, followed) for ids in continuations)
-    return [counts[cell] for cell in law]
+    return [counts[cell] for cell in distribution]
 
 
 def _cell_of(ids: Ids, followed: set[tuple[int, ...]]) -> tuple[int, ...]:
@@ -216,14 +217,16 @@ def chi_squared(observed: Sequence[int], probabilities: Sequence[float]) -> tupl
     return statistic, len(pairs), p_value
 
 
-def law_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int, seed: int = 0) -> LawTest:
-    """Sample short continuations of ``prompt`` under a rule, always guessing, and test them against the exact law."""
-    law = exact_law(llm, prompt)
+def distribution_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int, seed: int = 0) -> LawTest:
+    """Sample short continuations of ``prompt`` under a rule, always drafting, and test them against the exact
+    distribution.
+    """
+    distribution = exact_distribution(llm, prompt)
     params = SamplingParams(n=samples, max_tokens=len(BRANCHES), temperature=1.0, seed=seed, ignore_eos=True)
     side = llm.with_options(acceptance=acceptance, num_speculative_tokens=len(BRANCHES))
     (output,) = side.generate([prompt], params, use_tqdm=False)
-    counts = count_cells((answer.token_ids for answer in output.outputs), law)
-    statistic, cells, p_value = chi_squared(counts, list(law.values()))
+    counts = count_cells((answer.token_ids for answer in output.outputs), distribution)
+    statistic, cells, p_value = chi_squared(counts, list(distribution.values()))
     metrics = [answer.metrics for answer in output.outputs]
     drafted, accepted = sum(m.drafted for m in metrics), sum(m.accepted for m in metrics)
     return LawTest(acceptance, samples, drafted, accepted, cells, statistic, p_value)
@@ -260,7 +263,7 @@ def verify(
                 comparisons.append(comparison)
                 bar.update()
         for rule in rules:
-            tests.append(law_test(llm, prompts[0] if given else _encode(llm, FORKED), rule, samples))
+            tests.append(distribution_test(llm, prompts[0] if given else _encode(llm, FORKED), rule, samples))
             bar.update()
     if not report(llm, comparisons, tests):
         raise typer.Exit(1)
@@ -294,7 +297,7 @@ def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[LawTest]
             console.print(_sentence(llm, entry, parted), soft_wrap=True, markup=False)
     if tests:
         columns = ["rule", "samples", "guesses kept", "cells", "chi-squared", "p-value"]
-        console.print(table("The law of the next tokens", columns, [_law_row(test) for test in tests]))
+        console.print(table("The law of the next tokens", columns, [_probability_row(test) for test in tests]))
     violated = [entry.what for entry in comparisons if entry.violated]
     violated += [f"the law under {test.acceptance}" for test in tests if test.violated]
     ties = sum(len(entry.divergences) for entry in comparisons)
@@ -309,7 +312,7 @@ def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[LawTest]
     return not violated
 
 
-def _law_row(test: LawTest) -> list[str]:
+def _probability_row(test: LawTest) -> list[str]:
     kept = f"{test.accepted} of {test.drafted}"
     return [test.acceptance, str(test.samples), kept, str(test.cells), f"{test.statistic:.1f}", f"{test.p_value:.3g}"]
 

@@ -42,19 +42,22 @@ class EngineConfig:
     drafter: "model" (needs a draft model), "feature" (needs a trained head in its place), "ngram" (prompt lookup, no
         model), "hybrid" (prompt lookup where it will do, else the draft model or head), None (plain decoding). "auto"
         is hybrid with either of them, else n-gram; where the device plays rounds alone, which n-gram lookup would end,
-        it is model or None, unless other options ask for guesses. An engine's own configuration never says "auto".
+        it is model or None, unless other options ask for draft tokens. An engine's own configuration never says "auto".
         Or another package's name, or an object: a ``paceline.drafters.Drafter``, as a class or as a pattern of which
         each engine plays a copy.
-    num_speculative_tokens: guesses a round: a number, or who chooses it: "auto" (as many as pay at the measured cost
+    num_speculative_tokens: draft tokens a round: a number, or who chooses it: "auto" (as many as pay at the measured
+    cost
         and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
         Or another package's name, or an object: a ``paceline.lengths.LengthPolicy``, likewise.
-    speculation_width: guesses of a row that may stand side by side, each for the same place: its guesses are then a
+    speculation_width: draft tokens of a row that may stand side by side, each for the same place: its draft tokens are
+    then a
         tree, and ``num_speculative_tokens`` is its depth. 1: a chain. "auto": as wide as was counted to pay for this
         drafter. Acceptance must be "coupled"; on a device trees have one shape: at each depth so
         many candidates after the chain of the likeliest.
     profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
     acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
-        "synthetic:0.8" keeps each guess with that probability, whatever it is: the speed is real, the text is not.
+        "synthetic:0.8" keeps each draft token with that probability, whatever it is: the speed is real, the text is
+        not.
     benchmark: says that texts are not wanted; without it a synthetic acceptance is refused.
     attention: "native" (the C++ kernels for CPUs, ragged and batch-invariant), "ragged" (one Triton launch for all
         rows), "padded" (BASS-PAD) or "split" (BASS-SPLIT). "auto" is native where it can run the model, ragged on CUDA
@@ -166,18 +169,20 @@ class EngineConfig:
         return self.drafter_kind is not None and self.drafter_kind.needs_draft_model
 
     @property
-    def guesses(self) -> bool:
-        """Whether any round may have guesses; else it is plain decoding."""
+    def draft_tokens(self) -> bool:
+        """Whether any round may have draft tokens; else it is plain decoding."""
         return self.drafter is not None and self.num_speculative_tokens != 0
 
     @property
     def looks_up(self) -> bool:
         """Whether its drafter copies from text."""
-        return self.guesses and self.drafter_kind is not None and self.drafter_kind.copies
+        return self.draft_tokens and self.drafter_kind is not None and self.drafter_kind.copies
 
     @property
     def drafter_kind(self) -> DrafterKind | None:
-        """What stands behind the drafter's name; None where nobody guesses, or it is not known yet who ("auto")."""
+        """What stands behind the drafter's name; None where nobody draft tokens, or it is not known yet who
+        ("auto").
+        """
         return None if self.drafter is None or self.drafter == "auto" else DRAFTERS.get(self.drafter)
 
     @property
@@ -187,16 +192,16 @@ class EngineConfig:
         return None if isinstance(given, int) else LENGTHS.get(given)
 
     @property
-    def most_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Of a row in a round."""
         given = self.num_speculative_tokens
-        return given if isinstance(given, int) else LENGTHS.get(given).most_guesses
+        return given if isinstance(given, int) else LENGTHS.get(given).max_draft_tokens
 
     @property
     def most_width(self) -> int:
-        """Guesses of a row for the same place; 1 where they are chains."""
+        """Draft tokens of a row for the same place; 1 where they are chains."""
         kind = self.drafter_kind
-        return 1 if not self.guesses or kind is None else self.width_of(kind)
+        return 1 if not self.draft_tokens or kind is None else self.width_of(kind)
 
     def width_of(self, kind: DrafterKind) -> int:
         """The same of a drafter, which may be a part of this engine's."""
@@ -206,7 +211,7 @@ class EngineConfig:
 
     @property
     def length_name(self) -> str:
-        """How many guesses a round, in a word: "k=4", "auto"."""
+        """How many draft tokens a round, in a word: "k=4", "auto"."""
         given = self.num_speculative_tokens
         return f"k={given}" if isinstance(given, int) else given if isinstance(given, str) else given.name
 
@@ -220,7 +225,7 @@ class EngineConfig:
 
     @property
     def synthetic_acceptance(self) -> float | None:
-        """The chance with which every guess is kept; None where guesses are judged by the target."""
+        """The chance with which every draft token is kept; None where draft tokens are judged by the target."""
         if not self.acceptance.startswith(SYNTHETIC):
             return None
         try:
@@ -256,18 +261,18 @@ class EngineOptions(TypedDict, total=False):
     memory_limit: int | None
 
 
-_GUESSES = "a drafter, who guesses; drafter=None is nobody"
+_DRAFTS = "a drafter, who guesses; drafter=None is nobody"
 _DRAFTS = "a draft model that drafts: drafter='model' or 'hybrid'"
 LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid', and num_speculative_tokens other than 0"
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
-    "num_speculative_tokens": (lambda config: config.drafter is not None, _GUESSES),
+    "num_speculative_tokens": (lambda config: config.drafter is not None, _DRAFTS),
     "speculation_width": (
-        lambda config: config.guesses and config.drafter_kind is not None and config.drafter_kind.auto_width > 0,
+        lambda config: config.draft_tokens and config.drafter_kind is not None and config.drafter_kind.auto_width > 0,
         "a drafter whose guesses may branch: drafter='ngram', 'model', 'feature' or 'hybrid'",
     ),
-    "acceptance": (lambda config: config.drafter is not None, _GUESSES),
-    "profile": (lambda config: config.reads_profile, _GUESSES + "; and num_speculative_tokens='auto' or 'profiled'"),
+    "acceptance": (lambda config: config.drafter is not None, _DRAFTS),
+    "profile": (lambda config: config.reads_profile, _DRAFTS + "; and num_speculative_tokens='auto' or 'profiled'"),
     "draft_model": (lambda config: config.asks_draft_model, _DRAFTS),
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFTS),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFTS),

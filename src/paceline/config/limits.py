@@ -16,7 +16,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 MetricsNames = Literal["paceline", "vllm"]
 RankName = Literal["mean_logprob", "logprob"]
-Length: TypeAlias = int | str | LengthKind  # guesses a round: a number, or who chooses it
+Length: TypeAlias = int | str | LengthKind  # draft tokens a round: a number, or who chooses it
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4

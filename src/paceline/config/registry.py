@@ -19,8 +19,8 @@ from paceline.errors import ParameterError
 class DrafterKind(Protocol):
     """What a drafter needs, known before anything is loaded; ``drafters.base.Drafter`` says more, and what it does.
 
-    needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings.
-    auto_width: guesses side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
+    needs_draft_model: whether it runs one. copies: whether it draft tokens from references, documents and siblings.
+    auto_width: draft tokens side by side where ``speculation_width`` is "auto"; 0: its draft tokens never branch.
     """
 
     @property
@@ -44,8 +44,8 @@ class DrafterKind(Protocol):
 class LengthKind(Protocol):
     """What a length policy needs; ``lengths.base.LengthPolicy`` says more, and what it does.
 
-    needs_profile: whether it cannot do without one. reads_profile: whether it makes use of one. most_guesses: that it
-    asks for, of a row in a round.
+    needs_profile: whether it cannot do without one. reads_profile: whether it makes use of one. max_draft_tokens: that
+    it asks for, of a row in a round.
     """
 
     @property
@@ -58,7 +58,7 @@ class LengthKind(Protocol):
     def reads_profile(self) -> bool: ...
 
     @property
-    def most_guesses(self) -> int: ...
+    def max_draft_tokens(self) -> int: ...
 
     def build(self, means: Any, /) -> Any:
         """Make one for an engine. means: ``lengths.base.Means``."""

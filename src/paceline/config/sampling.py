@@ -122,7 +122,8 @@ class SamplingParams:
         once more for them. Offline alone.
     logprobs: None for none; m for each token's own log-probability and the m most likely ones. They are the model's own
         (before bias, penalties and temperature).
-    num_speculative_tokens: most guesses a round for this prompt, however many the engine plays; 0 is plain decoding.
+    num_speculative_tokens: most draft tokens a round for this prompt, however many the engine plays; 0 is plain
+    decoding.
         None leaves it to the engine.
     keep_prefix: whether later requests may copy what this one had read (``EngineConfig.prefix_cache``).
     cache_salt: only requests with the same one share what they read, so that nobody learns by the time that an answer

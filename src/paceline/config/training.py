@@ -40,7 +40,7 @@ class DraftData:
 class DraftTraining:
     """How a head learns.
 
-    kind: feature reads its own guesses one by one (EAGLE-3), parallel a mask for each, all in one pass (P-EAGLE).
+    kind: feature reads its own draft tokens one by one (EAGLE-3), parallel a mask for each, all in one pass (P-EAGLE).
         hidden_transfer maps a late hidden state of the target to pseudo states of the next tokens (2404.12022). model
         is no head: some of the target's layers are distilled to a draft model.
     layers: of a draft model; None: one for eight of the target's, two at least. Other kinds refuse it.
@@ -50,9 +50,9 @@ class DraftTraining:
         mlp_width: None is the target's.
     learning_rate: AdamW's highest, after a warm-up over the first ``warm_up`` of all work; then half a cosine down.
     batch_tokens: of a step. clip: the longest gradient.
-    unroll: guesses of a draft that are learnt (test-time training), each weighing ``decay`` of the one before; one
+    unroll: draft tokens of a draft that are learnt (test-time training), each weighing ``decay`` of the one before; one
         alone in the first ``alone`` of all work. total_variation: the last share of it, which learns acceptance itself
-        instead of the target's law.
+        instead of the target's distribution.
     evaluate_every: minutes between two looks at the held-out texts. checkpoint_every: likewise, between checkpoints.
     """
 

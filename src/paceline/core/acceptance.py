@@ -1,7 +1,9 @@
-"""The host's round: what becomes of a draft, from the target's logits. Two rules (``rules.py``), one law: the target's.
+"""The host's round: what becomes of a draft, from the target's logits. Two rules (``rules.py``), one distribution: the
+target's.
 
-Shapes: B rows, k guesses, V vocabulary. Position j of the target's logits [B, k + 1, V] follows guess j. Logits [N, V]
-are those of the N real tokens of a ragged draft, row after row. Place 0 of a tree is the row's unseen token.
+Shapes: B rows, k draft tokens, V vocabulary. Position j of the target's logits [B, k + 1, V] follows draft token j.
+Logits [N, V] are those of the N real tokens of a ragged draft, row after row. Place 0 of a tree is the row's unseen
+token.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     """The coupled rule (``rules.keep_equal``); greedy decoding is the case without noise."""
     choices = Choices.after(draft, logits, batch)
-    if choices.ops is not None:  # one call, and no draws beyond the first that no guess foresaw
+    if choices.ops is not None:  # one call, and no draws beyond the first that no draft token foresaw
         scored = batch.sampling.scored
         tokens, accepted, path, own = choices.ops.accept(choices.places, Purpose.DRAW, scored)
         return Verdict(tokens, accepted, draft.counts, None if own is None else Logprobs.alone(own), path=path)
@@ -33,7 +35,7 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 
 
 def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
-    """[B, k + 1]: the target's own draws; where a row has no guess they mean nothing."""
+    """[B, k + 1]: the target's own draws; where a row has no draft token they mean nothing."""
     rectangle = logits if logits.dim() == 3 else _rectangle(draft, logits)
     if draft.tree is None:
         return draw(rectangle, batch, draft.tokens)
@@ -50,13 +52,13 @@ def _rectangle(draft: Draft, flat: Tensor) -> Tensor:
 def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     """The rejection rule (``rules.keep_likely``).
 
-    Guesses without probabilities are certain ones (q = 1), for which the coupled rule is the same law.
+    Draft tokens without probabilities are certain ones (q = 1), for which the coupled rule is the same distribution.
     """
     _refuse_tree(draft, "rejection")
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
-    law = Choices(logits, batch, draft.tokens).law()
-    return keep_likely(draft, law, draft.probabilities, batch.state(batch.rows))
+    distribution = Choices(logits, batch, draft.tokens).distribution()
+    return keep_likely(draft, distribution, draft.probabilities, batch.state(batch.rows))
 
 
 def _refuse_tree(draft: Draft, rule: str) -> None:
@@ -67,7 +69,7 @@ def _refuse_tree(draft: Draft, rule: str) -> None:
 
 
 def synthetic(rate: float) -> AcceptanceRule:
-    """Keep each guess with this probability, whatever it is: for benchmarks of models with random weights."""
+    """Keep each draft token with this probability, whatever it is: for benchmarks of models with random weights."""
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         _refuse_tree(draft, f"{SYNTHETIC}{rate}")

@@ -1,4 +1,4 @@
-"""The live rows, and what a length policy wishes for them. B live rows, k guesses, P positions, V vocabulary."""
+"""The live rows, and what a length policy wishes for them. B live rows, k draft tokens, P positions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paceline.core.rows import MOST_STOPS, After, Constraint, RowState, Sampling
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
-    """The answers of one request, which may be guessed from each other and from references that it brought along.
+class RequestGroup:
+    """The answers of one request, which may be drafted from each other and from references that it brought along.
 
     What a draft model has read of their prompt for one of them it need not read for the others.
     """
@@ -35,7 +35,7 @@ class Member(NamedTuple):
     first: where in its row's text that stretch begins which tells its siblings something: the prompt's last tokens.
     """
 
-    family: Family
+    family: RequestGroup
     number: int
     first: int
 
@@ -44,8 +44,8 @@ class Member(NamedTuple):
 class RowStart:
     """What a row begins with. ``seed``: the sequence's own noise key; ``stop_tokens``: what ends its answer.
 
-    constraint: what its answer may be; a sequence's own. None: anything. member: what its guesses may be copied from,
-    beside its own text. deadline: when its time budget is over, on the clock of time.monotonic.
+    constraint: what its answer may be; a sequence's own. None: anything. member: what its draft tokens may be copied
+    from, beside its own text. deadline: when its time budget is over, on the clock of time.monotonic.
     """
 
     tokens: list[int]
@@ -63,21 +63,24 @@ class Enough(Protocol):
     def __call__(
         self, batch: Batch, scores: Sequence[Sequence[float]], follows: Sequence[Sequence[int]] | None = None
     ) -> bool:
-        """Given the rows it is for, the confidence in each of their guesses so far and, of trees, what each follows."""
+        """Given the rows it is for, the confidence in each of their draft tokens so far and, of trees, what each
+        follows.
+        """
         ...
 
 
-# How many guesses to ask of a draft model in place of these, which were free; 0: these will do.
+# How many draft tokens to ask of a draft model in place of these, which were free; 0: these will do.
 Instead = Callable[["Batch", Draft], int]
 
 
 @dataclass(frozen=True)
-class Wish:
+class SpeculationPlan:
     """What a length policy wants of one round's draft; the round hands it to the drafter.
 
-    k: most guesses of a row; 0: none, the round is plain decoding. caps: most guesses of each decoding row, where rows
-    are treated differently. enough: asked by a drafter that scores its guesses, after each of them, whether to stop
-    there; None: never. instead: asked by a drafter that has two kinds of guesses; None: it decides by itself.
+    k: most draft tokens of a row; 0: none, the round is plain decoding. caps: most draft tokens of each decoding row,
+    where rows are treated differently. enough: asked by a drafter that scores its draft tokens, after each of them,
+    whether to stop there; None: never. instead: asked by a drafter that has two kinds of draft tokens; None: it decides
+    by itself.
     """
 
     k: int
@@ -85,24 +88,24 @@ class Wish:
     enough: Enough | None = None
     instead: Instead | None = None
 
-    def within(self, batch: Batch) -> Wish:
+    def within(self, batch: Batch) -> SpeculationPlan:
         """What of it the rows have room for and their requests allow."""
         if self.k == 0:
             return self
-        k, allowed = min(self.k, batch.room - 1), batch.most_guesses[: batch.rows]
+        k, allowed = min(self.k, batch.room - 1), batch.max_draft_tokens[: batch.rows]
         if min(allowed) >= k:
             return self if k == self.k else replace(self, k=k)
         caps = [k] * batch.rows if self.caps is None else self.caps
         return replace(self, k=k, caps=[min(cap, most) for cap, most in zip(caps, allowed, strict=True)])
 
     def counts(self, batch: Batch) -> list[int]:
-        """Most guesses of each of the batch's rows, which may be a part of those that it was made for."""
+        """Most draft tokens of each of the batch's rows, which may be a part of those that it was made for."""
         if self.caps is None:
             return [self.k] * batch.rows
         return [min(self.k, cap) for cap in self.caps[batch.first : batch.first + batch.rows]]
 
     def stretch(self, rows: int) -> tuple[int, int]:
-        """First and stop of the stretch of ``rows`` outside which no row may have guesses."""
+        """First and stop of the stretch of ``rows`` outside which no row may have draft tokens."""
         if self.caps is None:
             return 0, rows
         asked = [row for row, cap in enumerate(self.caps) if cap > 0]
@@ -138,7 +141,7 @@ class Batch:
     length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
     lengths: the same, known to the host; as limits are to limit [R], the length at which a row must end.
     stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
-    members: what guesses for each row may be copied from, beside its own text.
+    members: what draft tokens for each row may be copied from, beside its own text.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
     ops: what replaces torch's operators on the host; None: nothing does.
     """
@@ -162,8 +165,8 @@ class Batch:
         self.limit = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.stops = torch.full((capacity, MOST_STOPS), -1, dtype=torch.int64, device=device)
         self.live = torch.zeros(1, dtype=torch.int64, device=device)
-        self.most_guesses = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
-        self.deadlines = [math.inf] * capacity  # whose guesses come first, of those that are worth as much
+        self.max_draft_tokens = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
+        self.deadlines = [math.inf] * capacity  # whose draft tokens come first, of those that are worth as much
         self.members: list[Member | None] = [None] * capacity
         self.rows = 0
         self.first = 0
@@ -198,12 +201,12 @@ class Batch:
         return [(rows, int(self.sampling.prompt_length[rows[0]])) for rows in families.values() if len(rows) > 1]
 
     @property
-    def no_guesses(self) -> Draft:
+    def empty_draft(self) -> Draft:
         """For any decoding row: the round is plain decoding."""
         return Draft.empty(self.rows, self.device)
 
     def fitting(self, draft: Draft) -> Draft:
-        """Of a tree the guesses that have a slot in their row: siblings take one each, however deep they stand."""
+        """Of a tree the draft tokens that have a slot in their row: siblings take one each, however deep they stand."""
         if draft.follows is None:
             return draft
         rows = range(self.rows)
@@ -211,14 +214,14 @@ class Batch:
         return draft.first([min(most, count) for most, count in zip(room, draft.drafted, strict=True)])
 
     def slots_for(self, limit: int) -> int:
-        """Of a row whose text ends at ``limit``: guesses beyond it are written, too, before they are judged."""
+        """Of a row whose text ends at ``limit``: draft tokens beyond it are written, too, before they are judged."""
         return min(limit + MAX_SPECULATION_LENGTH, self.positions)
 
     @property
     def room(self) -> int:
         """Most tokens that any decoding row may gain in a round."""
         rows = range(self.rows)
-        return max(min(self.limits[row] - self.lengths[row], self.most_guesses[row] + 1) for row in rows)
+        return max(min(self.limits[row] - self.lengths[row], self.max_draft_tokens[row] + 1) for row in rows)
 
     def set_row(self, row: int, start: RowStart) -> None:
         size = len(start.tokens)
@@ -229,7 +232,7 @@ class Batch:
         self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
         self.sampling.constraints[row] = start.constraint
         allowed = start.params.num_speculative_tokens
-        self.most_guesses[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
+        self.max_draft_tokens[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.deadlines[row] = start.deadline
         self.members[row] = start.member
 
@@ -241,7 +244,7 @@ class Batch:
         self.limits[destination] = self.limits[source]
         self.limit[destination] = self.limit[source]
         self.stops[destination] = self.stops[source]
-        self.most_guesses[destination] = self.most_guesses[source]
+        self.max_draft_tokens[destination] = self.max_draft_tokens[source]
         self.deadlines[destination] = self.deadlines[source]
         self.members[destination] = self.members[source]
         self.sampling.copy_row(source, destination)
@@ -263,7 +266,7 @@ class Batch:
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
-        part.most_guesses, part.members = self.most_guesses[first:stop], self.members[first:stop]
+        part.max_draft_tokens, part.members = self.max_draft_tokens[first:stop], self.members[first:stop]
         part.deadlines = self.deadlines[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
@@ -271,7 +274,7 @@ class Batch:
     def unrolled(self, draft: Draft) -> Batch:
         """Each place of each row's tree as a row of its own, whose text ends there: B * (k + 1) rows, copies.
 
-        What is drawn after them knows the guesses on the way there, and no others.
+        What is drawn after them knows the draft tokens on the way there, and no others.
         """
         assert draft.tree is not None
         width = draft.k + 1
@@ -285,7 +288,7 @@ class Batch:
         return lines
 
     def after(self, places: Sequence[tuple[int, Sequence[int]]]) -> Batch:
-        """Of each (row, guesses) that row as one of its own, its text followed by these guesses: copies."""
+        """Of each (row, draft tokens) that row as one of its own, its text followed by these draft tokens: copies."""
         rows = [row for row, _ in places]
         lines = copy.copy(self)
         lines.rows, lines._view = len(rows), None
@@ -305,7 +308,9 @@ class Batch:
         return lines
 
     def _texts_after(self, draft: Draft, tree: Tree) -> Tensor:
-        """[B * (k + 1), P]: the rows' texts, followed by the guesses on the way to each place, its own included."""
+        """[B * (k + 1), P]: the rows' texts, followed by the draft tokens on the way to each place, its own
+        included.
+        """
         text = self.tokens[: self.rows, None].repeat(1, draft.k + 1, 1)
         at = (self.live_length[:, None] + tree.depths[:, 1:] - 1)[:, None]
         beyond = text.shape[2] - 1  # where what is on another way goes; nothing that counts is there
@@ -313,7 +318,9 @@ class Batch:
         return text.scatter_(2, at, draft.tokens[:, None].expand_as(at)).flatten(0, 1)
 
     def _constraints_after(self, draft: Draft) -> list[Constraint | None]:
-        """Each row's constraint after the guesses on the way to each place; at places without a guess there is none."""
+        """Each row's constraint after the draft tokens on the way to each place; at places without a draft token there
+        is none.
+        """
         counts, own = draft.counts.tolist(), self.sampling.constraints[: self.rows]
         return [
             None if constraint is None or place > count else After(constraint, way)

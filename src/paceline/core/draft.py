@@ -1,4 +1,4 @@
-"""What is guessed for the rows of a batch, and what a round decided. B rows, k guesses, V vocabulary."""
+"""What is drafted for the rows of a batch, and what a round decided. B rows, k draft tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from paceline.core.nodes import Tree
 from paceline.errors import ParameterError
 
-KINDS = 8  # most kinds of guesses that a drafter may tell apart
+KINDS = 8  # most kinds of draft tokens that a drafter may tell apart
 BESIDE = (
     KINDS // 2
-)  # more than its kind would be, of a guess that stands beside a better one: right where that is wrong
+)  # more than its kind would be, of a draft token that stands beside a better one: right where that is wrong
 
 
 class OnDemand:
@@ -47,21 +47,25 @@ def real_places(counts: Tensor, width: int) -> Tensor:
 
 @dataclass
 class Draft:
-    """What a drafter guesses, given as tensors or (``of``) as the host's lists; the others are made when asked for.
+    """What a drafter draft tokens, given as tensors or (``of``) as the host's lists; the others are made when asked
+    for.
 
-    tokens: [B, k] int64. counts: [B] int64, how many of a row's guesses are real (the rest is padding).
-    probabilities: [B, k, V] float32, the law each guess was drawn from; None if guesses are not drawn (n-gram) or are
+    tokens: [B, k] int64. counts: [B] int64, how many of a row's draft tokens are real (the rest is padding).
+    probabilities: [B, k, V] float32, the distribution each draft token was drawn from; None if draft tokens are not
+    drawn (n-gram) or are
         drawn with the target's own noise (coupled).
-    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each guess, given that those before
+    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each draft token, given that those
+    before
         it are right; None if it has none.
     logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
-    parents: [B, k] int64, the guess that each guess follows, one before it, or -1: the row's unseen token. None: each
+    parents: [B, k] int64, the draft token that each draft token follows, one before it, or -1: the row's unseen token.
+    None: each
         follows the one before, a chain. Trees have no probabilities.
-    kinds: [B, k] or wider, on the host, where each guess comes from, as far as that says something about it (its
+    kinds: [B, k] or wider, on the host, where each draft token comes from, as far as that says something about it (its
         drafter's numbers, 0 to ``KINDS`` - 1); None: all from the same.
     """
 
-    tokens: Tensor = OnDemand(lambda draft: draft._table(draft.guesses, 0))  # type: ignore[assignment]
+    tokens: Tensor = OnDemand(lambda draft: draft._table(draft.draft_tokens, 0))  # type: ignore[assignment]
     counts: Tensor = OnDemand(lambda draft: draft._host(draft.drafted))  # type: ignore[assignment]
     probabilities: Tensor | None = None
     confidence: Sequence[Sequence[float]] | None = None
@@ -71,15 +75,15 @@ class Draft:
 
     @staticmethod
     def of(
-        guesses: list[list[int]],
+        draft_tokens: list[list[int]],
         device: torch.device,
         confidence: Sequence[Sequence[float]] | None = None,
         kinds: Sequence[Sequence[int]] | None = None,
         follows: Sequence[Sequence[int]] | None = None,
     ) -> Draft:
-        """guesses: of each row. follows: of trees, what each of them follows."""
+        """draft tokens: of each row. follows: of trees, what each of them follows."""
         draft = Draft.__new__(Draft)
-        draft.guesses, draft._device, draft.confidence, draft.kinds = guesses, device, confidence, kinds
+        draft.draft_tokens, draft._device, draft.confidence, draft.kinds = draft_tokens, device, confidence, kinds
         k = draft.k
         draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
         draft._listed = True
@@ -90,7 +94,7 @@ class Draft:
     @property
     def k(self) -> int:
         known = self.__dict__.get("tokens")
-        return max(map(len, self.guesses), default=0) if known is None else known.shape[1]
+        return max(map(len, self.draft_tokens), default=0) if known is None else known.shape[1]
 
     def _host(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -103,10 +107,11 @@ class Draft:
         return self._host([line + [padding] * (k - len(line)) for line in lines]).view(len(lines), k)
 
     @cached_property
-    def guesses(self) -> list[list[int]]:
-        """The real guesses of each row, read once: on the CPU an operator takes longer than many a round's decision.
+    def draft_tokens(self) -> list[list[int]]:
+        """The real draft tokens of each row, read once: on the CPU an operator takes longer than many a round's
+        decision.
 
-        Raises ParameterError if a count is not one of the row's guesses.
+        Raises ParameterError if a count is not one of the row's draft tokens.
         """
         counts = self.counts.tolist()
         if not all(0 <= count <= self.k for count in counts):
@@ -115,8 +120,8 @@ class Draft:
 
     @property
     def drafted(self) -> list[int]:
-        """How many guesses of each row are real, on the host."""
-        return [len(line) for line in self.guesses]
+        """How many draft tokens of each row are real, on the host."""
+        return [len(line) for line in self.draft_tokens]
 
     @cached_property
     def follows(self) -> list[list[int]] | None:
@@ -125,12 +130,12 @@ class Draft:
 
     @cached_property
     def real(self) -> Tensor:
-        """[B, k + 1] bool: each row's unseen token and its real guesses."""
+        """[B, k + 1] bool: each row's unseen token and its real draft tokens."""
         return real_places(self.counts + 1, self.k + 1)
 
     @cached_property
     def ways(self) -> list[list[list[int]]]:
-        """Of each row and place the guesses on the way there: none for place 0, the unseen token's."""
+        """Of each row and place the draft tokens on the way there: none for place 0, the unseen token's."""
         tokens = self.tokens.tolist()
         chain = list(range(-1, self.k - 1))
         parents = self.follows or [chain] * len(tokens)
@@ -148,16 +153,16 @@ class Draft:
 
     @cached_property
     def ragged(self) -> bool:
-        """Whether some row has fewer than k guesses; reads the device."""
+        """Whether some row has fewer than k draft tokens; reads the device."""
         return not bool(self.real.all())
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
-        """No guess for any row: the round is plain decoding."""
-        return _no_guesses(rows, device)
+        """No draft token for any row: the round is plain decoding."""
+        return _empty_draft(rows, device)
 
     def capped(self, caps: Sequence[int] | None) -> Draft:
-        """At most caps[i] guesses for row i, of a tree as deep; None caps nothing."""
+        """At most caps[i] draft tokens for row i, of a tree as deep; None caps nothing."""
         if caps is None:
             return self
         if self.follows is not None:
@@ -168,20 +173,20 @@ class Draft:
         return replace(self, counts=torch.minimum(self.counts, most))
 
     def first(self, counts: Sequence[int]) -> Draft:
-        """The first counts[i] guesses of each row alone, as narrow as they allow."""
+        """The first counts[i] draft tokens of each row alone, as narrow as they allow."""
         if self.follows is not None:
             follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
             return branching(self._lines(counts), follows, self._device)
         k = max(counts)
         if self._listed or k == 0:
             return Draft.of(self._lines(counts), self._device)
-        laws = None if self.probabilities is None else self.probabilities[:, :k]
-        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), laws)
-        chosen.guesses = self._lines(counts)
+        distributions = None if self.probabilities is None else self.probabilities[:, :k]
+        chosen = Draft(self.tokens[:, :k], self.counts.new_tensor(counts), distributions)
+        chosen.draft_tokens = self._lines(counts)
         return chosen
 
     def _lines(self, counts: Sequence[int]) -> list[list[int]]:
-        return [line[:count] for line, count in zip(self.guesses, counts, strict=True)]
+        return [line[:count] for line, count in zip(self.draft_tokens, counts, strict=True)]
 
     def _cut(self, depths: Sequence[int]) -> Draft:
         """Of a tree: row i without what stands deeper than depths[i]."""
@@ -192,14 +197,16 @@ class Draft:
         ]
         scores = None if self.confidence is None else _taken(self.confidence, kept)
         kinds = None if self.kinds is None else _taken(self.kinds, kept)
-        return branching(_taken(self.guesses, kept), self._follows_among(kept), self._device, scores, kinds)
+        return branching(_taken(self.draft_tokens, kept), self._follows_among(kept), self._device, scores, kinds)
 
     def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
-        """Of a tree: row i has its real guesses in the order orders[i], in which none comes before what it follows."""
-        return Draft.of(_taken(self.guesses, orders), self._device, follows=self._follows_among(orders))
+        """Of a tree: row i has its real draft tokens in the order orders[i], in which none comes before what it
+        follows.
+        """
+        return Draft.of(_taken(self.draft_tokens, orders), self._device, follows=self._follows_among(orders))
 
     def _follows_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What each of these guesses follows among them."""
+        """What each of these draft tokens follows among them."""
         assert self.follows is not None
         new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
         return [[places[old] for old in line] for places, line in zip(new, _taken(self.follows, kept), strict=True)]
@@ -209,7 +216,7 @@ class Draft:
         return self.tokens.device
 
     def spread(self, first: int, rows: int) -> Draft:
-        """The draft of a part of a batch as one of the whole batch, whose other rows have no guesses."""
+        """The draft of a part of a batch as one of the whole batch, whose other rows have no draft tokens."""
 
         def widen(table: Tensor) -> Tensor:
             wide = table.new_zeros(rows, *table.shape[1:])
@@ -223,23 +230,23 @@ class Draft:
 
         confidence, kinds = longer(self.confidence), longer(self.kinds)
         if self._listed:
-            return Draft.of(longer(self.guesses) or [], self._device, confidence, kinds, longer(self.follows))
-        laws = None if self.probabilities is None else widen(self.probabilities)
+            return Draft.of(longer(self.draft_tokens) or [], self._device, confidence, kinds, longer(self.follows))
+        distributions = None if self.probabilities is None else widen(self.probabilities)
         parents = None if self.parents is None else widen(self.parents + 1) - 1
-        return Draft(widen(self.tokens), widen(self.counts), laws, confidence, None, parents, kinds)
+        return Draft(widen(self.tokens), widen(self.counts), distributions, confidence, None, parents, kinds)
 
 
 def branching(
-    guesses: list[list[int]],
+    draft_tokens: list[list[int]],
     follows: list[list[int]],
     device: torch.device,
     confidence: Sequence[Sequence[float]] | None = None,
     kinds: Sequence[Sequence[int]] | None = None,
 ) -> Draft:
-    """Trees: of each row its guesses and what each follows. Where no row has a branch they are chains."""
+    """Trees: of each row its draft tokens and what each follows. Where no row has a branch they are chains."""
     if all(line == list(range(-1, len(line) - 1)) for line in follows):
-        return Draft.of(guesses, device, confidence, kinds)
-    return Draft.of(guesses, device, confidence, kinds, follows)
+        return Draft.of(draft_tokens, device, confidence, kinds)
+    return Draft.of(draft_tokens, device, confidence, kinds, follows)
 
 
 def _taken(table: Sequence[Sequence[Any]], kept: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -248,7 +255,7 @@ def _taken(table: Sequence[Sequence[Any]], kept: Sequence[Sequence[int]]) -> lis
 
 
 def depths_of(follows: Sequence[int]) -> list[int]:
-    """How deep each guess of a row stands, from 1 on. follows: the guess that each follows, or -1."""
+    """How deep each draft token of a row stands, from 1 on. follows: the draft token that each follows, or -1."""
     depths: list[int] = []
     for parent in follows:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -256,13 +263,13 @@ def depths_of(follows: Sequence[int]) -> list[int]:
 
 
 @cache
-def _no_guesses(rows: int, device: torch.device) -> Draft:
+def _empty_draft(rows: int, device: torch.device) -> Draft:
     return Draft.of([[] for _ in range(rows)], device)
 
 
 @dataclass
 class Logprobs:
-    """Under the target's own law: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
+    """Under the target's own distribution: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
 
     own: Tensor
     top_ids: Tensor
@@ -283,8 +290,9 @@ class Logprobs:
 class JudgedTree(NamedTuple):
     """What became of a row's tree.
 
-    depths: of each of its guesses, from 1 on. saved_at: the place among the guesses kept of the first that stands
-    beside a better one: a chain would have ended there; None: there is none. whole: nothing was guessed after the last
+    depths: of each of its draft tokens, from 1 on. saved_at: the place among the draft tokens kept of the first that
+    stands
+    beside a better one: a chain would have ended there; None: there is none. whole: nothing was drafted after the last
     one kept.
     """
 
@@ -294,8 +302,8 @@ class JudgedTree(NamedTuple):
 
     @staticmethod
     def of(follows: Sequence[int], path: Sequence[int]) -> JudgedTree:
-        """follows: the guess that each guess follows, or -1. path: the guesses kept."""
-        saved_at = next((place for place, guess in enumerate(path) if stands_beside(follows, guess)), None)
+        """follows: the draft token that each draft token follows, or -1. path: the draft tokens kept."""
+        saved_at = next((place for place, draft_token in enumerate(path) if stands_beside(follows, draft_token)), None)
         return JudgedTree(depths_of(follows), saved_at, (path[-1] if path else -1) not in follows)
 
     @property
@@ -308,13 +316,13 @@ class JudgedTree(NamedTuple):
         return len(self.depths) > self.depth
 
     def judged(self, kept: int) -> int:
-        """Guesses for the places of the first ``kept`` tokens."""
+        """Draft tokens for the places of the first ``kept`` tokens."""
         return sum(depth <= kept for depth in self.depths)
 
 
-def stands_beside(follows: Sequence[int], guess: int) -> bool:
-    """Whether a guess is not the first for its place."""
-    return follows[guess] in follows[:guess]
+def stands_beside(follows: Sequence[int], draft_token: int) -> bool:
+    """Whether a draft token is not the first for its place."""
+    return follows[draft_token] in follows[:draft_token]
 
 
 @dataclass
@@ -322,7 +330,7 @@ class HostVerdict:
     """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
 
     gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
-    trees: None where all guesses were chains.
+    trees: None where all draft tokens were chains.
     """
 
     tokens: list[list[int]]
@@ -333,28 +341,28 @@ class HostVerdict:
 
     @property
     def depths(self) -> list[int]:
-        """How far each row's guesses reach."""
+        """How far each row's draft tokens reach."""
         return self.drafted if self.trees is None else [tree.depth for tree in self.trees]
 
     @property
     def saved(self) -> int:
-        """Rows that kept a guess which stood beside a better one."""
+        """Rows that kept a draft token which stood beside a better one."""
         return sum(tree.saved_at is not None for tree in self.trees or ())
 
     def judged(self, row: int, kept: int) -> int:
-        """Guesses that a row's first ``kept`` tokens judge; where it ended among those accepted not all are."""
+        """Draft tokens that a row's first ``kept`` tokens judge; where it ended among those accepted not all are."""
         drafted = self.drafted[row]
         if kept > self.accepted[row]:
             return drafted
         return min(drafted, kept) if self.trees is None else self.trees[row].judged(kept)
 
     def saves(self, row: int, kept: int) -> bool:
-        """Whether among these tokens is a guess which stood beside a better one."""
+        """Whether among these tokens is a draft token which stood beside a better one."""
         place = None if self.trees is None else self.trees[row].saved_at
         return place is not None and place < kept
 
     def whole(self, row: int) -> bool:
-        """Whether nothing was guessed after what was accepted."""
+        """Whether nothing was drafted after what was accepted."""
         return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].whole
 
 
@@ -362,8 +370,8 @@ class HostVerdict:
 class Verdict:
     """What a round decided, as tensors or (``of``) as lists: row i gains tokens[i, : accepted[i] + 1].
 
-    tokens: [B, k + 1]. accepted: [B], guesses kept. drafted: [B], guesses made.
-    path: [B, k], of trees: the guesses kept, in their order; behind them each place's own number. None: the first.
+    tokens: [B, k + 1]. accepted: [B], draft tokens kept. drafted: [B], draft tokens made.
+    path: [B, k], of trees: the draft tokens kept, in their order; behind them each place's own number. None: the first.
     """
 
     tokens: Tensor = OnDemand(lambda verdict: _padded(verdict.host.tokens))  # type: ignore[assignment]
@@ -374,7 +382,7 @@ class Verdict:
 
     @staticmethod
     def of(host: HostVerdict, kept: list[list[int]] | None = None) -> Verdict:
-        """Of lists of the host. kept: of trees, the guesses kept."""
+        """Of lists of the host. kept: of trees, the draft tokens kept."""
         verdict = Verdict.__new__(Verdict)
         verdict.host, verdict.kept = host, kept
         return verdict
@@ -402,7 +410,7 @@ class Verdict:
 
     @cached_property
     def kept(self) -> list[list[int]] | None:
-        """``path`` on the host, of each row the guesses kept alone; None of chains."""
+        """``path`` on the host, of each row the draft tokens kept alone; None of chains."""
         if self.path is None:
             return None
         return [path[:good] for path, good in zip(self.path.tolist(), self.host.accepted, strict=True)]

@@ -1,4 +1,4 @@
-"""What a target reads in one forward pass: a flat list of nodes. N nodes; B rows of k guesses, L = k + 1 places.
+"""What a target reads in one forward pass: a flat list of nodes. N nodes; B rows of k draft tokens, L = k + 1 places.
 
 A row's nodes form a tree below its cached text; a chain is the tree without branches. A key is visible to a node if and
 only if it is the row's text before the block, an ancestor, or the node itself.
@@ -53,10 +53,10 @@ def seen_by(nodes: Nodes) -> list[Seen]:
 
 
 class Tree(NamedTuple):
-    """Of each row's unseen token (place 0, the root) and its k guesses (places 1 .. k).
+    """Of each row's unseen token (place 0, the root) and its k draft tokens (places 1 .. k).
 
     ancestors [B, L, L] bool: whether the second place is an ancestor of the first, or the first itself. depths [B, L].
-    What is no guess stands where the root stands, so that it sees something and disturbs nobody.
+    What is no draft token stands where the root stands, so that it sees something and disturbs nobody.
     """
 
     ancestors: Tensor
@@ -64,7 +64,9 @@ class Tree(NamedTuple):
 
     @staticmethod
     def of(parents: Tensor, counts: Tensor) -> Tree:
-        """parents [B, k]: the guess that each guess follows, one before it, or -1: the root. counts [B]: real ones."""
+        """parents [B, k]: the draft token that each draft token follows, one before it, or -1: the root. counts [B]:
+        real ones.
+        """
         rows, k = parents.shape
         steps = torch.eye(k + 1, dtype=torch.float32, device=parents.device).repeat(rows, 1, 1)
         steps[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)

@@ -91,8 +91,9 @@ class DrawRows:
 class Places:
     """Logits float32 and what else a call needs to know of them; it keeps alive what the call points to.
 
-    logits: [B, L, V], or [N, V] of the unseen tokens and the real guesses alone, row after row.
-    guesses [B, G] int64, of which the first counts [B] of each row are real. parents [B, G]: the guess that each guess
+    logits: [B, L, V], or [N, V] of the unseen tokens and the real draft tokens alone, row after row.
+    draft_tokens [B, G] int64, of which the first counts [B] of each row are real. parents [B, G]: the draft token that
+    each draft token
         follows, -1 for the unseen token; None: the one before.
     instead: of some rows the logits [places, V] that count in the place of those.
     """
@@ -121,7 +122,7 @@ class Places:
         self.vocabulary = logits.shape[-1]
 
     def unmoved(self) -> Tensor | None:
-        """Of trees, the numbers of their guesses [B, G]; None for chains."""
+        """Of trees, the numbers of their draft_tokens [B, G]; None for chains."""
         if self.parents is None:
             return None
         return torch.arange(self.block - 1).repeat(self.rows, 1)
@@ -148,7 +149,9 @@ class Accepted(NamedTuple):
 
 
 class Gained(NamedTuple):
-    """Of each row: tokens [B, k + 1], of which the first accepted [B] + 1 count, and counts [B] of real guesses."""
+    """Of each row: tokens [B, k + 1], of which the first accepted [B] + 1 count, and counts [B] of real draft
+    tokens.
+    """
 
     tokens: Tensor
     accepted: Tensor

@@ -11,7 +11,7 @@ from paceline.config import RankName
 
 # outranked: of best_of answers one that could not become one of the n best any more; it is never given back.
 FinishReason = Literal["stop", "length", "abort", "deadline", "outranked", "error"]
-TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no guesses for the row
+TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no draft tokens for the row
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Metrics:
     """What one answer cost. Times in seconds from the request's arrival.
 
     cached_tokens: those of the prompt's that were copied from what had been read before, and not read again.
-    rounds: target passes that decoded it (prefill not counted). drafted, accepted: guesses verified and kept.
-    saved_by_sibling: rounds that kept a guess which stood beside a better one: a chain would have ended there.
-    synthetic_acceptance: None; in benchmarks the chance with which guesses were kept whatever they were: the text then
+    rounds: target passes that decoded it (prefill not counted). drafted, accepted: draft tokens verified and kept.
+    saved_by_sibling: rounds that kept a draft token which stood beside a better one: a chain would have ended there.
+    synthetic_acceptance: None; in benchmarks the chance with which draft tokens were kept whatever they were: the text
+    then
         means nothing.
     """
 

@@ -28,8 +28,8 @@ class ProcessedRow:
         self._answer: list[int] = []
         self._empty: dict[tuple[int, ...], bool] = {}  # by the draft tokens before a place: whether no token is left
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> _Places:
-        return _Places(self, list(guesses), first, places)
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> _Places:
+        return _Places(self, list(draft_tokens), first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Raises RequestError if one of the tokens stands where the processors had left none."""

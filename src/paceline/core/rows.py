@@ -28,7 +28,7 @@ _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
 class Asked(Protocol):
-    """A question to a row's constraint: what may follow its text and some guesses."""
+    """A question to a row's constraint: what may follow its text and some draft tokens."""
 
     def send(self) -> None:
         """Whoever works it out may begin. All questions of a round are sent before the first answer is waited for."""
@@ -37,7 +37,7 @@ class Asked(Protocol):
     def mask(self, logits: Tensor) -> None:
         """Of the row's logits [L, V] at the places asked for, in place: -inf for the tokens that may not come there.
 
-        What follows a guess that may not stand there itself, or an end, is never drawn and stays as it is. Raises
+        What follows a draft token that may not stand there itself, or an end, is never drawn and stays as it is. Raises
         what ends the answer: it cannot be held to the constraint any longer.
         """
         ...
@@ -46,8 +46,8 @@ class Asked(Protocol):
 class Constraint(Protocol):
     """What may follow a row's text: a grammar, for example. It knows the tokens that the row has gained."""
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
-        """What may follow the first ``first + j`` guesses, for every j below ``places``."""
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+        """What may follow the first ``first + j`` draft tokens, for every j below ``places``."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
-class Asks:
+class StepFeatures:
     """What some rows want besides a temperature, as far as a program of the device can do it: its shape hangs on that.
 
     adjusts: penalties, or stop tokens that come later. cuts: min-p, top-k or top-p. logprobs: how many likely tokens'
@@ -68,7 +68,7 @@ class Asks:
     logprobs: int | None = None
 
 
-NOTHING = Asks()
+NOTHING = StepFeatures()
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ class RowState:
 
 @dataclass(frozen=True)
 class After:
-    """A row's constraint, some guesses further on."""
+    """A row's constraint, some draft tokens further on."""
 
     constraint: Constraint
-    guesses: Sequence[int]
+    draft_tokens: Sequence[int]
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
-        return self.constraint.ask([*self.guesses, *guesses], len(self.guesses) + first, places)
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+        return self.constraint.ask([*self.draft_tokens, *draft_tokens], len(self.draft_tokens) + first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
         raise NotImplementedError("guesses are no gain")
@@ -265,11 +265,11 @@ class SamplingRows:
         return self.any_bias or self.any_constraint or self.any_long
 
     @property
-    def asks(self) -> Asks:
+    def asks(self) -> StepFeatures:
         """What a program of the device has to do for the live rows."""
         wanted = self.logprobs
         told = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
-        return Asks(self.any_penalty or self.any_minimum, self.any_cut, told)
+        return StepFeatures(self.any_penalty or self.any_minimum, self.any_cut, told)
 
     @property
     def adjusts(self) -> bool:

@@ -1,7 +1,7 @@
 """From logits to a token: constraint, bias, penalties, minimum length, temperature, min-p, top-k, top-p, the draw.
 
-Shapes: B rows, L positions, V vocabulary, G guesses. Position j of a call is drawn after each row's text and its first
-``first + j`` guesses, so penalties know the guesses before it.
+Shapes: B rows, L positions, V vocabulary, G draft tokens. Position j of a call is drawn after each row's text and its
+first ``first + j`` draft tokens, so penalties know the draft tokens before it.
 
 ``adjust``, ``warp`` and ``probabilities`` are torch, for GPUs and as the twin and judge of the kernels, which on a CPU
 do all of it in one call (``Choices``).
@@ -23,16 +23,16 @@ from torch import Tensor
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.ops import HostOps, Places
-from paceline.core.rows import Asked, Asks, Constraint, RowState
+from paceline.core.rows import Asked, Constraint, RowState, StepFeatures
 
 
 class Purpose(IntEnum):
     """What a random number is for: different purposes never share one."""
 
     DRAW = 1  # the target's own token; under the coupled rule the drafter draws with it too
-    GUESS = 2  # a drafter's independent guess (rejection rule)
-    ACCEPT = 3  # the coin that keeps a guess (rejection rule)
-    RECOVER = 4  # the token instead of the first rejected guess, or after the last kept one (rejection rule)
+    DRAFT = 2  # a drafter's independent draft token (rejection rule)
+    ACCEPT = 3  # the coin that keeps a draft token (rejection rule)
+    RECOVER = 4  # the token instead of the first rejected draft token, or after the last kept one (rejection rule)
     SYNTHETIC = 5  # the coin of benchmarks with synthetic acceptance
 
 
@@ -84,24 +84,24 @@ def sequence_seed(seed: int, sample: int) -> int:
     return (word ^ (word >> 31)) >> 1
 
 
-# --- the law -----------------------------------------------------------------
+# --- the distribution -----------------------------------------------------------------
 
 
-def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Tensor:
+def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -> Tensor:
     """Constraint, bias, penalties, minimum length: logits [B, L, V] (not changed) -> [B, L, V].
 
-    guesses: [B, >= first + L - 1].
+    draft_tokens: [B, >= first + L - 1].
     """
     rows = batch.sampling
     if not rows.adjusts:
         return logits
     logits = logits.clone()
     if rows.any_constraint:  # first, as in the kernels: a logits processor reads what the model said
-        _constrain(logits, batch, guesses, first)
+        _constrain(logits, batch, draft_tokens, first)
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
-        _penalise(logits, batch.state(batch.rows), guesses, first)
+        _penalise(logits, batch.state(batch.rows), draft_tokens, first)
     if rows.stop_tokens is not None:
         early = _positions(batch, logits.shape[1], first) < rows.min_length[: batch.rows, None]
         row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
@@ -109,9 +109,9 @@ def adjust(logits: Tensor, batch: Batch, guesses: Tensor, first: int = 0) -> Ten
     return logits
 
 
-def _constrain(logits: Tensor, batch: Batch, guesses: Tensor, first: int) -> None:
+def _constrain(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int) -> None:
     """What each row's constraint forbids, in place."""
-    tokens, places = guesses.tolist(), logits.shape[1]
+    tokens, places = draft_tokens.tolist(), logits.shape[1]
     asked = [
         (row, constraint.ask(tokens[row], first, places))
         for row, constraint in enumerate(batch.sampling.constraints[: batch.rows])
@@ -138,20 +138,22 @@ def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
     return counts.scatter_add_(1, rows.text, answer.float()), seen
 
 
-def _penalise(logits: Tensor, rows: RowState, guesses: Tensor, first: int) -> None:
-    """Presence, frequency and repetition penalties, in place; position j counts the text and the guesses before it."""
+def _penalise(logits: Tensor, rows: RowState, draft_tokens: Tensor, first: int) -> None:
+    """Presence, frequency and repetition penalties, in place; position j counts the text and the draft tokens before
+    it.
+    """
     counts, seen = count_tokens(rows, logits.shape[-1])
     presence, frequency = rows.presence_penalty[:, None], rows.frequency_penalty[:, None]
     repetition = rows.repetition_penalty[:, None]
     one = counts.new_ones(rows.rows, 1)
-    for guess in range(first + logits.shape[1]):
-        if guess >= first:
-            here = logits[:, guess - first]
+    for draft_token in range(first + logits.shape[1]):
+        if draft_token >= first:
+            here = logits[:, draft_token - first]
             repeated = torch.where(here > 0, here / repetition, here * repetition)
             here.copy_(torch.where(seen > 0, repeated, here) - presence * (counts > 0) - frequency * counts)
-        if guess < guesses.shape[1]:
-            counts.scatter_add_(1, guesses[:, guess, None], one)
-            seen.scatter_add_(1, guesses[:, guess, None], one)
+        if draft_token < draft_tokens.shape[1]:
+            counts.scatter_add_(1, draft_tokens[:, draft_token, None], one)
+            seen.scatter_add_(1, draft_tokens[:, draft_token, None], one)
 
 
 def _hold_back(logits: Tensor, rows: RowState, first: int) -> None:
@@ -162,15 +164,15 @@ def _hold_back(logits: Tensor, rows: RowState, first: int) -> None:
     logits.scatter_reduce_(2, rows.stops.clamp(min=0)[:, None].expand_as(early), lowered, "amin")
 
 
-def shaped(logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: int = 0) -> Tensor:
+def shaped(logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int = 0) -> Tensor:
     """Penalties, minimum length, min-p, top-k and top-p where nothing may be read: logits [B, L, V] (not changed).
 
-    -> [B, L, V] whose softmax at the rows' temperatures is the law; the twin of ``gpu.shape.shaped``.
+    -> [B, L, V] whose softmax at the rows' temperatures is the distribution; the twin of ``gpu.shape.shaped``.
     """
     logits = logits.float()
     if asks.adjusts:
         logits = logits.clone()
-        _penalise(logits, rows, guesses, first)
+        _penalise(logits, rows, draft_tokens, first)
         _hold_back(logits, rows, first)
     if asks.cuts:
         cut = _cut(_scale(logits, rows.temperature), rows, logits.shape[-1], any_top_p=True)
@@ -179,7 +181,7 @@ def shaped(logits: Tensor, rows: RowState, asks: Asks, guesses: Tensor, first: i
 
 
 def warp(logits: Tensor, batch: Batch) -> Tensor:
-    """Temperature, min-p, top-k, top-p: [B, L, V] -> logits whose softmax is the law; tokens cut have -inf.
+    """Temperature, min-p, top-k, top-p: [B, L, V] -> logits whose softmax is the distribution; tokens cut have -inf.
 
     Rows at temperature 0 are not divided: their draw is the argmax.
     """
@@ -253,16 +255,18 @@ def _top_p_floor(scaled: Tensor, top_p: Tensor, *, reads: bool = True) -> Tensor
 
 
 def probabilities(logits: Tensor, batch: Batch) -> Tensor:
-    """The law that tokens are drawn from: adjusted logits [B, L, V] -> float32 [B, L, V]; one-hot at temperature 0."""
-    return _law(warp(logits, batch), batch.sampling.temperature[: batch.rows])
+    """The distribution that tokens are drawn from: adjusted logits [B, L, V] -> float32 [B, L, V]; one-hot at
+    temperature 0.
+    """
+    return _distribution(warp(logits, batch), batch.sampling.temperature[: batch.rows])
 
 
-def law_at_temperature(logits: Tensor, rows: RowState) -> Tensor:
+def probabilities_at_temperature(logits: Tensor, rows: RowState) -> Tensor:
     """The same for rows that ask for nothing but a temperature."""
-    return _law(_scale(logits.float(), rows.temperature), rows.temperature)
+    return _distribution(_scale(logits.float(), rows.temperature), rows.temperature)
 
 
-def _law(warped: Tensor, temperature: Tensor) -> Tensor:
+def _distribution(warped: Tensor, temperature: Tensor) -> Tensor:
     leader = torch.zeros_like(warped).scatter_(-1, warped.argmax(-1, keepdim=True), 1.0)
     return torch.where((temperature == 0)[:, None, None], leader, warped.softmax(-1))
 
@@ -273,21 +277,30 @@ def _law(warped: Tensor, temperature: Tensor) -> Tensor:
 class Choices:
     """Logits as the model gave them, float32, and what may be asked of them.
 
-    logits: [B, L, V], changed while they are read and then as before. guesses: [B, >= first + L - 1]; None for none.
-    counts: [B], how many guesses are real; logits may then be [N, V], of the unseen tokens and the real guesses alone.
+    logits: [B, L, V], changed while they are read and then as before. draft tokens: [B, >= first + L - 1]; None for
+    none.
+    counts: [B], how many draft tokens are real; logits may then be [N, V], of the unseen tokens and the real draft
+    tokens alone.
     """
 
     def __init__(
-        self, logits: Tensor, batch: Batch, guesses: Tensor | None = None, first: int = 0, counts: Tensor | None = None
+        self,
+        logits: Tensor,
+        batch: Batch,
+        draft_tokens: Tensor | None = None,
+        first: int = 0,
+        counts: Tensor | None = None,
     ) -> None:
         self._logits, self._batch, self._first, self._counts = logits, batch, first, counts
-        self._guesses = batch.tokens.new_empty(batch.rows, 0) if guesses is None else guesses
+        self._draft_tokens = batch.tokens.new_empty(batch.rows, 0) if draft_tokens is None else draft_tokens
         self._tree: Draft | None = None
         self.ops: HostOps | None = batch.ops if logits.dtype == torch.float32 else None
 
     @staticmethod
     def after(draft: Draft, logits: Tensor, batch: Batch) -> Choices:
-        """What may follow each row's unseen token and its guesses; after those of a tree the kernels alone can say."""
+        """What may follow each row's unseen token and its draft tokens; after those of a tree the kernels alone can
+        say.
+        """
         choices = Choices(logits, batch, draft.tokens, counts=draft.counts)
         choices._tree = draft if draft.parents is not None else None
         return choices
@@ -299,7 +312,7 @@ class Choices:
         rows = batch.sampling.drawing(batch.tokens, batch.length)
         instead = self._constrained() if batch.sampling.any_constraint else None
         parents = None if self._tree is None else self._tree.parents
-        return Places(self._logits, rows, self._guesses, self._counts, self._first, instead, parents)
+        return Places(self._logits, rows, self._draft_tokens, self._counts, self._first, instead, parents)
 
     def _constrained(self) -> Sequence[Tensor | None]:
         """Copies of the logits of the rows that have a constraint, without what it forbids."""
@@ -319,7 +332,7 @@ class Choices:
     def _questions(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, Asked]]:
         """What may come at a row's places: one question along a chain; of a tree each node has a state of its own."""
         if self._tree is None:
-            return [(slice(None), constraint.ask(self._guesses[row].tolist(), self._first, places))]
+            return [(slice(None), constraint.ask(self._draft_tokens[row].tolist(), self._first, places))]
         count = int(self._tree.counts[row])
         ways = enumerate(self._tree.ways[row][: count + 1])
         return [(slice(place, place + 1), constraint.ask(way, len(way), 1)) for place, way in ways]
@@ -335,7 +348,7 @@ class Choices:
     @cached_property
     def adjusted(self) -> Tensor:
         """In torch."""
-        return adjust(self._logits, self._batch, self._guesses, self._first)
+        return adjust(self._logits, self._batch, self._draft_tokens, self._first)
 
     def draw(self, purpose: Purpose = Purpose.DRAW) -> Tensor:
         """A token for every place: [B, L] int64. Greedy rows take their argmax."""
@@ -343,7 +356,7 @@ class Choices:
             return self.ops.draw(self.places, purpose)
         return _draw_adjusted(self.adjusted, self._batch, self._first, purpose)
 
-    def law(self) -> Tensor:
+    def distribution(self) -> Tensor:
         """What tokens are drawn from: float32 [B, L, V]; one-hot at temperature 0."""
         if self.ops is not None:
             return self.ops.probabilities(self.places)
@@ -366,10 +379,10 @@ def _masked(questions: Sequence[tuple[slice, Asked]], logits: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor, batch: Batch, guesses: Tensor | None = None, first: int = 0, purpose: Purpose = Purpose.DRAW
+    logits: Tensor, batch: Batch, draft_tokens: Tensor | None = None, first: int = 0, purpose: Purpose = Purpose.DRAW
 ) -> Tensor:
     """A token for every place: logits [B, L, V] as the model gave them -> [B, L] int64."""
-    return Choices(logits, batch, guesses, first).draw(purpose)
+    return Choices(logits, batch, draft_tokens, first).draw(purpose)
 
 
 def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from paceline.config.registry import DrafterKind
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.errors import ParameterError
@@ -22,7 +22,7 @@ class Equipment:
 
     acceptance: the rule, as in ``EngineConfig``. draft: the draft model, where one was given. documents: token ids to
     copy from. decoder: gives a model a cache of the engine's rows and positions. width: of a kind of
-    drafter, most guesses of a row for the same place; 1: chains.
+    drafter, most draft tokens of a row for the same place; 1: chains.
     """
 
     target: Decoder
@@ -40,19 +40,22 @@ class Equipment:
 
 
 class Drafter(RowKeeper):
-    """Guesses the next tokens of every row. Whatever it guesses, answers stay what they are; only the speed changes.
+    """Draft tokens the next tokens of every row. Whatever it draft tokens, answers stay what they are; only the speed
+    changes.
 
     A drafter owns what it knows of rows, and is told when they begin, move and end (``RowKeeper``). Caches that follow
     the text it gives as ``decoders``: they are fed, copied and cut with the target's.
 
     What it needs is said by its class, before anything is loaded:
 
-    needs_draft_model: whether it runs one. copies: whether it guesses from references, documents and siblings, which
-    cost nothing. on_device: whether what it guesses is what rounds of the device guess: its one decoder's draws, or
-    nothing. uses_torch: whether it works with tensors; where it does not, rounds of the CPU kernels go without torch.
-    auto_width: how many guesses stand side by side where ``speculation_width`` is "auto"; 0: its guesses never branch.
+    needs_draft_model: whether it runs one. copies: whether it draft tokens from references, documents and siblings,
+    which cost nothing. on_device: whether what it draft tokens is what rounds of the device draft token: its one
+    decoder's draws, or nothing. uses_torch: whether it works with tensors; where it does not, rounds of the CPU kernels
+    go without torch.
+    auto_width: how many draft tokens stand side by side where ``speculation_width`` is "auto"; 0: its draft tokens
+    never branch.
 
-    width: how many do; 1: its guesses are chains. sources: what the kinds of its last guesses are, in words.
+    width: how many do; 1: its draft tokens are chains. sources: what the kinds of its last draft tokens are, in words.
     paying_rows: most rows at which what it runs was measured to pay; None: that was not measured.
     """
 
@@ -82,19 +85,21 @@ class Drafter(RowKeeper):
         return None
 
     @property
-    def has_laws(self) -> bool:
-        """Whether its guesses may come with the law that they were drawn from."""
+    def has_probabilities(self) -> bool:
+        """Whether its draft tokens may come with the distribution that they were drawn from."""
         return False
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
-        """At most wish.k guesses for every row; wish.k >= 1."""
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        """At most wish.k draft tokens for every row; wish.k >= 1."""
         raise NotImplementedError
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """Learn what became of the guesses; called after every round, also those without guesses (k = 0)."""
+        """Learn what became of the draft tokens; called after every round, also those without draft tokens (k = 0)."""
 
     def describe(self, draft: str | None) -> str:
-        """Who guesses, for the line that says what runs; empty if nobody does. draft: its draft model, in words."""
+        """Who draft tokens, for the line that says what runs; empty if nobody does. draft: its draft model, in
+        words.
+        """
         return self.name if draft is None else f"{self.name} with {draft}"
 
 
@@ -127,14 +132,14 @@ class Wrapper(RowKeepers, Drafter):
         return self.inner.reader
 
     @property
-    def has_laws(self) -> bool:
-        return self.inner.has_laws
+    def has_probabilities(self) -> bool:
+        return self.inner.has_probabilities
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
         return (self.inner,)
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         return self.inner.propose(batch, wish)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

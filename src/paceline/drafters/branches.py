@@ -1,4 +1,4 @@
-"""Continuations merged into a tree: what they begin with in common is one path of guesses."""
+"""Continuations merged into a tree: what they begin with in common is one path of draft tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from paceline.core.draft import BESIDE, Draft, branching
 
 @dataclass
 class Branches:
-    """A row's guesses: tokens, the guess that each follows (-1: the row's unseen token), scores and kinds."""
+    """A row's draft tokens: tokens, the draft token that each follows (-1: the row's unseen token), scores and
+    kinds.
+    """
 
     tokens: list[int] = field(default_factory=list)
     follows: list[int] = field(default_factory=list)
@@ -21,40 +23,40 @@ class Branches:
     kinds: list[int] = field(default_factory=list)
 
     def child(self, parent: int, token: int) -> int | None:
-        """The guess of this token after ``parent``; None if there is none."""
+        """The draft token of this token after ``parent``; None if there is none."""
         places = zip(self.tokens, self.follows, strict=True)
-        return next((place for place, guess in enumerate(places) if guess == (token, parent)), None)
+        return next((place for place, draft_token in enumerate(places) if draft_token == (token, parent)), None)
 
     def has_child(self, parent: int) -> bool:
-        """Whether anything follows this guess: the next that does is a sibling."""
+        """Whether anything follows this draft token: the next that does is a sibling."""
         return parent in self.follows
 
     def add(self, parent: int, token: int, score: float, kind: int = 0) -> int:
-        """A guess after ``parent``; returns its number."""
+        """A draft token after ``parent``; returns its number."""
         self.tokens.append(token)
         self.follows.append(parent)
         self.scores.append(score)
         self.kinds.append(kind)
         return len(self.tokens) - 1
 
-    def way(self, guess: int) -> list[int]:
-        """The tokens on the way to a guess, its own included; none to -1."""
-        return [] if guess < 0 else [*self.way(self.follows[guess]), self.tokens[guess]]
+    def way(self, draft_token: int) -> list[int]:
+        """The tokens on the way to a draft token, its own included; none to -1."""
+        return [] if draft_token < 0 else [*self.way(self.follows[draft_token]), self.tokens[draft_token]]
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The guesses that these tokens go by, as far as there are any."""
+        """The draft tokens that these tokens go by, as far as there are any."""
         path: list[int] = []
         for token in tokens:
-            guess = self.child(path[-1] if path else -1, token)
-            if guess is None:
+            draft_token = self.child(path[-1] if path else -1, token)
+            if draft_token is None:
                 break
-            path.append(guess)
+            path.append(draft_token)
         return path
 
-    def merge(self, guesses: Sequence[int], scores: Sequence[float], kind: int) -> None:
+    def merge(self, draft_tokens: Sequence[int], scores: Sequence[float], kind: int) -> None:
         """Another continuation, as far as there is room."""
         at = -1
-        for token, score in zip(guesses, scores, strict=False):
+        for token, score in zip(draft_tokens, scores, strict=False):
             known = self.child(at, token)
             if known is None:
                 if len(self.tokens) == MAX_SPECULATION_LENGTH:

@@ -1,4 +1,4 @@
-"""A trained head guesses from the target's own streams: token by token, or all tokens in one pass."""
+"""A trained head draft tokens from the target's own streams: token by token, or all tokens in one pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor
 
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.drafters.base import Equipment
 from paceline.drafters.growth import Growth
@@ -20,20 +20,21 @@ from paceline.models.decoder import Reader
 
 
 class FeatureDrafter(ModelDrafter):
-    """A trained head in a draft model's place: it draws, scores and reports laws as one does.
+    """A trained head in a draft model's place: it draws, scores and reports distributions as one does.
 
-    An EAGLE-3 head (arXiv 2503.01840) reads each of its guesses before the next. A parallel one (P-EAGLE, 2602.01469)
-    reads masks instead, one that transfers hidden states (2404.12022) pseudo states: what all guesses are drawn from is
-    there before the first is drawn.
+    An EAGLE-3 head (arXiv 2503.01840) reads each of its draft tokens before the next. A parallel one (P-EAGLE,
+    2602.01469) reads masks instead, one that transfers hidden states (2404.12022) pseudo states: what all draft tokens
+    are drawn from is there before the first is drawn.
 
-    What it cannot say has probability 0 in its laws. After a round it reads the kept tokens again, with their streams.
-    A row whose text is one token has no streams yet and gets no guess. Guesses may branch as a draft model's do; those
-    of one pass are a lattice, at each depth the same candidates after whatever stands there, of which a tree is kept.
+    What it cannot say has probability 0 in its distributions. After a round it reads the kept tokens again, with their
+    streams. A row whose text is one token has no streams yet and gets no draft token. Draft tokens may branch as a
+    draft model's do; those of one pass are a lattice, at each depth the same candidates after whatever stands there, of
+    which a tree is kept.
     """
 
     name = "feature"
     sources = ("head",)
-    at_once = 16  # after a round it reads all kept tokens: guesses never counted as read
+    at_once = 16  # after a round it reads all kept tokens: draft tokens never counted as read
 
     def __init__(self, decoder: HeadDecoder, acceptance: str, width: int = 1) -> None:
         super().__init__(decoder, acceptance, width)
@@ -60,15 +61,17 @@ class FeatureDrafter(ModelDrafter):
         kind = {"feature": "head", "parallel": "parallel head", "hidden_transfer": "hidden-transfer head"}
         return f"{kind[self._model.kind]} {draft}"
 
-    def _propose(self, batch: Batch, wish: Wish) -> Draft:
-        """On the CPU kernels one call, but for what many rows lack; elsewhere a pass for each guess, or for all."""
+    def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        """On the CPU kernels one call, but for what many rows lack; elsewhere a pass for each draft token, or for
+        all.
+        """
         if self._natively is not None:
             self._lag(batch)
-            laws = self._independent and not batch.sampling.all_greedy
+            distributions = self._independent and not batch.sampling.all_greedy
             counts = wish.counts(batch)
-            return self._natively.draft(batch, counts, wish.enough, laws=laws, width=self.width)
-        if self._model.most_guesses is not None:
-            wish = replace(wish, k=min(wish.k, self._model.most_guesses))
+            return self._natively.draft(batch, counts, wish.enough, distributions=distributions, width=self.width)
+        if self._model.max_draft_tokens is not None:
+            wish = replace(wish, k=min(wish.k, self._model.max_draft_tokens))
         draft = super()._propose(batch, wish)
         if min(batch.lengths[: batch.rows]) < 2:
             return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths[: batch.rows]])
@@ -78,7 +81,7 @@ class FeatureDrafter(ModelDrafter):
         if not self._model.one_pass:
             return super()._reading(batch, k)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
-        return lambda guesses: self.head.logits(hidden[:, guesses.shape[1]])[:, None]
+        return lambda draft_tokens: self.head.logits(hidden[:, draft_tokens.shape[1]])[:, None]
 
     def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
         if not self._model.one_pass:
@@ -88,6 +91,6 @@ class FeatureDrafter(ModelDrafter):
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:
-    """Who guesses with the engine's draft: a model or a head. Raises ParameterError if none was given."""
+    """Who draft tokens with the engine's draft: a model or a head. Raises ParameterError if none was given."""
     kind = FeatureDrafter if isinstance(equipment.draft, HeadModel) else ModelDrafter
     return kind.build(equipment)

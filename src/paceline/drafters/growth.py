@@ -1,4 +1,4 @@
-"""Trees that a draft model grows, depth by depth. B rows, V vocabulary, W guesses of a row at a depth."""
+"""Trees that a draft model grows, depth by depth. B rows, V vocabulary, W draft tokens of a row at a depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.models.decoder import Decoder
 
 
 class _Candidate(NamedTuple):
-    """A guess that may come after ``parent``; survival: the chance that it and all it follows are right."""
+    """A draft token that may come after ``parent``; survival: the chance that it and all it follows are right."""
 
     parent: int
     token: int
@@ -61,12 +61,13 @@ def _shares(tokens: Tensor, chances: Tensor, lines: Batch) -> Tensor:
 class Growth:
     """One round's trees of a part of a batch, whose texts ``decoder`` has read.
 
-    A guess's candidates are drawn as the target will draw there, with its noise, each without those before it: so they
-    are the leaders of what the target will see if the two models agree (Daliri et al. 2408.07978). Of all candidates of
-    a row at one depth the W that most likely survive stay (EAGLE-2, 2406.16858, section 4, keeps the best in this way),
+    A draft token's candidates are drawn as the target will draw there, with its noise, each without those before it: so
+    they are the leaders of what the target will see if the two models agree (Daliri et al. 2408.07978). Of all
+    candidates of a row at one depth the W that most likely survive stay (EAGLE-2, 2406.16858, section 4, keeps the best
+    in this way),
     the chain of first candidates always: a tree holds what a chain would have been.
 
-    rows: the trees. new: of each row that has any, (row, guess) not read yet.
+    rows: the trees. new: of each row that has any, (row, draft token) not read yet.
     """
 
     def __init__(self, decoder: Decoder, batch: Batch, width: int) -> None:
@@ -80,28 +81,28 @@ class Growth:
 
     @property
     def scores(self) -> tuple[list[list[float]], list[list[int]]]:
-        """Of each row the chances of its guesses, and what they follow."""
+        """Of each row the chances of its draft tokens, and what they follow."""
         return [row.scores for row in self.rows], [row.follows for row in self.rows]
 
     def read(self) -> Tensor:
-        """Feed the guesses that are new -> hidden [N, width] after them."""
+        """Feed the draft tokens that are new -> hidden [N, width] after them."""
         hidden = self._decoder.hidden_after_branches(self._batch, draft_of(self.rows, self._batch.device), self._read)
         self._read = [len(row.tokens) for row in self.rows]
         return hidden
 
     def spread(self, logits: Tensor) -> None:
-        """logits [N, V], after what is new: the best candidates become guesses, and are what is new."""
+        """logits [N, V], after what is new: the best candidates become draft tokens, and are what is new."""
         found: list[list[_Candidate]] = [[] for _ in self.rows]
-        places = [(row, self.rows[row].way(guess)) for row, guess in self.new]
+        places = [(row, self.rows[row].way(draft_token)) for row, draft_token in self.new]
         for rank, (tokens, chances) in enumerate(candidates(logits, self._batch.after(places), self._width)):
             for (row, parent), token, chance in zip(self.new, tokens, chances, strict=True):
                 before = 1.0 if parent < 0 else self._survivals[row][parent]
                 if chance > 0:  # else nothing is left that may be drawn there
                     found[row].append(_Candidate(parent, token, chance, before * chance, BESIDE if rank else 0))
-        self.new = [(row, guess) for row, each in enumerate(found) for guess in self._grow(row, each)]
+        self.new = [(row, draft_token) for row, each in enumerate(found) for draft_token in self._grow(row, each)]
 
     def _grow(self, row: int, found: list[_Candidate]) -> list[int]:
-        """The numbers of the guesses that the best candidates become. A guess takes a place in the cache."""
+        """The numbers of the draft tokens that the best candidates become. A draft token takes a place in the cache."""
         tree = self.rows[row]
         room = min(MAX_SPECULATION_LENGTH, self._decoder.cache.positions - self._text[row]) - len(tree.tokens)
         found = sorted(found, key=attrgetter("survival"), reverse=True)
@@ -114,9 +115,11 @@ class Growth:
         return new
 
     def keep(self, verdict: Verdict) -> None:
-        """What a round kept, as far as it was read, stays in the cache; other guesses do not."""
+        """What a round kept, as far as it was read, stays in the cache; other draft tokens do not."""
         first = self._batch.first
         tokens = verdict.host.tokens[first : first + len(self.rows)]
         rows = zip(self.rows, tokens, self._read, strict=True)
-        paths = [[guess for guess in tree.path(gained) if guess < read] for tree, gained, read in rows]
-        self._decoder.keep_guesses(self._batch, self._text, paths)
+        paths = [
+            [draft_token for draft_token in tree.path(gained) if draft_token < read] for tree, gained, read in rows
+        ]
+        self._decoder.keep_draft_tokens(self._batch, self._text, paths)

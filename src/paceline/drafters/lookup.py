@@ -1,4 +1,4 @@
-"""Where the end of a row's text stood before, and what followed it there. B rows, T tokens of text, k guesses.
+"""Where the end of a row's text stood before, and what followed it there. B rows, T tokens of text, k draft tokens.
 
 Searched are the row's own text and, where there are any, texts that its request brought along (references), the other
 answers of its request (siblings), and texts that serve all rows (documents). The longest match wins; of equally long
@@ -38,7 +38,7 @@ T = TypeVar("T", bound=Texts)
 
 
 class Beside(NamedTuple, Generic[T]):
-    """What a row may be guessed from beside its own text and the documents.
+    """What a row may be drafted from beside its own text and the documents.
 
     In ``siblings`` its own text is that of ``number``, which begins where the row's has ``first``.
     """
@@ -50,23 +50,23 @@ class Beside(NamedTuple, Generic[T]):
 
 
 class Found(NamedTuple):
-    """Of each row: its guesses, at most k; tokens matched; the source."""
+    """Of each row: its draft tokens, at most k; tokens matched; the source."""
 
-    guesses: list[list[int]]
+    draft_tokens: list[list[int]]
     matched: list[int]
     sources: list[int]
 
 
 class Way(NamedTuple):
-    """One of a row's continuations: its guesses, at least one; tokens matched; the source."""
+    """One of a row's continuations: its draft tokens, at least one; tokens matched; the source."""
 
-    guesses: list[int]
+    draft_tokens: list[int]
     matched: int
     source: int
 
 
 class Lookup(Protocol[T]):
-    """Finds guesses for all rows of a batch."""
+    """Finds draft tokens for all rows of a batch."""
 
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> T:
         """Texts for ``find``, with these to begin with."""
@@ -157,7 +157,7 @@ class NativeLookup:
         """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
         width, step = min(longest, text.shape[1]), 8 * rows
         self._make_room(rows * (3 + k))
-        place = self._address  # of counts, tokens matched, sources and guesses
+        place = self._address  # of counts, tokens matched, sources and draft tokens
         given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
         widest = self._search(
             self._documents.handle,
@@ -181,20 +181,23 @@ class NativeLookup:
     ) -> list[list[Way]]:
         """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
         width = min(longest, text.shape[1])
-        guesses, counts, matched, sources = np.zeros((rows, ways, k), np.int64), *np.zeros((3, rows, ways), np.int64)
+        draft_tokens, counts, matched, sources = (
+            np.zeros((rows, ways, k), np.int64),
+            *np.zeros((3, rows, ways), np.int64),
+        )
         made = np.zeros(rows, np.int64)
         given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
         problem = self._search_all(
             self._documents.handle,
             None if given is None else given.buffer_info()[0],
             *(text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, ways, k),
-            *(table.ctypes.data for table in (guesses, counts, matched, sources, made)),
+            *(table.ctypes.data for table in (draft_tokens, counts, matched, sources, made)),
         )
         if problem < 0:
             raise _beyond(length[:rows], width)
         return [
             [
-                Way(guesses[row, way, : counts[row, way]].tolist(), int(matched[row, way]), int(sources[row, way]))
+                Way(draft_tokens[row, way, : counts[row, way]].tolist(), int(matched[row, way]), int(sources[row, way]))
                 for way in range(count)
             ]
             for row, count in enumerate(made.tolist())
@@ -208,10 +211,10 @@ class NativeLookup:
     def _read(self, rows: int, k: int) -> Found:
         numbers = self._found[: 3 * rows].tolist()
         starts = range(3 * rows, (3 + k) * rows, k)
-        guesses = [
+        draft_tokens = [
             self._found[start : start + count].tolist() for start, count in zip(starts, numbers[:rows], strict=True)
         ]
-        return Found(guesses, numbers[rows : 2 * rows], numbers[2 * rows :])
+        return Found(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
 
 
 def _beyond(length: Tensor, width: int) -> ValueError:
@@ -301,7 +304,7 @@ class HostLookup:
         """As ``Lookup`` says."""
         found = [_longest(self._matches(*row)) for row in _caught_up(text, length, rows, beside)]
         ways = [Way([], 0, OWN) if match is None else match.way(k) for match in found]
-        return Found([way.guesses for way in ways], [way.matched for way in ways], [way.source for way in ways])
+        return Found([way.draft_tokens for way in ways], [way.matched for way in ways], [way.source for way in ways])
 
     def find_all(
         self,
@@ -346,7 +349,7 @@ def _unlike(ways: Iterator[Way], most: int) -> list[Way]:
     """The first so many of which none is the beginning of one before it."""
     kept: list[Way] = []
     while len(kept) < most and (way := next(ways, None)) is not None:
-        if all(before.guesses[: len(way.guesses)] != way.guesses for before in kept):
+        if all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in kept):
             kept.append(way)
     return kept
 

@@ -1,4 +1,4 @@
-"""A smaller model guesses, token by token."""
+"""A smaller model draft tokens, token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.batch import Batch, Enough, Wish
+from paceline.core.batch import Batch, Enough, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.sampling import Choices, Purpose
 from paceline.drafters.base import Drafter, Equipment
@@ -17,31 +17,32 @@ from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
 from paceline.models.decoder import USUAL_LAG, Decoder
 
-# Guesses so far [B, n] -> the draft model's logits [B, 1, V] after them.
+# Draft tokens so far [B, n] -> the draft model's logits [B, 1, V] after them.
 Read = Callable[[Tensor], Tensor]
 
-# These logits and guesses -> the next guess of each row, [B, 1], and whether to go on.
+# These logits and draft tokens -> the next draft token of each row, [B, 1], and whether to go on.
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
 
 
-def draw_chain(guesses: Tensor, k: int, read: Read, draw: Draw) -> Tensor:
-    """Guesses [B, 0] grown to k a row, or until ``draw`` stops: host and device draft by this sequence."""
+def draw_chain(draft_tokens: Tensor, k: int, read: Read, draw: Draw) -> Tensor:
+    """Draft tokens [B, 0] grown to k a row, or until ``draw`` stops: host and device draft by this sequence."""
     goes_on = True
-    while goes_on and guesses.shape[1] < k:
-        guess, goes_on = draw(read(guesses), guesses)
-        guesses = torch.cat([guesses, guess], dim=1)
-    return guesses
+    while goes_on and draft_tokens.shape[1] < k:
+        draft_token, goes_on = draw(read(draft_tokens), draft_tokens)
+        draft_tokens = torch.cat([draft_tokens, draft_token], dim=1)
+    return draft_tokens
 
 
 class ModelDrafter(Drafter):
     """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
 
-    Under the rejection rule it draws with noise of its own and reports the law it drew from.
-    Where the length policy asks (``Wish.enough``), it scores every guess by its likelihood and stops when told.
-    width: of each guess's candidates (leaders under the target's noise) the likeliest so many a row and depth make a
-    tree, grown by one batched pass a depth.
+    Under the rejection rule it draws with noise of its own and reports the distribution it drew from.
+    Where the length policy asks (``SpeculationPlan.enough``), it scores every draft token by its likelihood and stops
+    when told.
+    width: of each draft token's candidates (leaders under the target's noise) the likeliest so many a row and depth
+    make a tree, grown by one batched pass a depth.
     Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
-    guesses are no special cases.
+    draft tokens are no special cases.
     """
 
     name = "model"
@@ -68,21 +69,21 @@ class ModelDrafter(Drafter):
         return (self.decoder,)
 
     @property
-    def has_laws(self) -> bool:
+    def has_probabilities(self) -> bool:
         return self._independent
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         first, stop = wish.stretch(batch.rows)
         if stop - first == batch.rows:
             return self._propose(batch, wish)
         if first == stop:
-            return batch.no_guesses
+            return batch.empty_draft
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
-    def _propose(self, batch: Batch, wish: Wish) -> Draft:
+    def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         return self._chains(batch, wish) if self.width == 1 else self._trees(batch, wish)
 
-    def _trees(self, batch: Batch, wish: Wish) -> Draft:
+    def _trees(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         self._grown = grown = Growth(self.decoder, batch, self.width)
         after = self._branching(batch, wish.k, grown)
         grown.spread(after(0))
@@ -96,28 +97,35 @@ class ModelDrafter(Drafter):
         """What gives the logits [N, V] after what is new, depth by depth, in trees of a depth of k at most."""
         return lambda depth: self.decoder.logits(grown.read() if depth else self._read_up(batch))
 
-    def _chains(self, batch: Batch, wish: Wish) -> Draft:
-        laws: list[Tensor] = []
+    def _chains(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        distributions: list[Tensor] = []
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
 
-        def draw(logits: Tensor, guesses: Tensor) -> tuple[Tensor, bool]:
-            choices = Choices(logits, batch, guesses, guesses.shape[1])
-            guess = self._draw(choices, batch, laws)
-            goes_on = wish.enough is None or not self._stops(wish.enough, batch, choices.likelihood(guess), scores)
-            return guess, goes_on
+        def draw(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, bool]:
+            choices = Choices(logits, batch, draft_tokens, draft_tokens.shape[1])
+            draft_token = self._draw(choices, batch, distributions)
+            goes_on = wish.enough is None or not self._stops(
+                wish.enough, batch, choices.likelihood(draft_token), scores
+            )
+            return draft_token, goes_on
 
-        guesses = draw_chain(batch.tokens.new_empty((batch.rows, 0)), wish.k, self._reading(batch, wish.k), draw)
-        self.decoder.note_guesses(batch, guesses.shape[1])
-        counts = guesses.new_full((batch.rows,), guesses.shape[1])
-        return Draft(guesses, counts, torch.cat(laws, dim=1) if laws else None, scores if scores[0] else None)
+        draft_tokens = draw_chain(batch.tokens.new_empty((batch.rows, 0)), wish.k, self._reading(batch, wish.k), draw)
+        self.decoder.note_draft_tokens(batch, draft_tokens.shape[1])
+        counts = draft_tokens.new_full((batch.rows,), draft_tokens.shape[1])
+        return Draft(
+            draft_tokens,
+            counts,
+            torch.cat(distributions, dim=1) if distributions else None,
+            scores if scores[0] else None,
+        )
 
     def _reading(self, batch: Batch, k: int) -> Read:
-        """What reads a draft of at most k guesses."""
-        return lambda guesses: self._read(batch, guesses)
+        """What reads a draft of at most k draft tokens."""
+        return lambda draft_tokens: self._read(batch, draft_tokens)
 
-    def _read(self, batch: Batch, guesses: Tensor) -> Tensor:
-        """[B, 1, V]: after the text and the guesses [B, n] so far, of which the cache lacks the last."""
-        hidden = self.decoder.hidden_after(batch, guesses) if guesses.shape[1] > 0 else self._read_up(batch)
+    def _read(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
+        """[B, 1, V]: after the text and the draft_tokens [B, n] so far, of which the cache lacks the last."""
+        hidden = self.decoder.hidden_after(batch, draft_tokens) if draft_tokens.shape[1] > 0 else self._read_up(batch)
         return self.decoder.logits(hidden)[:, None]
 
     def _read_up(self, batch: Batch) -> Tensor:
@@ -133,17 +141,19 @@ class ModelDrafter(Drafter):
         return lag
 
     def _stops(self, enough: Enough, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
-        """Whether the guesses just drawn, of these chances [B, 1], are the last; the chances join the rows' scores."""
+        """Whether the draft tokens just drawn, of these chances [B, 1], are the last; the chances join the rows'
+        scores.
+        """
         for row, (chance,) in zip(scores, chances.tolist(), strict=True):
             row.append(chance)
         return enough(batch, scores)
 
-    def _draw(self, choices: Choices, batch: Batch, laws: list[Tensor]) -> Tensor:
-        """One guess a row, [B, 1]; its law joins ``laws`` if the rule wants it."""
+    def _draw(self, choices: Choices, batch: Batch, distributions: list[Tensor]) -> Tensor:
+        """One draft token a row, [B, 1]; its distribution joins ``distributions`` if the rule wants it."""
         if not self._independent or batch.sampling.all_greedy:
             return choices.draw()
-        laws.append(choices.law())
-        return choices.draw(Purpose.GUESS)
+        distributions.append(choices.distribution())
+        return choices.draw(Purpose.DRAFT)
 
     def describe(self, draft: str | None) -> str:
         return str(draft)

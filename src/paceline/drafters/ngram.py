@@ -1,4 +1,4 @@
-"""Guesses copied from text: a row's own (prompt lookup), references (LLMA, 2304.04487), its siblings' answers."""
+"""Draft tokens copied from text: a row's own (prompt lookup), references (LLMA, 2304.04487), its siblings' answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.batch import Batch, Family, Member, Wish
+from paceline.core.batch import Batch, Member, RequestGroup, SpeculationPlan
 from paceline.core.draft import BESIDE, Draft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import Branches, draft_of
@@ -15,14 +15,14 @@ from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way,
 
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 
-# Tokens of context that agree, n, growing by one with each right guess -> n^2 / (n^2 + 8): a score between 0 and 1.
-# What it is worth, the rounds tell (``lengths.belief``).
+# Tokens of context that agree, n, growing by one with each right draft token -> n^2 / (n^2 + 8): a score between 0 and
+# 1. What it is worth, the rounds tell (``lengths.belief``).
 _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
 _KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(BESIDE)]
-STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first guess after the longest match
+STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first draft token after the longest match
 
 
 class _Known(NamedTuple):
@@ -33,15 +33,16 @@ class _Known(NamedTuple):
 
 
 class NgramDrafter(Drafter):
-    """Finds the longest suffix (5 down to 1 tokens) of each row elsewhere and guesses what followed it there.
+    """Finds the longest suffix (5 down to 1 tokens) of each row elsewhere and draft tokens what followed it there.
 
     Looks in the row's own tokens, in its request's references, in its siblings' answers and in ``documents``; the
     longer match wins, then the first of these, then the later one. A match whose continuation ends at the row's end is
     continued cyclically (the text repeats itself). Rows without a match have an empty draft.
 
     documents: for all rows; noted once. A request's references are noted once for all of its answers, and its answers
-    as they grow: in rounds that look for guesses. siblings: whether answers of one request are guessed from each other.
-    On a device a round looks in the rows' own texts alone: references, siblings, documents and trees are the host's.
+    as they grow: in rounds that look for draft tokens. siblings: whether answers of one request are drafted from each
+    other. On a device a round looks in the rows' own texts alone: references, siblings, documents and trees are the
+    host's.
     width: most continuations of a row. More than one are merged into a tree, the best first.
     """
 
@@ -49,19 +50,19 @@ class NgramDrafter(Drafter):
     sources = ("own text", "references", "siblings", "documents")  # in the order of ``lookup``
     copies = True
     uses_torch = False
-    auto_width = 1  # of few guesses verified, branches bring -4 to 6 % of tokens a round (benchmarks/tree_gain.py)
+    auto_width = 1  # of few draft tokens verified, branches bring -4 to 6 % of tokens a round (benchmarks/tree_gain.py)
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), siblings: bool = True, width: int = 1) -> None:
         self._lookup: Lookup[Any] = make_lookup(documents)
         self._documents, self._siblings, self.width = len(documents) > 0, siblings, width
         self.on_device = width == 1 and not self._documents
-        self._known: WeakKeyDictionary[Family, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[RequestGroup, _Known] = WeakKeyDictionary()
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> NgramDrafter:
         return cls(equipment.documents, width=equipment.width(cls))
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         members = batch.members[: batch.rows]
         beside = None if not any(members) else [self._beside(member) for member in members]
         rows, longest, device = batch.rows, batch.longest, batch.device
@@ -74,7 +75,7 @@ class NgramDrafter(Drafter):
         found = self._lookup.find(text, length, rows, longest, wish.k, beside)
         one_source = beside is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
-        return Draft.of(found.guesses, device, [_CONFIDENCE[size] for size in found.matched], kinds)
+        return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)
 
     def _beside(self, member: Member | None) -> Beside[Any] | None:
         if member is None:
@@ -84,7 +85,7 @@ class NgramDrafter(Drafter):
             known = self._known[member.family] = self._note(member.family)
         return Beside(known.references, known.siblings, member.number, member.first)
 
-    def _note(self, family: Family) -> _Known:
+    def _note(self, family: RequestGroup) -> _Known:
         references = self._lookup.texts(family.references) if family.references else None
         return _Known(references, self._lookup.texts() if self._siblings and family.answers > 1 else None)
 
@@ -93,5 +94,5 @@ def merged(ways: Sequence[Way]) -> Branches:
     """A row's continuations, the best first, as one tree."""
     tree = Branches()
     for way in ways:
-        tree.merge(way.guesses, _CONFIDENCE[way.matched], way.source)
+        tree.merge(way.draft_tokens, _CONFIDENCE[way.matched], way.source)
     return tree

@@ -60,7 +60,7 @@ class Assembly:
     def drafter(self, target: Decoder) -> Drafter:
         """Raises ParameterError where it lacks what it needs."""
         config, models, kind = self.config, self.models, self.config.drafter_kind
-        if kind is None or not config.guesses:
+        if kind is None or not config.draft_tokens:
             return NoDrafter()
         if kind.needs_draft_model and models.draft is None:
             raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")

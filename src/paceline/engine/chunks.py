@@ -10,7 +10,7 @@ from statistics import median
 from typing import Protocol
 
 _STEP = 512  # positions that are taken to cost the same: a token attends to all before it
-_GUESS = 0.003  # seconds a token, before anything is known
+_DRAFT = 0.003  # seconds a token, before anything is known
 _LEARN = 0.5  # how much of a surprise is believed: one stall of the machine is not its speed
 _AIM = 0.8  # of a pause is what a chunk and a round should take: some take longer than others
 _LEAST = 0.25  # of a pause is left to prompts, however long rounds, and passes of whatever size, take themselves
@@ -46,7 +46,7 @@ class Prompt(Protocol):
     def arrival_time(self) -> float: ...
 
 
-class Watch(Protocol):
+class Timer(Protocol):
     """Times a chunk."""
 
     def seconds(self) -> float | None:
@@ -84,7 +84,7 @@ class Speed:
         """Of the nearest position that is known."""
         step = position // _STEP
         if step in self._rates or not self._rates:
-            return self._rates.get(step, _GUESS)
+            return self._rates.get(step, _DRAFT)
         return self._rates[min(self._rates, key=lambda known: abs(known - step))]
 
     def learn(self, parts: Sequence[Part], seconds: float) -> None:
@@ -133,7 +133,7 @@ class RoundSeconds:
         return self._lately[min(known, key=lambda other: abs(other - size))] if known else None
 
 
-class Chunks:
+class PrefillChunker:
     """Chooses what is fed: the shortest remaining prompts first, as many tokens as the pause that they make allows.
 
     most: tokens of a chunk, all rows together and padded to the longest. pause: seconds between two tokens of a row
@@ -145,7 +145,7 @@ class Chunks:
         self._most, self._pause = most, pause
         self.awaited = True
         self._chosen = 0
-        self._watched: deque[tuple[Sequence[Part], Watch]] = deque()
+        self._watched: deque[tuple[Sequence[Part], Timer]] = deque()
         self.speed = Speed()
         self.rounds = RoundSeconds()
 
@@ -171,7 +171,7 @@ class Chunks:
         """What the smallest chunk takes, from a position on."""
         return self.speed.per_pass + self.speed.seconds_per_token(position)
 
-    def watch(self, parts: Sequence[Part], watch: Watch) -> None:
+    def watch(self, parts: Sequence[Part], watch: Timer) -> None:
         """Learn from a chunk, as soon as it is known how long it took."""
         self._watched.append((parts, watch))
 

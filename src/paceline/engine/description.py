@@ -22,12 +22,12 @@ from paceline.models.prepare import why_not_native
 
 @dataclass(frozen=True)
 class Running:
-    """What an engine runs, and on how many CPU threads; ``player`` plays the device's rounds, where it plays any."""
+    """What an engine runs, and on how many CPU threads; ``runner`` plays the device's rounds, where it plays any."""
 
     models: Models
     config: EngineConfig
     parts: Speculation
-    player: DeviceRound | None
+    runner: DeviceRound | None
     threads: int
     max_model_len: int
     room: Room
@@ -49,20 +49,20 @@ class Running:
     def _played_with(self, target: AnyModel) -> str:
         """Attention, and who plays rounds: both decide what a round takes."""
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
-        return attention if self.player is None else f"{attention}, rounds by the device"
+        return attention if self.runner is None else f"{attention}, rounds by the device"
 
     def describe(self) -> str:
         """What runs and why, in one line."""
         config, drafter = self.config, self.parts.drafter
-        guesses = "no speculation"
+        draft_tokens = "no speculation"
         draft = self.models.draft if drafter.decoders else None
         if who := drafter.describe(None if draft is None else _describe_model(draft)):
             length = self.parts.policy.describe() + self._describe_width()
-            guesses = f"drafter {who}, length {length}, acceptance {config.acceptance}"
+            draft_tokens = f"drafter {who}, length {length}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
-                guesses += " (a benchmark: guesses are kept by chance, the text means nothing)"
+                draft_tokens += " (a benchmark: guesses are kept by chance, the text means nothing)"
         return (
-            f"target {_describe_model(self.models.target)}, {self.threads} threads; {guesses}; "
+            f"target {_describe_model(self.models.target)}, {self.threads} threads; {draft_tokens}; "
             f"attention {self._describe_attention()}; {self._describe_rounds()}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
             f"{', prompts read anew (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
@@ -89,9 +89,9 @@ class Running:
     def _describe_rounds(self) -> str:
         """Nothing to say where a CPU's host plays them. Those that need the host (``suits``) it plays everywhere."""
         why = why_not_device(self.parts)
-        if self.player is not None and why is None:
-            how = "CUDA graphs" if self.player.graphs.captures else "uncaptured"
-            return f"rounds by the device ({how}, {self.player.ops.name} kernels); "
+        if self.runner is not None and why is None:
+            how = "CUDA graphs" if self.runner.graphs.captures else "uncaptured"
+            return f"rounds by the device ({how}, {self.runner.ops.name} kernels); "
         if plays_rounds(self.models.target):
             return f"{self._describe_kernels_rounds()}; "
         if self.models.target.device.type != "cuda":
@@ -103,7 +103,7 @@ class Running:
     def _describe_kernels_rounds(self) -> str:
         if why := why_host(self.parts.target, self.parts.accept):
             return f"rounds by the host ({why})"
-        left = " (part by part: guesses drawn by a law of their own)" if self.parts.drafter.has_laws else ""
+        left = " (part by part: guesses drawn by a law of their own)" if self.parts.drafter.has_probabilities else ""
         return f"rounds by the kernels{left}"
 
 

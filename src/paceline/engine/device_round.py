@@ -1,13 +1,13 @@
 """A round as one tensor program that the host never interrupts: draft, verify, accept, commit, stop tests.
 
-The same round as ``round.py``, for rows without a grammar or a bias: lengths, ends and guesses are device tensors
+The same round as ``round.py``, for rows without a grammar or a bias: lengths, ends and draft tokens are device tensors
 alone. On CUDA a program is captured as one graph for each (bucket of rows, k, what the rows ask for); on a CPU it runs
 as it is.
 
-B rows (a bucket: live rows and others, which are masked), k guesses, L = k + 1.
+B rows (a bucket: live rows and others, which are masked), k draft tokens, L = k + 1.
 
 Trees have one shape, so that nothing of it must be read: at each of k depths the W leading candidates after the chain
-of the first ones, depth by depth; N = k W guesses, and the chain's are those with numbers 0, W, 2W, ...
+of the first ones, depth by depth; N = k W draft tokens, and the chain's are those with numbers 0, W, 2W, ...
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
-from paceline.core.rows import LOGPROB_SIZES, NOTHING, Asks, RowState
+from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
 from paceline.core.rules import keep_equal
 from paceline.core.sampling import Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
@@ -43,7 +43,9 @@ MISSED = (1, 2, 4, 8, 16, 32, 64)  # tokens that a draft model is likely to lack
 
 @dataclass(frozen=True)
 class Rule:
-    """How guesses are judged: "coupled" or "rejection" (``independent``), or by chance (``synthetic``: the rate)."""
+    """How draft tokens are judged: "coupled" or "rejection" (``independent``), or by chance (``synthetic``: the
+    rate).
+    """
 
     independent: bool = False
     synthetic: float | None = None
@@ -52,8 +54,8 @@ class Rule:
 class DeviceRound:
     """Plays rounds on the first rows of a batch, of which its decoding ones live; ``play`` returns before it is played.
 
-    draft: None plays plain rounds (k = 0), or guesses with ``copies``: what followed the row's last tokens in its own
-    text. ops: the kernels, or their twins; chosen by the device if None.
+    draft: None plays plain rounds (k = 0), or draft tokens with ``copies``: what followed the row's last tokens in its
+    own text. ops: the kernels, or their twins; chosen by the device if None.
     capture: False runs the program eagerly on CUDA, too. width: W, of trees; they need the coupled rule, and rows that
     ask for neither penalties nor log-probabilities.
     """
@@ -71,7 +73,7 @@ class DeviceRound:
         copies: bool = False,
     ) -> None:
         assert width == 1 or rule == Rule(), "the others know chains alone"
-        self.guesses = draft is not None or copies
+        self.draft_tokens = draft is not None or copies
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.length.shape[0]
@@ -96,17 +98,17 @@ class DeviceRound:
         """How many rows a program plays for so many live ones."""
         return min(self.capacity, next((size for size in ROW_BUCKETS if size >= rows), self.capacity))
 
-    def cap_guesses(self, most: Sequence[int]) -> None:
-        """From now on no more guesses than these, row by row. An upload, if anything changed."""
+    def cap_draft_tokens(self, most: Sequence[int]) -> None:
+        """From now on no more draft tokens than these, row by row. An upload, if anything changed."""
         self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
-    def play(self, rows: int, k: int, longest: int, asks: Asks = NOTHING, lag: int = 0) -> Ticket:
-        """A round of k guesses for ``rows`` live rows; no row is longer than ``longest`` before it.
+    def play(self, rows: int, k: int, longest: int, asks: StepFeatures = NOTHING, lag: int = 0) -> Ticket:
+        """A round of k draft tokens for ``rows`` live rows; no row is longer than ``longest`` before it.
 
         The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``); behind them the
         log-probabilities that rows ask for (``gpu.state.read_logprobs``). Of trees k is their depth, and the record
         [bucket, 2 N + 4]: tokens, path, then likewise (``gpu.state.read_trees``). lag: most tokens that the draft
-        model lacks of a row; after a round with guesses a round is one program, one launch.
+        model lacks of a row; after a round with draft tokens a round is one program, one launch.
         """
         k = self._playable(k)
         if k > 0 and self.draft is not None:
@@ -115,10 +117,10 @@ class DeviceRound:
         return self._ring.push(record)
 
     def _playable(self, k: int) -> int:
-        """Guesses of a round that is asked for k."""
-        return min(k, MAX_SPECULATION_LENGTH // self.width) if self.guesses else 0
+        """Draft tokens of a round that is asked for k."""
+        return min(k, MAX_SPECULATION_LENGTH // self.width) if self.draft_tokens else 0
 
-    def _round(self, bucket: int, k: int, span: int, asks: Asks) -> Named:
+    def _round(self, bucket: int, k: int, span: int, asks: StepFeatures) -> Named:
         return (bucket, k, span, asks), lambda: self.program(bucket, k, span, asks)
 
     def catch_up(self, rows: int, lag: int, longest: int) -> None:
@@ -156,9 +158,9 @@ class DeviceRound:
         for span in self._spans():
             yield from self._likely_rounds(lengths, span, NOTHING)
             yield from self._likely_readings(lengths, span)
-            yield from self._likely_rounds(lengths, span, Asks(cuts=True))
+            yield from self._likely_rounds(lengths, span, StepFeatures(cuts=True))
 
-    def _likely_rounds(self, lengths: Callable[[int], Sequence[int]], span: int, asks: Asks) -> Iterator[Named]:
+    def _likely_rounds(self, lengths: Callable[[int], Sequence[int]], span: int, asks: StepFeatures) -> Iterator[Named]:
         buckets = self._buckets()
         ks = [dict.fromkeys(map(self._playable, lengths(bucket))) for bucket in buckets]
         for of_each in zip_longest(*ks):
@@ -167,7 +169,7 @@ class DeviceRound:
                     yield self._round(bucket, k, span, asks)
 
     def _likely_readings(self, lengths: Callable[[int], Sequence[int]], span: int) -> Iterator[Named]:
-        """Only where plain rounds come first, with guesses to follow them, does a draft model fall behind."""
+        """Only where plain rounds come first, with draft tokens to follow them, does a draft model fall behind."""
         for width in MISSED if self.draft is not None else ():
             for bucket in self._buckets():
                 first, *others = lengths(bucket)
@@ -189,22 +191,24 @@ class DeviceRound:
         most = self.target.cache.positions + 1
         return list(dict.fromkeys(map(self._span, range(SPAN, most + SPAN, SPAN))))
 
-    def program(self, rows: int, k: int, span: int, asks: Asks = NOTHING) -> Tensor:
+    def program(self, rows: int, k: int, span: int, asks: StepFeatures = NOTHING) -> Tensor:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""
         state = self.batch.state(rows, reads=False)
         before = state.length.clone()
         if self.width > 1 and k > 0:
             return self._tree_program(state, before, k, span, asks)
-        draft = self._copy(state, k, span) if self.draft is None else self._guess(state, before, k, span, asks)
+        draft = self._copy(state, k, span) if self.draft is None else self._draft_token(state, before, k, span, asks)
         logits = self._verify(state, before, draft, span)
         record = self._judge(draft, self._shaped(logits, state, asks, draft.tokens), state)
         if k > 0 and self.draft is not None:
             self._rewind(state, before, before.new_full((state.rows,), k - 1))
         return record if asks.logprobs is None else self._with_logprobs(record, logits, asks.logprobs)
 
-    def _shaped(self, logits: Tensor, state: RowState, asks: Asks, guesses: Tensor, first: int = 0) -> Tensor:
-        """What the rows' own penalties and cuts make of the logits [B, L, V] that follow their first guesses."""
-        return self.ops.shaped(logits, state, asks, guesses, first) if asks.adjusts or asks.cuts else logits
+    def _shaped(
+        self, logits: Tensor, state: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int = 0
+    ) -> Tensor:
+        """What the rows' own penalties and cuts make of the logits [B, L, V] that follow their first draft tokens."""
+        return self.ops.shaped(logits, state, asks, draft_tokens, first) if asks.adjusts or asks.cuts else logits
 
     def _with_logprobs(self, record: Tensor, logits: Tensor, most: int) -> Tensor:
         """The record, and the log-probabilities of its tokens and of the ``most`` likely ones."""
@@ -212,27 +216,29 @@ class DeviceRound:
         return with_logprobs(record, own, *likeliest(logits, most)) if most else with_logprobs(record, own)
 
     def _copy(self, state: RowState, k: int, span: int) -> Draft:
-        """k guesses a row from its own text; none where nothing in it ends as it does."""
+        """k draft tokens a row from its own text; none where nothing in it ends as it does."""
         tokens, matched = copied(state.text[:, :span], state.length, k, LONGEST_SUFFIX)
         return Draft(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
 
-    def _guess(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Draft:
-        """k guesses a row, drawn one after the other by the draft model."""
-        laws: list[Tensor] = []
-        purpose = Purpose.GUESS if self.rule.independent else Purpose.DRAW
+    def _draft_token(self, state: RowState, before: Tensor, k: int, span: int, asks: StepFeatures) -> Draft:
+        """k draft tokens a row, drawn one after the other by the draft model."""
+        distributions: list[Tensor] = []
+        purpose = Purpose.DRAFT if self.rule.independent else Purpose.DRAW
 
-        def draw(logits: Tensor, guesses: Tensor) -> tuple[Tensor, bool]:
-            logits = self._shaped(logits, state, asks, guesses, guesses.shape[1])
-            laws.append(logits)
-            return self.ops.draw(logits, state, guesses.shape[1], purpose), True
+        def draw(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, bool]:
+            logits = self._shaped(logits, state, asks, draft_tokens, draft_tokens.shape[1])
+            distributions.append(logits)
+            return self.ops.draw(logits, state, draft_tokens.shape[1], purpose), True
 
         none = before.new_empty((state.rows, 0))
-        tokens = draw_chain(none, k, lambda guesses: self._draft_logits(state, before, guesses, span), draw)
-        counts = self._caps.device[: state.rows].clamp(max=k) * self._can_guess(before)
-        return Draft(tokens, counts, logits=torch.cat(laws, dim=1) if laws and self.rule.independent else None)
+        tokens = draw_chain(none, k, lambda draft_tokens: self._draft_logits(state, before, draft_tokens, span), draw)
+        counts = self._caps.device[: state.rows].clamp(max=k) * self._can_draft(before)
+        return Draft(
+            tokens, counts, logits=torch.cat(distributions, dim=1) if distributions and self.rule.independent else None
+        )
 
-    def _tree_program(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Tensor:
-        draft = self._guess_trees(state, before, k, span, asks)
+    def _tree_program(self, state: RowState, before: Tensor, k: int, span: int, asks: StepFeatures) -> Tensor:
+        draft = self._draft_trees(state, before, k, span, asks)
         logits = self._verify(state, before, draft, span)
         verdict = keep_equal(draft, self._draws_of_tree(self._shaped(logits, state, asks, draft.tokens), state))
         assert verdict.path is not None, "of trees there is one"
@@ -247,16 +253,16 @@ class DeviceRound:
         self._rewind(state, before, read)
         return torch.cat([record[:, :-RECORD_TAIL], verdict.path, record[:, -RECORD_TAIL:]], dim=1)
 
-    def _guess_trees(self, state: RowState, before: Tensor, k: int, span: int, asks: Asks) -> Draft:
+    def _draft_trees(self, state: RowState, before: Tensor, k: int, span: int, asks: StepFeatures) -> Draft:
         """Of each row as deep as it may and as its slots reach."""
-        chain, guesses = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
+        chain, draft_tokens = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
         for depth in range(k):
             logits = self._shaped(self._draft_logits(state, before, chain, span), state, asks, chain, depth)
             best = self._leaders(logits, state, depth)
-            chain, guesses = torch.cat([chain, best[:, :1]], dim=1), torch.cat([guesses, best], dim=1)
+            chain, draft_tokens = torch.cat([chain, best[:, :1]], dim=1), torch.cat([draft_tokens, best], dim=1)
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
-        deep = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._can_guess(before)
-        return Draft(guesses, deep * self.width, parents=self._follows[: k * self.width].expand(state.rows, -1))
+        deep = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._can_draft(before)
+        return Draft(draft_tokens, deep * self.width, parents=self._follows[: k * self.width].expand(state.rows, -1))
 
     def _leaders(self, logits: Tensor, state: RowState, depth: int) -> Tensor:
         """[B, W] of logits [B, 1, V]: each drawn as the target will draw, without those before it."""
@@ -277,21 +283,21 @@ class DeviceRound:
             )
         return draws
 
-    def _can_guess(self, before: Tensor) -> Tensor:
+    def _can_draft(self, before: Tensor) -> Tensor:
         """[B]: 0 where a head has read nothing yet, which has no streams of a first token; else 1."""
         return (before > (self.target.reader is not None)).long()
 
-    def _draft_logits(self, state: RowState, before: Tensor, guessed: Tensor, span: int) -> Tensor:
-        """[B, 1, V]: after the text and the guesses so far."""
+    def _draft_logits(self, state: RowState, before: Tensor, proposed: Tensor, span: int) -> Tensor:
+        """[B, 1, V]: after the text and the draft tokens so far."""
         assert self.draft is not None, "guesses need a draft model"
-        step = guessed.shape[1]
+        step = proposed.shape[1]
         if step > 0:
-            return self.draft.logits(self.draft.go_on_drafting(guessed[:, -1:], step, before, span))
+            return self.draft.logits(self.draft.go_on_drafting(proposed[:, -1:], step, before, span))
         text = _text(state, self.draft.seen[: state.rows], self.draft.reads)
         return self.draft.logits(self.draft.begin_draft(text, before, span))
 
     def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
-        """[B, k + 1, V] of the tokens that follow the unseen token and the guesses."""
+        """[B, k + 1, V] of the tokens that follow the unseen token and the draft tokens."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
         return self.target.logits(self.target.forward(tokens, start, span, tree=draft.tree))
@@ -302,7 +308,9 @@ class DeviceRound:
         return self.ops.coupled(draft, logits, state, self.rule.synthetic)
 
     def _rewind(self, state: RowState, before: Tensor, kept: Tensor) -> None:
-        """The draft model's cache knows the text before the round and the guesses that it read, as far as they live."""
+        """The draft model's cache knows the text before the round and the draft tokens that it read, as far as they
+        live.
+        """
         assert self.draft is not None
         self._now_seen(state, torch.minimum(self.draft.read_after(before, kept), state.length - 1))
 

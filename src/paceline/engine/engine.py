@@ -21,7 +21,7 @@ from paceline.core.hardware import threads_of_each, torch_threads, whatever_torc
 from paceline.core.outputs import RequestOutput
 from paceline.core.room import Filled
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
-from paceline.engine.chunks import Chunks
+from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import Running
 from paceline.engine.device_round import DeviceRound, Rule
 from paceline.engine.memory import check_memory, scoring_room
@@ -80,11 +80,11 @@ class Engine:
             target.show(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.batch = self._new_batch()
-        self._player = self._make_player()
+        self._runner = self._make_runner()
         self._profile = self._load_profile()
         self.parts.policy = self._policy()
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
-        self.chunks = Chunks(config.prefill_chunk, config.longest_pause)
+        self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks, room=self.room)
         self._pipeline = self._make_pipeline()
 
@@ -95,10 +95,10 @@ class Engine:
 
     def _make_pipeline(self) -> Pipeline | None:
         """None where the host plays all rounds."""
-        player = self._player
-        return Pipeline(player, self.parts, self.scheduler) if player is not None and self._device_plays() else None
+        runner = self._runner
+        return Pipeline(runner, self.parts, self.scheduler) if runner is not None and self._device_plays() else None
 
-    def _make_player(self) -> DeviceRound | None:
+    def _make_runner(self) -> DeviceRound | None:
         """Of rounds that the device plays alone; None where the host plays them."""
         config, parts = self.config, self.parts
         if not self._device_plays():
@@ -126,10 +126,10 @@ class Engine:
             drafter.decoders,
             ragged=self._on_kernels,
             copies=drafter.copies,
-            overlaps=self._player is not None,
+            overlaps=self._runner is not None,
             paying_rows=drafter.paying_rows,
         )
-        return make_policy(config.num_speculative_tokens if config.guesses else 0, means)
+        return make_policy(config.num_speculative_tokens if config.draft_tokens else 0, means)
 
     def _load_profile(self) -> Profile | None:
         if self.config.profile is None:
@@ -153,7 +153,7 @@ class Engine:
     def _calibration(self, grid: Grid) -> Calibration:
         parts = self.parts
         natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
-        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._player, natively, self.room)
+        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._runner, natively, self.room)
 
     def _costs(self) -> CostTable:
         """From the profile, from an engine before this one on the same models, from disk, or measured now."""
@@ -166,7 +166,7 @@ class Engine:
             self.parts.drafter.width,
             config.attention,
             config.acceptance,
-            self._player is None,
+            self._runner is None,
             *sizes,
         )
         if key not in known:
@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def _running(self) -> Running:
-        return Running(self.models, self.config, self.parts, self._player, self.threads, self.max_model_len, self.room)
+        return Running(self.models, self.config, self.parts, self._runner, self.threads, self.max_model_len, self.room)
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
@@ -337,7 +337,7 @@ class Engine:
             return Decoder(target, self._assembly.backend(), rows, positions, target.vocab_size)
 
         room = scoring_room(target, config.max_batch_size, self.max_model_len)
-        return Scorer(rows_for, room, Chunks(WIDEST_PASS, config.longest_pause))
+        return Scorer(rows_for, room, PrefillChunker(WIDEST_PASS, config.longest_pause))
 
     @property
     def filled(self) -> Filled:

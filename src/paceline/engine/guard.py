@@ -13,7 +13,7 @@ from paceline.core.rows import Asked, Constraint
 T = TypeVar("T")
 
 
-class Guarded:
+class FaultIsolatedConstraint:
     """A constraint whose fault waits until its row is judged; from then on anything may follow.
 
     Masks are made in the middle of a round that all rows share: an exception there would end every request.
@@ -23,8 +23,8 @@ class Guarded:
         self._constraint = constraint
         self._fault: Exception | None = None
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
-        return _GuardedAsked(self, self.attempt(lambda: self._constraint.ask(guesses, first, places)))
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+        return _GuardedAsked(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.attempt(lambda: self._constraint.advance(tokens))
@@ -48,7 +48,7 @@ class Guarded:
 class _GuardedAsked:
     """A question to a guarded constraint; None: it could not even be asked."""
 
-    constraint: Guarded
+    constraint: FaultIsolatedConstraint
     asked: Asked | None
 
     def send(self) -> None:

@@ -50,7 +50,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """What ``rows`` rows of ``positions`` tokens take."""
     models = [target] if draft is None else [target, draft]
-    tokens = rows * (min(config.most_guesses * config.most_width, MAX_SPECULATION_LENGTH) + 1)
+    tokens = rows * (min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     if isinstance(draft, NativeHead):

@@ -30,7 +30,9 @@ _BLOCK = MAX_SPECULATION_LENGTH + 1
 
 
 class NativeRound:
-    """Plays rounds of the batch's decoding rows. The coupled rule, and the other one for guesses without a law."""
+    """Plays rounds of the batch's decoding rows. The coupled rule, and the other one for draft tokens without a
+    distribution.
+    """
 
     def __init__(
         self, target: Decoder, model: NativeModel, batch: Batch, rule: AcceptanceRule, threads: int | None
@@ -74,7 +76,7 @@ class NativeRound:
         return None if why_host(target, rule) else NativeRound(target, model, batch, rule, threads)
 
     def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:
-        """Whether it can play the next round: one that needs no host, of guesses that have no law.
+        """Whether it can play the next round: one that needs no host, of draft tokens that have no distribution.
 
         Rules that know no trees say so on the host.
         """
@@ -87,7 +89,7 @@ class NativeRound:
         return rule is not self._rule or rows.any_constraint or rows.logprobs is not None
 
     def play(self, draft: Draft) -> Verdict:
-        """Raises ParameterError if a guess is no token or follows none; then no row has gained any."""
+        """Raises ParameterError if a draft token is no token or follows none; then no row has gained any."""
         self._play(draft)
         verdict = self._read(draft)
         self._batch.note_gains(verdict.host.gained)
@@ -98,7 +100,7 @@ class NativeRound:
         batch, call, drafted = self._batch, self._call, draft.drafted
         rows, width = batch.rows, max(drafted)
         numbers = [*self._target.places(rows), *drafted]
-        for table in (draft.guesses, draft.follows or ()):
+        for table in (draft.draft_tokens, draft.follows or ()):
             for line in table:
                 numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
         given = array("q", numbers)

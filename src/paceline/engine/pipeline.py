@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, Verdict
-from paceline.core.rows import Asks
+from paceline.core.rows import StepFeatures
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
 from paceline.engine.scheduler import Scheduler
@@ -41,12 +41,14 @@ def why_not_device(parts: Speculation) -> str | None:
 
 @dataclass
 class _Flight:
-    """A round that the host has launched but not settled: whose rows it played, how many guesses, what it tells."""
+    """A round that the host has launched but not settled: whose rows it played, how many draft tokens, what it
+    tells.
+    """
 
     ticket: Ticket
     sequences: list[Sequence]
     k: int
-    asks: Asks
+    asks: StepFeatures
     width: int
 
     def read(self) -> tuple[HostVerdict, Logprobs | None]:
@@ -66,23 +68,24 @@ class Pipeline:
     A length policy that times rounds gets each settled before the next is chosen.
     """
 
-    def __init__(self, player: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
-        self.player, self.parts, self.scheduler = player, parts, scheduler
+    def __init__(self, runner: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
+        self.runner, self.parts, self.scheduler = runner, parts, scheduler
         self.batch = scheduler.batch
         self._flights: deque[_Flight] = deque()
-        self._guessed: list[Sequence] = []  # for whom the last round with guesses was, if nobody else has played since
-        self._plain = 0  # rounds without guesses since then
+        # for whom the last round with draft tokens was, if nobody else has played since
+        self._proposed: list[Sequence] = []
+        self._plain = 0  # rounds without draft tokens since then
         self._lacks = 0  # most tokens of a row that the draft model lacked after it
         self.last_verdict: Verdict | None = None  # of the last round settled
 
     def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
         """Capture the rounds that requests will need, while none is here; None where rounds are not captured."""
-        return self.player.capture_ahead(partial(likely_lengths, self.parts.policy), seconds, progress)
+        return self.runner.capture_ahead(partial(likely_lengths, self.parts.policy), seconds, progress)
 
     def suits(self) -> bool:
         """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
         parts, asks = self.parts, self.batch.sampling.asks
-        asks_little = self.player.width == 1 or not (asks.adjusts or asks.logprobs is not None)
+        asks_little = self.runner.width == 1 or not (asks.adjusts or asks.logprobs is not None)
         alone = not (parts.drafter.copies and any(self.batch.members[: self.batch.rows]))  # copied from nothing else
         able = asks_little and alone and not self.batch.sampling.needs_host
         return able and parts.drafter.on_device and not parts.policy.selects
@@ -101,7 +104,7 @@ class Pipeline:
 
     def drain(self) -> list[Sequence]:
         """Settle everything: from now on the host knows what the device knows, and may play."""
-        self._guessed = []
+        self._proposed = []
         return self._settle_all_but(0)
 
     def forget(self) -> None:
@@ -109,7 +112,7 @@ class Pipeline:
         while self._flights:
             self._flights.popleft()
             self.parts.policy.lost()
-        self._guessed = []
+        self._proposed = []
         self.scheduler.in_flight = 0
 
     def _anyone_goes_on(self) -> bool:
@@ -119,30 +122,30 @@ class Pipeline:
         return any(batch.limits[row] - batch.lengths[row] > sure for row in range(batch.rows))
 
     def _launch(self) -> None:
-        batch, player = self.batch, self.player
+        batch, runner = self.batch, self.runner
         wish = self.parts.policy.choose(batch).within(batch)
-        k = wish.k if player.guesses else 0
+        k = wish.k if runner.draft_tokens else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
-        player.cap_guesses(batch.most_guesses[: batch.rows] if wish.caps is None else wish.caps)
+        runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if wish.caps is None else wish.caps)
         asks = batch.sampling.asks
-        ticket = player.play(batch.rows, k, longest, asks, self._lag(k))
-        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks, player.width))
+        ticket = runner.play(batch.rows, k, longest, asks, self._lag(k))
+        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks, runner.width))
         self._count_in_flight()
 
     def _lag(self, k: int) -> int:
-        """Most tokens that the draft model lacks of a row: it falls behind while rounds have no guesses.
+        """Most tokens that the draft model lacks of a row: it falls behind while rounds have no draft tokens.
 
-        Of rows that had guesses lately the host knows; of others it asks.
+        Of rows that had draft tokens lately the host knows; of others it asks.
         """
         decoders = self.parts.drafter.decoders
         if k == 0 or not decoders:
             self._plain += 1
             return 0
-        running, known = self.scheduler.running, {id(sequence) for sequence in self._guessed}
+        running, known = self.scheduler.running, {id(sequence) for sequence in self._proposed}
         lag = self._lacks + self._plain
         if any(id(sequence) not in known for sequence in running):
             lag = max(max(decoder.lags(self.batch)) for decoder in decoders)
-        self._guessed, self._plain = list(running), 0
+        self._proposed, self._plain = list(running), 0
         self._lacks = decoders[0].lag_after(k)
         return lag
 
@@ -179,11 +182,11 @@ class Pipeline:
 def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
     """All that so many rows may be asked for, for as answers end there is room for fewer; most rounds' come first."""
     most = policy.length_for(rows)
-    return sorted(range(policy.most_guesses + 1), key=lambda k: abs(k - most))
+    return sorted(range(policy.max_draft_tokens + 1), key=lambda k: abs(k - most))
 
 
 def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:
-    """The lines of a round in the rows' present order; rows that did not play have guessed and kept nothing."""
+    """The lines of a round in the rows' present order; rows that did not play have drafted and kept nothing."""
     tokens = [[] if line is None else read.tokens[line] for line in lines]
     accepted = [0 if line is None else read.accepted[line] for line in lines]
     drafted = [0 if line is None else read.drafted[line] for line in lines]

@@ -47,7 +47,7 @@ def _same(pair: tuple[int, int]) -> bool:
 
 
 @dataclass
-class Held:
+class CachedPrefix:
     """What a free row still holds: the target's keys and values of ``tokens``; a draft model may have read fewer.
 
     used: when it was last of use, by the shelf's count; rows that never held anything came first.
@@ -67,12 +67,12 @@ class Held:
         return len(self.tokens) - kept if self.is_kept else 0
 
 
-class Shelf:
+class FreeSlotPool:
     """The free rows, in the order of their places, and what they hold."""
 
     def __init__(self, rows: int) -> None:
         self._count = count()
-        self.rows = [Held() for _ in range(rows)]
+        self.rows = [CachedPrefix() for _ in range(rows)]
 
     def shared_with(self, prompt: Sequence[int], scope: Scope) -> list[int]:
         """Of each free row, how many of its first tokens the prompt may have for its own."""
@@ -95,11 +95,11 @@ class Shelf:
         """The places, those first whose rows were of no use for the longest time."""
         return sorted(range(len(self.rows)), key=lambda place: (self.rows[place].is_kept, self.rows[place].used))
 
-    def use(self, held: Held) -> None:
+    def use(self, held: CachedPrefix) -> None:
         """It was of use just now."""
         held.used = next(self._count)
 
-    def put(self, held: Held) -> None:
+    def put(self, held: CachedPrefix) -> None:
         """The row before the first free one is free, too."""
         self.use(held)
         self.rows.insert(0, held)
@@ -114,7 +114,7 @@ class Shelf:
 
     def forget(self, rows: int) -> None:
         """So many rows are free, and hold nothing that is of any use."""
-        self.rows = [Held() for _ in range(rows)]
+        self.rows = [CachedPrefix() for _ in range(rows)]
 
 
 def may_share(text: Sequence[int], prompt: Sequence[int]) -> bool:

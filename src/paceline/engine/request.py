@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
-from paceline.core.batch import Family, Member
+from paceline.core.batch import Member, RequestGroup
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
 from paceline.core.rows import Constraint
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
-from paceline.engine.guard import Guarded
+from paceline.engine.guard import FaultIsolatedConstraint
 from paceline.engine.prefixes import Scope
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.sequences import TextStream
@@ -59,7 +59,7 @@ class _Begins:
     request_id: str
     seed: int
     arrival: float
-    family: Family | None
+    family: RequestGroup | None
     scope: Scope
 
 
@@ -85,11 +85,11 @@ class Intake:
             row.rivals = output.candidates
         return output, rows
 
-    def _family(self, request: Request) -> Family | None:
-        """What an answer can be guessed from beside its own text; None where that is nothing."""
+    def _family(self, request: Request) -> RequestGroup | None:
+        """What an answer can be drafted from beside its own text; None where that is nothing."""
         answers = request.params.answers
         alone = answers == 1 and not request.references
-        return None if alone else Family(request.references, answers)
+        return None if alone else RequestGroup(request.references, answers)
 
     def scope_of(self, params: SamplingParams) -> Scope:
         """Whose texts its prompt may be copied from, and who may copy it."""
@@ -115,7 +115,7 @@ class Intake:
             ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
             deadline=None if params.time_budget is None else arrival + params.time_budget,
-            constraint=None if request.make_constraint is None else Guarded(request.make_constraint()),
+            constraint=None if request.make_constraint is None else FaultIsolatedConstraint(request.make_constraint()),
             client=request.client,
             priority=request.priority,
             scope=begins.scope,

@@ -35,7 +35,7 @@ class Speculation(RowKeepers):
         """Verify, accept, commit: in one call of the CPU kernels where nothing in between needs the host."""
         if self.native is not None and self.native.suits(self.accept, draft):
             return self.native.play(draft)
-        logits = self.target.verify(batch, draft)  # of each row's unseen token and its guesses, one forward pass
+        logits = self.target.verify(batch, draft)  # of each row's unseen token and its draft tokens, one forward pass
         verdict = self.accept(draft, logits, batch)
         self.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
         batch.commit(verdict)
@@ -45,9 +45,9 @@ class Speculation(RowKeepers):
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     """Draft, verify, accept, commit. Before and after, each row has exactly one token that the target has not seen."""
-    wish = parts.policy.choose(batch).within(batch)  # the last token of a row needs no guess
-    draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else batch.no_guesses
-    draft = parts.policy.select(batch, draft) if draft.k > 0 else draft  # perhaps the best guesses only
+    wish = parts.policy.choose(batch).within(batch)  # the last token of a row needs no draft token
+    draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else batch.empty_draft
+    draft = parts.policy.select(batch, draft) if draft.k > 0 else draft  # perhaps the best draft tokens only
     draft = batch.fitting(draft)  # siblings take a place each in the cache
     verdict = parts.play(batch, draft)  # every row gains accepted + 1 tokens
     parts.drafter.observe(batch, verdict)

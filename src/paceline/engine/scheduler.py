@@ -13,8 +13,8 @@ from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.core.room import UNLIMITED, Filled, Room
-from paceline.engine.chunks import Chunks, Part
-from paceline.engine.prefixes import WORTH_WAITING, Held, Scope, Shelf, may_share, most_shared, shared
+from paceline.engine.chunks import Part, PrefillChunker
+from paceline.engine.prefixes import WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, may_share, most_shared, shared
 from paceline.engine.round import Speculation
 from paceline.engine.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.engine.waiting import Waiting
@@ -43,7 +43,7 @@ class Scheduler:
     batch: Batch
     parts: Speculation
     capacity: int
-    chunks: Chunks
+    chunks: PrefillChunker
     waiting: Waiting[Sequence] = field(default_factory=Waiting)
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
@@ -51,10 +51,10 @@ class Scheduler:
     closed: bool = False
     watched: bool = True
     room: Room = UNLIMITED
-    free: Shelf = field(init=False)
+    free: FreeSlotPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.free = Shelf(self.capacity)
+        self.free = FreeSlotPool(self.capacity)
         self._size_free_rows()
 
     @property
@@ -119,7 +119,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
         sequence.reach = self._reach(sequence)
         row, has = len(self.running) + len(self.prefilling), self._bring_a_row(sequence)
-        self.free.rows[0] = Held()  # whatever becomes of the sequence
+        self.free.rows[0] = CachedPrefix()  # whatever becomes of the sequence
         self._resize(row, sequence.reach)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
@@ -176,7 +176,7 @@ class Scheduler:
     def _empty(self, place: int) -> int:
         """A free row holds nothing any more: so many bytes are free."""
         row, tokens = len(self.running) + len(self.prefilling) + place, len(self.free.rows[place].tokens)
-        self.free.rows[place] = Held()
+        self.free.rows[place] = CachedPrefix()
         self.batch.rest(row, 0)
         self._resize(row, 0)
         return self.room.bytes_for(tokens)
@@ -369,7 +369,7 @@ class Scheduler:
     def release(self, row: int) -> None:
         """Free a row (decoding or prefilling), which keeps what it holds; others change places with it."""
         self.parts.leave(row)
-        held = Held(self._text(row), [*self.running, *self.prefilling][row].scope)
+        held = CachedPrefix(self._text(row), [*self.running, *self.prefilling][row].scope)
         if row < len(self.running):
             last = len(self.running) - 1
             self._move(last, row, max(self.batch.lengths[last] + self.in_flight, len(held.tokens)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import TokenLogprob
 from paceline.core.room import Room
-from paceline.engine.chunks import Chunks, Part
+from paceline.engine.chunks import Part, PrefillChunker
 from paceline.engine.prefixes import Scope, shared
 from paceline.engine.waiting import Waiting
 from paceline.models.decoder import Decoder
@@ -76,7 +76,7 @@ class Scorer:
     chunks: how much is read in a pass. For the engine's thread.
     """
 
-    def __init__(self, make: Callable[[int, int], Decoder], room: Room, chunks: Chunks) -> None:
+    def __init__(self, make: Callable[[int, int], Decoder], room: Room, chunks: PrefillChunker) -> None:
         self._make, self._room, self.chunks = make, room, chunks
         self.waiting: Waiting[Text] = Waiting()
         self._decoder: Decoder | None = None
@@ -265,9 +265,9 @@ class Scorer:
 
 def told(logits: Tensor, drawn: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """Logits [N, V], the tokens that follow, and how many of the most likely ones to tell of each."""
-    law = logits.float().log_softmax(-1)
-    own = law.gather(-1, torch.tensor(drawn, device=law.device)[:, None])[:, 0].tolist()
-    values, ids = (table.tolist() for table in law.topk(min(max(tops), law.shape[-1]), dim=-1))
+    distribution = logits.float().log_softmax(-1)
+    own = distribution.gather(-1, torch.tensor(drawn, device=distribution.device)[:, None])[:, 0].tolist()
+    values, ids = (table.tolist() for table in distribution.topk(min(max(tops), distribution.shape[-1]), dim=-1))
     return [
         TokenLogprob(token, value, tuple(zip(likely[:top], best[:top], strict=True)))
         for token, value, best, likely, top in zip(drawn, own, values, ids, tops, strict=True)

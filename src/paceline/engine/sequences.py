@@ -12,7 +12,7 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Member
 from paceline.core.draft import Verdict
 from paceline.core.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
-from paceline.engine.guard import Guarded
+from paceline.engine.guard import FaultIsolatedConstraint
 from paceline.engine.prefixes import Scope
 
 log = logging.getLogger("paceline")
@@ -47,7 +47,7 @@ class Sequence:
     output: CompletionOutput
     stream: TextStream | None = None
     deadline: float | None = None  # on the clock of time.monotonic
-    constraint: Guarded | None = None
+    constraint: FaultIsolatedConstraint | None = None
     member: Member | None = None
     rivals: list[CompletionOutput] = field(default_factory=list)
     client: str = ""

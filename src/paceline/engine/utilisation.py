@@ -5,8 +5,9 @@ best and about 10 times that of speculation with one sequence. Here it is
 
     2 x multiply-adds of the target's matrices for a token x tokens of the answers / seconds / peak
 
-so only what ended up in answers counts: not rejected guesses, not the draft model, not attention (some percent at a few
-hundred positions), not prefill, whose time is left out, too. The peak is operations a second in the precision that the
+so only what ended up in answers counts: not rejected draft tokens, not the draft model, not attention (some percent at
+a few hundred positions), not prefill, whose time is left out, too. The peak is operations a second in the precision
+that the
 target runs in: on a CPU that of the same kernels on weights that lie in the cache, or of torch's product, measured in
 the same run; on a GPU what the maker's data sheet says, without sparsity.
 """

@@ -1,26 +1,27 @@
 """``auto``: play what brings the most tokens beyond a plain round, at the going rate.
 
-A guess that survives with chance s (it and all before it in its row are right) brings w s tokens, w being what a token
-of its row is worth. To verify a set of n guesses brings
+A draft token that survives with chance s (it and all before it in its row are right) brings w s tokens, w being what a
+token of its row is worth. To verify a set of n draft tokens brings
 
     value = sum of w s - rate (time(n) - time(0))
 
 where ``rate`` is what a millisecond gave lately in rounds of this kind, and never less than plain decoding gives. The
-best guesses are verified, as many as make this greatest: nothing here asks whether they form chains.
+best draft tokens are verified, as many as make this greatest: nothing here asks whether they form chains.
 
-* A draft goes on while one more guess a row is expected to raise the value by more than rate times a pass.
-* A source of guesses (a draft model; copies, which take a search) is asked while what it brought lately, with the
+* A draft goes on while one more draft token a row is expected to raise the value by more than rate times a pass.
+* A source of draft tokens (a draft model; copies, which take a search) is asked while what it brought lately, with the
   benefit of the doubt, is more than rate times what it has to read first, spread over the rounds that are left.
-* Copies are played in place of the draft model's guesses where their value is more than what those brought lately.
+* Copies are played in place of the draft model's draft tokens where their value is more than what those brought lately.
 * What looks worthless is tried when a small share of the time, saved for that, pays for it; its record counts little
   then.
 
-Guesses are judged by what the rows gained, verified or not. Under the rejection rule nothing that was drafted is left
-out: to drop a guess for what it is would bend the law; to stop after it does not. Where nobody sees the guesses before
-they are verified (rounds of the device), or all rows pay for the longest draft, their places in the draft are their
-scores, and the length is chosen beforehand, by the same value.
+Draft tokens are judged by what the rows gained, verified or not. Under the rejection rule nothing that was drafted is
+left
+out: to drop a draft token for what it is would bend the distribution; to stop after it does not. Where nobody sees the
+draft tokens before they are verified (rounds of the device), or all rows pay for the longest draft, their places in the
+draft are their scores, and the length is chosen beforehand, by the same value.
 
-(TETRIS 2502.15197 and AdaServe 2501.12162 rank guesses under a given budget, SpecDec++ 2405.19715 and EAGLE-2
+(TETRIS 2502.15197 and AdaServe 2501.12162 rank draft tokens under a given budget, SpecDec++ 2405.19715 and EAGLE-2
 2406.16858 stop by the drafter's confidence, SmartSpec 2406.14066 maximises the rate of a length for all.)
 """
 
@@ -36,7 +37,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import TypeAlias
 
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.lengths.base import LengthPolicy, Means
@@ -57,24 +58,27 @@ from paceline.lengths.cost import REFRESH, CostModel, RoundTimes
 from paceline.models.decoder import Decoder
 
 Clock: TypeAlias = Callable[[], float]  # seconds
-Follows: TypeAlias = Sequence[int] | None  # the guess that each guess of a row follows; None: the one before
+# the draft token that each draft token of a row follows; None: the one before
+Follows: TypeAlias = Sequence[int] | None
 
 DOUBT = 1.5  # standard errors by which a draft model gets the benefit of the doubt: trials come seldom; copies get 1
 TRIALS = 3.0  # what a record weighs at most when what it says is tried
-CLUELESS_TRIALS = 4  # guesses that the chance of any guess weighs at first, and most of a draft before any was right
-FADE = 0.98  # what the evidence about any guess is worth a round later
+# draft tokens that the chance of any draft token weighs at first, and most of a draft before any was right
+CLUELESS_TRIALS = 4
+FADE = 0.98  # what the evidence about any draft token is worth a round later
 SEARCH_HOPE = 0.2  # tokens a row that a search for copies is believed to bring, before any
-CAUTION = 0.2  # of a plain round: what guesses may take before any was judged, and for each that was
-CREDIT = 0.5  # plain rounds that guesses may cost a batch that drains: at 0 it often gives up guesses that pay
-CHEAPER = 0.5  # the true time of guesses may be so much of the one believed: worth finding out
+CAUTION = 0.2  # of a plain round: what draft tokens may take before any was judged, and for each that was
+# plain rounds that draft tokens may cost a batch that drains: at 0 it often gives up draft tokens that pay
+CREDIT = 0.5
+CHEAPER = 0.5  # the true time of draft tokens may be so much of the one believed: worth finding out
 
 
 class Source:
-    """What is known of a kind of guesses.
+    """What is known of a kind of draft tokens.
 
-    belief: what their scores are worth. judged, right: guesses lately. By rows: rates, tokens a millisecond of rounds
-    that asked for them; brings, what a row of such a round gained beyond plain decoding, less what its time would have
-    given.
+    belief: what their scores are worth. judged, right: draft tokens lately. By rows: rates, tokens a millisecond of
+    rounds that asked for them; brings, what a row of such a round gained beyond plain decoding, less what its time
+    would have given.
     savings: for asking although that looks worthless.
     """
 
@@ -87,7 +91,7 @@ class Source:
 
     @property
     def chance(self) -> float:
-        """Of a guess of which nothing else is known."""
+        """Of a draft token of which nothing else is known."""
         return (self.right + CLUELESS_TRIALS * CLUELESS) / (self.judged + CLUELESS_TRIALS)
 
     def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
@@ -97,7 +101,7 @@ class Source:
         self.right = self.right * FADE + sum(right for line in judged for _, right in line)
 
     def learn_of(self, draft: Draft, verdict: Verdict) -> None:
-        """What a round shows of a draft, whose guesses may all have been left out."""
+        """What a round shows of a draft, whose draft tokens may all have been left out."""
         bins = bins_of_draft(draft)
         judged = zip(bins, judge(draft, verdict), strict=True)
         self.learn([[(line[place], right) for place, right in known] for line, known in judged])
@@ -114,13 +118,13 @@ class Round:
     worth: list[float]  # of a token of each row
     rows: int = 0
     context: int = 0
-    source: Source | None = None  # whose guesses are verified
+    source: Source | None = None  # whose draft tokens are verified
     rate: float = 0.0
     trial: bool = False
-    reviews: bool = False  # played without guesses, to see what that takes
+    reviews: bool = False  # played without draft tokens, to see what that takes
     asked: range | None = None  # rows; None: all
-    k: int = 0  # guesses asked of each
-    guesses: int = 0  # verified, of all rows
+    k: int = 0  # draft tokens asked of each
+    draft_tokens: int = 0  # verified, of all rows
     feed: float = 0.0  # what the draft model reads first takes
     passes: list[float] = field(default_factory=list)
     drafts: list[tuple[Source, Draft]] = field(default_factory=list)  # all that was seen of them
@@ -138,14 +142,14 @@ class AutoLength(RowKeepers, LengthPolicy):
     """Measures time from ``choose`` to ``observe`` (both on the host).
 
     costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
-    fall behind in rounds without them. copies: whether there are guesses without them, too. clock: seconds. times: else
-    rounds may be observed one late, and take what the costs say.
+    fall behind in rounds without them. copies: whether there are draft tokens without them, too. clock: seconds. times:
+    else rounds may be observed one late, and take what the costs say.
     paying_rows: as of ``Means``; with more rows the decoders are not asked, whatever the costs say.
     """
 
     name = "auto"
     reads_profile = True
-    most_guesses = LONGEST_AUTO
+    max_draft_tokens = LONGEST_AUTO
     times = True
     paying_rows: int | None = None
 
@@ -167,9 +171,10 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._paces = Paces()
         self._savings = Savings()  # for rounds that show what others take
         self._search_ms = 0.0  # what the last search for copies took
-        self._thinking = Mean(0.0)  # ms of a draft beside its passes: to choose among guesses, and to learn from them
-        self._guessed = False  # whether guesses were verified in the last round
-        self._unasked = 0  # rounds without guesses since the last with any
+        # ms of a draft beside its passes: to choose among draft tokens, and to learn from them
+        self._thinking = Mean(0.0)
+        self._proposed = False  # whether draft tokens were verified in the last round
+        self._unasked = 0  # rounds without draft tokens since the last with any
         self._rested = 0  # of the last rest, if nothing was asked for since
         self._rest = 0  # rounds in which nothing is asked for, as plain rounds change nothing that asking hangs on
         self._round: Round
@@ -195,12 +200,12 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     # --- before the round ------------------------------------------------------------
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         if self._rest and self._round.rows == batch.rows:
             self._rest -= 1
             self._unasked += 1
             self._save(self._round.times.plain)
-            return Wish(0)
+            return SpeculationPlan(0)
         self._rest, began = 0, self.clock()
         times = self.costs.times(batch.rows, batch.longest)
         self._round = Round(batch, began, began, times, self._paces.worth_of_tokens(batch))
@@ -214,10 +219,10 @@ class AutoLength(RowKeepers, LengthPolicy):
             if self._round.reviews:
                 break
         self._unasked += 1
-        return Wish(0)
+        return SpeculationPlan(0)
 
     def _pays(self, source: Source) -> bool:
-        """Whether to ask for guesses: by what they brought lately, or because it is time to see."""
+        """Whether to ask for draft tokens: by what they brought lately, or because it is time to see."""
         now, brings = self._round, self._brings(source)
         now.source, now.rate = source, self._rate(source)
         backlog, spared, doubt = (*self._backlog(), DOUBT) if source is self.drafted else ([0], 0, 1.0)
@@ -237,13 +242,13 @@ class AutoLength(RowKeepers, LengthPolicy):
         return False
 
     def _is_held_up(self) -> bool:
-        """Whether guesses have brought less than they took in a batch that drains: nothing repays it later."""
+        """Whether draft tokens have brought less than they took in a batch that drains: nothing repays it later."""
         now = self._round
         return now.batch.draining and now.rows > 1 and fmean(self._paces.ahead(now.rows)) < -CREDIT
 
     def _reviews_plain(self, loss: float) -> bool:
         """Whether to see what a plain round takes, which loses so many ms, unless that is far from what is believed."""
-        unsure = self.times and loss < 2 * self._round.times.error and self._guessed
+        unsure = self.times and loss < 2 * self._round.times.error and self._proposed
         return unsure and self._savings.pay(loss)
 
     def _price(self, source: Source, backlog: list[int]) -> float:
@@ -252,27 +257,27 @@ class AutoLength(RowKeepers, LengthPolicy):
         if source is self.copied:
             return self._search_ms
         if self.decoders and now.rows > 1 and self.times:  # a device's rounds are for all rows
-            row = min(range(now.rows), key=lambda row: (now.batch.most_guesses[row] == 0, backlog[row]))
+            row = min(range(now.rows), key=lambda row: (now.batch.max_draft_tokens[row] == 0, backlog[row]))
             now.asked = range(row, row + 1)
         now.feed = self.costs.feed_ms(min(backlog) if now.asked is None else backlog[now.asked.start])
         rows = round(now.rows / now.scale)
         return now.feed + self._passes_ms(rows, 1) + now.times.more(rows)
 
-    def _ask(self, source: Source) -> Wish:
+    def _ask(self, source: Source) -> SpeculationPlan:
         now = self._round
         if source is self.copied:
-            return Wish(LONGEST_AUTO, instead=lambda _batch, _copied: 0)
+            return SpeculationPlan(LONGEST_AUTO, instead=lambda _batch, _copied: 0)
         if now.trial:
             source.belief.doubt()
         now.k = self._reach()
         caps = None if now.asked is None else [now.k if row in now.asked else 0 for row in range(now.rows)]
         if self.costs.whole:
-            wish = Wish(now.k, caps).within(now.batch)
-            now.k, now.guesses = wish.k, round(wish.k * now.rows / now.scale)
+            wish = SpeculationPlan(now.k, caps).within(now.batch)
+            now.k, now.draft_tokens = wish.k, round(wish.k * now.rows / now.scale)
             return wish
         either = self._searches and not now.trial
         instead = self._instead if either else lambda _batch, _copied: now.k
-        return Wish(LONGEST_AUTO if either else now.k, caps, self._enough, instead)
+        return SpeculationPlan(LONGEST_AUTO if either else now.k, caps, self._enough, instead)
 
     def _reach(self) -> int:
         """The longest draft to ask for."""
@@ -295,25 +300,27 @@ class AutoLength(RowKeepers, LengthPolicy):
         return source.brings[rows]
 
     def _promise(self, rows: int, chance: float) -> float:
-        """What a round brings whose guesses have this chance."""
+        """What a round brings whose draft tokens have this chance."""
         times = self.costs.times(rows, self.costs.table.context)
         gains = [rows * chance**k for k in range(1, LONGEST_AUTO + 1)]
         return self._best_depth(gains, rows, times, rows / times.plain)[0]
 
     def hopeful(self, rows: int) -> bool:
-        """By what guesses brought so many rows, as when they are asked for; before any by what those lately would."""
+        """By what draft tokens brought so many rows, as when they are asked for; before any by what those lately
+        would.
+        """
         if not self._drafts_pay(rows):
             return False
         brings = self.drafted.brings.get(rows) or Mean(self._promise(rows, self.drafted.chance))
         return brings.value + DOUBT * brings.error > 0
 
     def _best_length(self) -> tuple[float, int]:
-        """By the places of guesses alone: the value of the best number of them a row, at least 1, and that number.
+        """By the places of draft tokens alone: the value of the best number of them a row, at least 1, and that number.
 
         The value has the benefit of the doubt.
         """
         now = self._round
-        most = [min(LONGEST_AUTO, most) for most in now.batch.most_guesses[: now.rows]]
+        most = [min(LONGEST_AUTO, most) for most in now.batch.max_draft_tokens[: now.rows]]
         lines = self._lines(self.drafted, [bins_of(each) for each in most], [self._shape] * now.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
         value, tokens, k = self._best_depth(gains, now.rows, now.times, now.rate)
@@ -347,7 +354,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     # --- while it is played ----------------------------------------------------------
 
     def _instead(self, _batch: Batch, copied: Draft) -> int:
-        """Copies, or a draft of so many guesses."""
+        """Copies, or a draft of so many draft tokens."""
         now = self._round
         now.drafts.append((self.copied, copied))
         value, _ = self._best(self._ranked(self.copied, copied)[1], self.copied)
@@ -359,7 +366,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _lines(
         self, source: Source, bins: Sequence[Sequence[int]], follows: Sequence[Follows], first: int = 0
     ) -> list[list[float]]:
-        """What each guess is expected to bring, row by row, from row ``first`` on."""
+        """What each draft token is expected to bring, row by row, from row ``first`` on."""
         worth, lines = self._round.worth, []
         for row, (line, parents) in enumerate(zip(bins, follows, strict=True), first):
             survivals = source.belief.survivals(row, line, parents)
@@ -367,18 +374,18 @@ class AutoLength(RowKeepers, LengthPolicy):
         return lines
 
     def _ranked(self, source: Source, draft: Draft) -> tuple[Draft, list[list[float]]]:
-        """The draft with each row's guesses in the order of what they bring, and that.
+        """The draft with each row's draft tokens in the order of what they bring, and that.
 
-        Nothing brings more than what it follows: chains are in order, and the first guesses of a tree are a tree.
+        Nothing brings more than what it follows: chains are in order, and the first draft tokens of a tree are a tree.
         """
-        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * len(draft.guesses))
+        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * len(draft.draft_tokens))
         if draft.follows is None:
             return draft, lines
         orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in lines]
         return draft.ordered(orders), [sorted(line, reverse=True) for line in lines]
 
     def _best(self, lines: list[list[float]], source: Source, cheaper: float = 1.0) -> tuple[float, list[int]]:
-        """The value of the best guesses, and how many of each row those are. cheaper: of the times believed."""
+        """The value of the best draft tokens, and how many of each row those are. cheaper: of the times believed."""
         now = self._round
         plain, rate = now.times.plain, now.rate * cheaper
         most = plain * (1 + CAUTION * (1 + source.judged / now.rows)) if source is self.copied else math.inf
@@ -393,7 +400,9 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _enough(
         self, batch: Batch, scores: Sequence[Sequence[float]], follows: Sequence[Sequence[int]] | None = None
     ) -> bool:
-        """Whether one more pass is expected to bring less than it takes: a guess after each that nothing follows."""
+        """Whether one more pass is expected to bring less than it takes: a draft token after each that nothing
+        follows.
+        """
         now, clock = self._round, self.clock()
         now.passes.append(1000 * (clock - now.ready))
         now.ready = clock
@@ -453,12 +462,12 @@ class AutoLength(RowKeepers, LengthPolicy):
         accepted, ms = verdict.host.accepted, 1000 * (ended - now.began)
         drafting = 1000 * (now.ready - now.began)
         if not self.times:
-            ms = now.feed + now.times.plain + now.times.more(now.guesses)
+            ms = now.feed + now.times.plain + now.times.more(now.draft_tokens)
         if self.selects:
-            now.guesses = sum(verdict.host.drafted)
+            now.draft_tokens = sum(verdict.host.drafted)
         if self.times:
             self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
-        self._guessed = now.guesses > 0
+        self._proposed = now.draft_tokens > 0
         spent = self._spent(drafting)
         self._paces.learn(accepted, 1 + (0.0 if now.trial else spent / now.times.plain))
         if now.source is not None:
@@ -475,9 +484,9 @@ class AutoLength(RowKeepers, LengthPolicy):
             self._rest = self._rested = min(REFRESH, max(wait, 2 * self._rested))  # prices rise as a draft model lags
 
     def _spent(self, drafting: float) -> float:
-        """Milliseconds that guesses took; of one row, as if all had been asked. What is read first serves many."""
+        """Milliseconds that draft tokens took; of one row, as if all had been asked. What is read first serves many."""
         now = self._round
-        spent = now.times.more(round(now.scale * now.guesses))
+        spent = now.times.more(round(now.scale * now.draft_tokens))
         if now.passes:
             return spent + self._passes_ms(now.rows, len(now.passes)) + self._thinking.value
         if now.source is self.copied:
@@ -494,7 +503,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             now.passes[0] = max(0.0, now.passes[0] - now.feed)
             self.costs.observe_passes(round(now.rows / now.scale), now.passes)
         if now.feed < ms:  # else the time says little about such rounds
-            self.costs.observe(now.rows, now.guesses, now.context, ms)
+            self.costs.observe(now.rows, now.draft_tokens, now.context, ms)
 
     def _learn_worth(self, source: Source, verdict: Verdict, ms: float, spent: float) -> None:
         """The rate that the round reached, and what it brought; of one row, as if all had been asked."""
@@ -507,7 +516,9 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._brings(source).learn((now.scale * kept - now.rate * spent) / now.rows)
 
     def _learn_chances(self, source: Source, verdict: Verdict) -> None:
-        """Of all guesses that were seen; else a guess that was asked for and never came is wrong: it was paid for."""
+        """Of all draft tokens that were seen; else a draft token that was asked for and never came is wrong: it was
+        paid for.
+        """
         now, accepted = self._round, verdict.host.accepted
         for seen, draft in now.drafts:
             seen.learn_of(draft, verdict)
@@ -522,7 +533,7 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def _asked_of_rows(self) -> list[int]:
         now = self._round
-        asked, most = now.asked or range(now.rows), now.batch.most_guesses[: now.rows]
+        asked, most = now.asked or range(now.rows), now.batch.max_draft_tokens[: now.rows]
         return [min(now.k, allowed) if row in asked else 0 for row, allowed in enumerate(most)]
 
     # --- rows ----------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
 from paceline.models.decoder import Decoder
 
-FIRST = 7  # guesses that ``bass`` begins with
+FIRST = 7  # draft tokens that ``bass`` begins with
 INCREMENT = 2
 SHRINK = 10  # a round that no row kept whole takes away ceil(l / SHRINK), and one more if the round before did so too
 
@@ -26,15 +26,15 @@ class LengthPolicy(RowKeeper):
     A policy owns what it knows about rows, and is told when they begin, move and end (``RowKeeper``).
 
     needs_profile: whether it cannot do without a profile; reads_profile: whether it makes use of one.
-    most_guesses: that it asks for, of a row in a round.
+    max_draft_tokens: that it asks for, of a row in a round.
     times: whether it measures the time from ``choose`` to ``observe``, so that each round must end before the next.
-    selects: whether it looks at guesses before they are verified, which only rounds of the host can show it.
+    selects: whether it looks at draft tokens before they are verified, which only rounds of the host can show it.
     """
 
     name: str
     needs_profile = False
     reads_profile = False
-    most_guesses = MAX_SPECULATION_LENGTH
+    max_draft_tokens = MAX_SPECULATION_LENGTH
     times = False
     selects = False
 
@@ -43,12 +43,12 @@ class LengthPolicy(RowKeeper):
         """One for an engine. Raises ParameterError where it has not got what it needs."""
         return cls()
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         """What to ask of the drafter for the next round."""
-        return Wish(self.length_for(batch.rows))
+        return SpeculationPlan(self.length_for(batch.rows))
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        """The draft with only the first guesses of each row: as many as are worth verifying, perhaps none."""
+        """The draft with only the first draft tokens of each row: as many as are worth verifying, perhaps none."""
         return draft
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -58,7 +58,9 @@ class LengthPolicy(RowKeeper):
         """The oldest round that was chosen and not observed will not be: nobody is left whom it was for."""
 
     def hopeful(self, rows: int) -> bool:
-        """Whether so many rows may be asked for guesses soon, so that draft models had better read their prompts."""
+        """Whether so many rows may be asked for draft tokens soon, so that draft models had better read their
+        prompts.
+        """
         return True
 
     def describe(self) -> str:
@@ -66,15 +68,17 @@ class LengthPolicy(RowKeeper):
         return self.name
 
     def length_for(self, rows: int) -> int:
-        """Guesses of most rounds of so many rows: lengths about this one are made ready first where that takes time."""
+        """Draft tokens of most rounds of so many rows: lengths about this one are made ready first where that takes
+        time.
+        """
         return 0
 
 
 class FixedLength(LengthPolicy):
-    """k guesses for every row, every round."""
+    """k draft tokens for every row, every round."""
 
     def __init__(self, k: int) -> None:
-        self.k = self.most_guesses = k
+        self.k = self.max_draft_tokens = k
         self.name = f"fixed({k})"
 
     def length_for(self, rows: int) -> int:
@@ -84,7 +88,7 @@ class FixedLength(LengthPolicy):
 class BassLength(LengthPolicy):
     """BASS (2404.15778, Algorithm 1): one length l for all, up while some row keeps everything, down when none does.
 
-    It is driven by x_i = guesses that row i kept. Finished rows are not in the batch.
+    It is driven by x_i = draft tokens that row i kept. Finished rows are not in the batch.
     """
 
     name = "bass"
@@ -97,7 +101,7 @@ class BassLength(LengthPolicy):
         return self.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        if max(verdict.host.drafted) > 0:  # nothing guessed is no evidence
+        if max(verdict.host.drafted) > 0:  # nothing drafted is no evidence
             self.update(verdict.host.accepted, max(verdict.host.drafted))
 
     def update(self, kept: list[int], drafted: int) -> None:
@@ -120,7 +124,7 @@ class ProfiledLength(LengthPolicy):
     def __init__(self, best: Mapping[int, int]) -> None:
         self._sizes = sorted(best)
         self._lengths = [best[size] for size in self._sizes]
-        self.most_guesses = max(self._lengths)
+        self.max_draft_tokens = max(self._lengths)
 
     @classmethod
     def build(cls, means: Means, /) -> ProfiledLength:
@@ -136,7 +140,7 @@ class Means:
 
     costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
     decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
-    over the rows. copies: whether the drafter has guesses for nothing (beside its decoders', if it has any).
+    over the rows. copies: whether the drafter has draft tokens for nothing (beside its decoders', if it has any).
     overlaps: whether a device plays rounds that are chosen before the one before is observed; costs are of such rounds.
     paying_rows: most rows at which what the decoders draft was measured to pay; None: that was not measured.
     """

@@ -1,7 +1,7 @@
 """What is known from the rounds before: what a drafter's scores are worth, what rounds brought, how rows come on.
 
-Guesses teach, verified or not. All of it lives on the host, in plain numbers: a round has a few guesses, for which
-numpy's calls would take longer than the arithmetic.
+Draft tokens teach, verified or not. All of it lives on the host, in plain numbers: a round has a few draft tokens, for
+which numpy's calls would take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from paceline.core.batch import Batch
 from paceline.core.draft import KINDS, Draft, Verdict
 from paceline.core.row_keeper import PerRow
 
-Judged: TypeAlias = tuple[int, bool]  # a guess's bin or place, and whether it is right
+Judged: TypeAlias = tuple[int, bool]  # a draft token's bin or place, and whether it is right
 
-LONGEST_AUTO = 16  # most guesses of a row that auto considers
+LONGEST_AUTO = 16  # most draft tokens of a row that auto considers
 ROUND_FADE = 0.9  # what is left of a round's evidence a round later
 ROW_MEMORY = 24.0  # rounds of a row after which one weighs 1 / e
 ROW_FADE = math.exp(-1 / ROW_MEMORY)
@@ -28,24 +28,27 @@ PRIOR_ROUNDS = 2.0  # of one token, that a row's pace begins with
 
 BIN = 0.75  # width of a bin of scores, a log of odds
 BINS = 9
-CLUELESS = 0.7  # chance of a guess without a score, at first
-MEMORY = 100.0  # guesses of a bin, or of any, after which one weighs 1 / e
-PRIOR = 3.0  # guesses that a score itself weighs in its bin
-PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right guesses, too
-SURPRISE = 4.0  # standard deviations: a round's first guesses that are further from what was expected have changed
-DOUBTED = 5.0  # guesses of a bin, or of any, that what was known before such a change weighs at most
+CLUELESS = 0.7  # chance of a draft token without a score, at first
+MEMORY = 100.0  # draft tokens of a bin, or of any, after which one weighs 1 / e
+PRIOR = 3.0  # draft tokens that a score itself weighs in its bin
+PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right draft tokens, too
+SURPRISE = 4.0  # standard deviations: a round's first draft tokens that are further from what was expected have changed
+DOUBTED = 5.0  # draft tokens of a bin, or of any, that what was known before such a change weighs at most
 
 _LOW = -2 * BIN  # log of odds at the upper edge of the first bin
 _EDGES = tuple(1 / (1 + math.exp(-(_LOW + BIN * edge))) for edge in range(BINS - 1))
 _CENTRES = tuple(1 / (1 + math.exp(-(_LOW + BIN * (place - 0.5)))) for place in range(BINS))
 PLACES = 2 * BINS * KINDS  # the first bin of those without scores
-# Of each kind: first guesses; those after a guess that was right, which is evidence, too. Without scores: by place.
+# Of each kind: first draft tokens; those after a draft token that was right, which is evidence, too. Without scores: by
+# place.
 _BELIEVED = (*_CENTRES * 2 * KINDS, *[CLUELESS] * LONGEST_AUTO)
 
 
 @dataclass
 class _Luck:
-    """Of a row lately: guesses, misses, misses that the bins made expect; the odds of a miss over those of the bins."""
+    """Of a row lately: draft tokens, misses, misses that the bins made expect; the odds of a miss over those of the
+    bins.
+    """
 
     judged: float = 0.0
     missed: float = 0.0
@@ -59,10 +62,10 @@ class _Luck:
 
 
 class Belief:
-    """Turns scores into chances. Three corrections, each with a prior of a few guesses.
+    """Turns scores into chances. Three corrections, each with a prior of a few draft tokens.
 
-    Bins of scores (a reliability table): tried, kept. All guesses: misses over those that the scores made expect; it
-    moves bins that nobody tried. Each row's luck: it moves the odds.
+    Bins of scores (a reliability table): tried, kept. All draft tokens: misses over those that the scores made expect;
+    it moves bins that nobody tried. Each row's luck: it moves the odds.
     """
 
     def __init__(self) -> None:
@@ -73,17 +76,19 @@ class Belief:
         self._misses: dict[int, float] = {}  # what ``_miss`` has worked out since anything was learned
 
     def chance(self, row: int, bin_: int) -> float:
-        """That a guess of this row is right if those that it follows are."""
+        """That a draft token of this row is right if those that it follows are."""
         miss = self._miss(bin_)
         return (1 - miss) / (1 - miss + miss * self.rows.get(row, self._fresh).bad)
 
     def error(self) -> float:
-        """A standard error of the first guess's chance where there are no scores, over that chance; 0 before any."""
+        """A standard error of the first draft token's chance where there are no scores, over that chance; 0 before
+        any.
+        """
         chance, tried = 1 - self._miss(PLACES), self.tried[PLACES]
         return math.sqrt((1 - chance) / chance / (tried + 1)) if tried else 0.0
 
     def survivals(self, row: int, bins: Sequence[int], follows: Sequence[int] | None = None) -> list[float]:
-        """Of a row's guesses: the chance that each and all that it follows are right. follows: of a tree."""
+        """Of a row's draft tokens: the chance that each and all that it follows are right. follows: of a tree."""
         survivals: list[float] = []
         for place, bin_ in enumerate(bins):
             parent = place - 1 if follows is None else follows[place]
@@ -91,7 +96,7 @@ class Belief:
         return survivals
 
     def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
-        """From a round: of each row, the bins of the guesses that could be judged."""
+        """From a round: of each row, the bins of the draft tokens that could be judged."""
         if not any(judged):
             return
         if self._surprised(judged):  # few rows cannot be so far off
@@ -112,7 +117,7 @@ class Belief:
         return miss
 
     def _surprised(self, judged: Sequence[Sequence[Judged]]) -> bool:
-        """Whether what is known cannot explain this round's first guesses, which are each row's own."""
+        """Whether what is known cannot explain this round's first draft tokens, which are each row's own."""
         firsts = [line[0] for line in judged if line]
         misses = [self._miss(bin_) for bin_, _ in firsts]
         missed = sum(not right for _, right in firsts)
@@ -120,7 +125,7 @@ class Belief:
         return abs(missed - sum(misses)) > SURPRISE * math.sqrt(variance + 1)
 
     def doubt(self) -> None:
-        """The guesses may have become others: what is known weighs little from now on."""
+        """The draft tokens may have become others: what is known weighs little from now on."""
         for bin_, tried in enumerate(self.tried):
             share = DOUBTED / max(tried, DOUBTED)
             self.tried[bin_], self.kept[bin_] = share * tried, share * self.kept[bin_]
@@ -137,7 +142,7 @@ class Belief:
         luck.judge()
 
     def _learn_bins(self, judged: Sequence[Sequence[Judged]]) -> None:
-        """Places tell least of what comes next: guesses without scores are forgotten as rounds are."""
+        """Places tell least of what comes next: draft tokens without scores are forgotten as rounds are."""
         news: dict[int, list[int]] = {}  # by bin: tried, kept
         for line in judged:
             for bin_, right in line:
@@ -161,7 +166,7 @@ def bins_of(
     follows: Sequence[int] | None = None,
     kinds: Sequence[int] | None = None,
 ) -> list[int]:
-    """Of the first ``count`` guesses of a row: by their scores, or by their places where there are none."""
+    """Of the first ``count`` draft tokens of a row: by their scores, or by their places where there are none."""
     if scores is None:
         return [PLACES + min(place, LONGEST_AUTO - 1) for place in range(count)]
     bins = []
@@ -173,28 +178,28 @@ def bins_of(
 
 
 def bins_of_draft(draft: Draft) -> list[list[int]]:
-    """Of each row's guesses."""
-    nothing = [None] * len(draft.guesses)
+    """Of each row's draft tokens."""
+    nothing = [None] * len(draft.draft_tokens)
     scores, follows, kinds = draft.confidence or nothing, draft.follows or nothing, draft.kinds or nothing
-    rows = zip(draft.guesses, scores, follows, kinds, strict=True)
-    return [bins_of(len(guesses), score, parents, kind) for guesses, score, parents, kind in rows]
+    rows = zip(draft.draft_tokens, scores, follows, kinds, strict=True)
+    return [bins_of(len(draft_tokens), score, parents, kind) for draft_tokens, score, parents, kind in rows]
 
 
 def judge(draft: Draft, verdict: Verdict) -> list[list[Judged]]:
-    """Which guesses of each row can be judged by what the row gained, as (place, right), verified or not.
+    """Which draft tokens of each row can be judged by what the row gained, as (place, right), verified or not.
 
     Those whose ancestors are all right, as far as what was gained reaches. Of equal siblings the first counts.
     """
     judged = []
-    for row, (guesses, gained) in enumerate(zip(draft.guesses, verdict.host.tokens, strict=True)):
-        follows = range(-1, len(guesses) - 1) if draft.follows is None else draft.follows[row]
+    for row, (draft_tokens, gained) in enumerate(zip(draft.draft_tokens, verdict.host.tokens, strict=True)):
+        follows = range(-1, len(draft_tokens) - 1) if draft.follows is None else draft.follows[row]
         line: list[Judged] = []
-        after = {-1: 0}  # the guesses that are right so far, and where in ``gained`` those after them stand
+        after = {-1: 0}  # the draft tokens that are right so far, and where in ``gained`` those after them stand
         followed = set()
-        for place, guess in enumerate(guesses):
+        for place, draft_token in enumerate(draft_tokens):
             at = after.get(parent := follows[place], len(gained))
             if at < len(gained):
-                right = guess == gained[at] and parent not in followed
+                right = draft_token == gained[at] and parent not in followed
                 line.append((place, right))
                 if right:
                     after[place] = at + 1
@@ -233,7 +238,8 @@ class Mean:
 class Rate:
     """Tokens a millisecond; 0 before any.
 
-    That the price of a guess follows what such prices have led to is Dinkelbach's way to the highest ratio (1967).
+    That the price of a draft token follows what such prices have led to is Dinkelbach's way to the highest ratio
+    (1967).
     """
 
     def __init__(self) -> None:
@@ -278,7 +284,7 @@ class _Pace:
 
     tokens: float = PRIOR_ROUNDS
     rounds: float = PRIOR_ROUNDS
-    ahead: float = 0.0  # plain rounds by which its guesses have brought it ahead of plain decoding
+    ahead: float = 0.0  # plain rounds by which its draft tokens have brought it ahead of plain decoding
 
 
 class Paces:
@@ -293,7 +299,7 @@ class Paces:
         self.rows: PerRow[_Pace] = PerRow()
 
     def learn(self, accepted: Sequence[int], took: float) -> None:
-        """From a round: guesses kept, and its time over a plain one's."""
+        """From a round: draft tokens kept, and its time over a plain one's."""
         for row, kept in enumerate(accepted):
             pace = self.rows.setdefault(row, _Pace())
             pace.tokens = PRIOR_ROUNDS + (pace.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
@@ -309,7 +315,7 @@ class Paces:
         return [batch.rows * each / total for each in worth]
 
     def ahead(self, rows: int) -> list[float]:
-        """Plain rounds by which guesses have brought each row ahead of plain decoding."""
+        """Plain rounds by which draft tokens have brought each row ahead of plain decoding."""
         return [pace.ahead if (pace := self.rows.get(row)) else 0.0 for row in range(rows)]
 
     def _rounds_a_token(self, row: int) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import SamplingParams
 from paceline.core.acceptance import AcceptanceRule
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.room import UNLIMITED, Room
 from paceline.drafters.base import Drafter
@@ -46,7 +46,7 @@ class Grid:
 
     @staticmethod
     def coarse(capacity: int) -> Grid:
-        """Few points, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 guesses."""
+        """Few points, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens."""
         sizes = {capacity} | {2**power for power in range(capacity.bit_length() - 1)}
         return Grid(tuple(sorted(sizes)), (0, 1, 3, 7), most_tokens=COARSE_TOKENS)
 
@@ -87,7 +87,7 @@ def implausible(points: Mapping[tuple[int, int], Point]) -> list[Point]:
     ]
 
 
-class Player(Protocol):
+class Runner(Protocol):
     """Plays whole rounds on a batch of its own (``device_round.DeviceRound``)."""
 
     batch: Batch
@@ -106,7 +106,7 @@ class Kernels(Protocol):
 class Calibration:
     """Plays rounds that no request sees. The engine must be idle: its caches' first rows are written to.
 
-    player: who plays rounds; then what is verified and what is drafted cannot be told apart, and verification takes the
+    runner: who plays rounds; then what is verified and what is drafted cannot be told apart, and verification takes the
     time of both. None: the host does, by the kernels that ``natively`` gives for a batch, or, where it gives none,
     part by part without a commit.
 
@@ -119,11 +119,11 @@ class Calibration:
         drafter: Drafter,
         accept: AcceptanceRule,
         grid: Grid,
-        player: Player | None = None,
+        runner: Runner | None = None,
         natively: Callable[[Batch], Kernels | None] = lambda _batch: None,
         room: Room = UNLIMITED,
     ) -> None:
-        self.target, self.drafter, self.accept, self.grid, self.player = target, drafter, accept, grid, player
+        self.target, self.drafter, self.accept, self.grid, self.runner = target, drafter, accept, grid, runner
         self._room = room
         positions = target.cache.positions
         rows, self._beyond = max(grid.batch_sizes), max(grid.lengths) + 2
@@ -131,8 +131,8 @@ class Calibration:
         few, short = min(CONTEXT_ROWS, rows), self.context + self._beyond
         spare = room.longest(few, positions, beside=(rows - few) * room.bytes_for(short))
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - self._beyond, spare - self._beyond))
-        self.batch = player.batch if player else self._new_batch(rows)
-        self._kernels = None if player else natively(self.batch)
+        self.batch = runner.batch if runner else self._new_batch(rows)
+        self._kernels = None if runner else natively(self.batch)
 
     def _new_batch(self, rows: int) -> Batch:
         device = self.target.model.device
@@ -190,7 +190,9 @@ class Calibration:
 
     @torch.inference_mode()
     def plain_ms(self) -> float:
-        """Of a round without guesses for one row: a few rounds tell whether a table was measured on a busy machine."""
+        """Of a round without draft tokens for one row: a few rounds tell whether a table was measured on a busy
+        machine.
+        """
         self._fill(1, self.context)
         point = self._verify(1, 0, self.context)
         for _ in range(1 + self.grid.repeats):
@@ -260,8 +262,8 @@ class Calibration:
             decoder.seen[:rows] = context - 1
 
     def _verify(self, rows: int, k: int, context: int) -> Point:
-        if self.player is not None:
-            return self._round(self.player, rows, k, context)
+        if self.runner is not None:
+            return self._round(self.runner, rows, k, context)
         draft = Draft.of([[0] * k for _ in range(rows)], self.batch.device)
 
         def run() -> object:
@@ -271,14 +273,14 @@ class Calibration:
 
         return Point(run, lambda: self._rows(rows, context))
 
-    def _round(self, player: Player, rows: int, k: int, context: int) -> Point:
+    def _round(self, runner: Runner, rows: int, k: int, context: int) -> Point:
         """A whole one, and the host's reading of it. The first time of each is that of its capture, if there is one."""
-        return Point(lambda: player.play(rows, k, context).read(), lambda: self._rows(rows, context))
+        return Point(lambda: runner.play(rows, k, context).read(), lambda: self._rows(rows, context))
 
     def _draft(self, rows: int, k: int) -> Point:
-        if self.player is not None:
+        if self.runner is not None:
             return Point(lambda: None)
-        wish = Wish(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
+        wish = SpeculationPlan(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
 
         def run() -> object:
             return self.drafter.propose(self.batch, wish).drafted
@@ -289,9 +291,9 @@ class Calibration:
         start, stop = self.context - 1 - tokens, self.context - 1
 
         def run() -> None:
-            if self.player is not None:
+            if self.runner is not None:
                 reads = self.drafter.decoders[0].reads  # the last ones are a round's to read
-                self.player.catch_up(1, tokens + reads, self.context)
+                self.runner.catch_up(1, tokens + reads, self.context)
                 self.batch.length[:1].tolist()  # when it has been done
                 return
             for decoder in self.drafter.decoders:

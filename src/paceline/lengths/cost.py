@@ -1,8 +1,8 @@
 """What a round costs: measured tables, corrected by the rounds that are played.
 
-A round of b rows that guess k tokens each takes verify(b, k) + draft(b, k) milliseconds. Verification is a function of
-the tokens fed, b (k + 1), of b, and of the context; drafting is a part that every draft pays and a part for each guess.
-The tables are measured (``calibration``, or ``paceline profile``); real rounds then correct them.
+A round of b rows that draft token k tokens each takes verify(b, k) + draft(b, k) milliseconds. Verification is a
+function of the tokens fed, b (k + 1), of b, and of the context; drafting is a part that every draft pays and a part for
+each draft token. The tables are measured (``calibration``, or ``paceline profile``); real rounds then correct them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def lower_hull(ys: Sequence[float]) -> list[float]:
 class CostTable:
     """Milliseconds, measured at ``context`` tokens a row.
 
-    verify[i][j]: batch_sizes[i] rows with lengths[j] guesses each, acceptance and commit included.
-    draft_once[i], draft_step[i]: a draft of k guesses for batch_sizes[i] rows takes draft_once + k * draft_step.
+    verify[i][j]: batch_sizes[i] rows with lengths[j] draft tokens each, acceptance and commit included.
+    draft_once[i], draft_step[i]: a draft of k draft tokens for batch_sizes[i] rows takes draft_once + k * draft_step.
     context_once, context_token: what verification takes more for each row and each position of context beyond
         ``context``: once, and for each token fed.
     feed_tokens, feed: what feeding so many tokens of one row into the draft model takes (when it must catch up).
@@ -134,10 +134,10 @@ def _tupled(value: Any) -> Any:
 
 
 class _Line:
-    """log(measured / table) = level + slope * log2(1 + guesses a row), for batches of a size; follows what drifts.
+    """log(measured / table) = level + slope * log2(1 + draft tokens a row), for batches of a size; follows what drifts.
 
-    A Kalman filter whose two numbers walk at random: what rounds do not show (the slope, where none has guesses) stays
-    as it was, and is doubted more as time passes.
+    A Kalman filter whose two numbers walk at random: what rounds do not show (the slope, where none has draft tokens)
+    stays as it was, and is doubted more as time passes.
     """
 
     def __init__(self, level: float, slope: float) -> None:
@@ -149,11 +149,13 @@ class _Line:
         """A standard error of the level, which is all that counts of a plain round."""
         return math.sqrt(self._level)
 
-    def learn(self, guesses: float, surprise: float) -> None:
-        """Of rounds with ``guesses`` = log2(1 + guesses a row), one was off from this line by so much, a log."""
+    def learn(self, draft_tokens: float, surprise: float) -> None:
+        """Of rounds with ``draft_tokens`` = log2(1 + draft tokens a row), one was off from this line by so much, a
+        log.
+        """
         self._level, self._slope = self._level + DRIFT, self._slope + DRIFT
-        level, slope = self._level + self._both * guesses, self._both + self._slope * guesses
-        certain = level + slope * guesses + NOISE
+        level, slope = self._level + self._both * draft_tokens, self._both + self._slope * draft_tokens
+        certain = level + slope * draft_tokens + NOISE
         news = min(max(surprise, -_JUMP), _JUMP) / certain
         self.level, self.slope = self.level + level * news, self.slope + slope * news
         self._level -= level * level / certain
@@ -163,7 +165,8 @@ class _Line:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """ms: [rows * LONGEST_AUTO + 1], of rounds with 0, 1, ... guesses in all. error: a standard error of the first.
+    """ms: [rows * LONGEST_AUTO + 1], of rounds with 0, 1, ... draft tokens in all. error: a standard error of the
+    first.
 
     as_of: rounds that had been played.
     """
@@ -176,19 +179,20 @@ class RoundTimes:
     def plain(self) -> float:
         return self.ms[0]
 
-    def more(self, guesses: int) -> float:
-        """Milliseconds that so many guesses take beyond a plain round."""
-        return self.ms[min(guesses, len(self.ms) - 1)] - self.ms[0]
+    def more(self, draft_tokens: int) -> float:
+        """Milliseconds that so many draft tokens take beyond a plain round."""
+        return self.ms[min(draft_tokens, len(self.ms) - 1)] - self.ms[0]
 
     def best(
         self, lines: Sequence[Sequence[float]], rate: float, deadlines: Sequence[float], most: float = math.inf
     ) -> tuple[float, list[int]]:
-        """The value of the best guesses at this rate, and how many of each line those are; ``most``: ms of the round.
+        """The value of the best draft tokens at this rate, and how many of each line those are; ``most``: ms of the
+        round.
 
-        Of guesses that bring as much, those of the line with the first deadline are taken first.
+        Of draft tokens that bring as much, those of the line with the first deadline are taken first.
 
-        lines: what each guess brings. It falls along a line, so the best of all are the first of some; and times are
-        convex, so the first that does not pay is the last.
+        lines: what each draft token brings. It falls along a line, so the best of all are the first of some; and times
+        are convex, so the first that does not pay is the last.
         """
         value, ms, counts = 0.0, self.ms, [0] * len(lines)
         least = rate * (ms[1] - ms[0])
@@ -204,14 +208,15 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class _Tabulated:
-    """Rounds of one batch size with 0, 1, ... guesses in all, by the table; each [guesses + 1].
+    """Rounds of one batch size with 0, 1, ... draft tokens in all, by the table; each [draft tokens + 1].
 
-    ms: at the table's context; by_context: what each position of context adds. guesses: log2(1 + guesses a row).
+    ms: at the table's context; by_context: what each position of context adds. draft tokens: log2(1 + draft tokens a
+    row).
     """
 
     ms: Numbers
     by_context: Numbers
-    guesses: Numbers
+    draft_tokens: Numbers
 
 
 class CostModel:
@@ -241,15 +246,15 @@ class CostModel:
         """Verification alone is convex in truth: what noise lifted is brought back to the line."""
         table, line = self._tabulated(rows), self._of_size(rows)
         ms = np.maximum(table.ms + table.by_context * (context - self.table.context), 0.1 * table.ms)
-        corrected: list[float] = (ms * np.exp(line.level + line.slope * table.guesses)).tolist()
+        corrected: list[float] = (ms * np.exp(line.level + line.slope * table.draft_tokens)).tolist()
         times = corrected if self.whole else lower_hull(corrected)
         return RoundTimes(times, times[0] * line.error, self._rounds)
 
-    def observe(self, rows: int, guesses: int, context: float, ms: float) -> None:
-        """A round with so many guesses in all took so long."""
+    def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
+        """A round with so many draft tokens in all took so long."""
         table, line = self._tabulated(rows), self._of_size(rows)
-        base, among = table.ms.item(guesses), table.guesses.item(guesses)
-        believed = max(base + table.by_context.item(guesses) * (context - self.table.context), 0.1 * base)
+        base, among = table.ms.item(draft_tokens), table.draft_tokens.item(draft_tokens)
+        believed = max(base + table.by_context.item(draft_tokens) * (context - self.table.context), 0.1 * base)
         surprise = math.log(max(ms, 1e-6) / believed) - line.level - line.slope * among
         line.learn(among, surprise)
         self._line = line

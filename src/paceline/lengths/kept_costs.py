@@ -42,7 +42,7 @@ class KeptCosts:
         return Kept("costs", VARIABLE, [asdict(self), versions], CostTable.from_json)
 
     def agrees(self, table: CostTable, plain_ms: float) -> bool:
-        """Whether a round without guesses for one row, timed now, is not much faster than the table says.
+        """Whether a round without draft tokens for one row, timed now, is not much faster than the table says.
 
         Slower rounds are no reason to measure: the machine is busy now, and the policy corrects the table as it plays.
         """

@@ -18,7 +18,7 @@ FORMAT = "paceline-profile-1"
 
 @dataclass(frozen=True)
 class Identity:
-    """All that decides what a round costs and how many guesses are kept. Two that differ need two profiles."""
+    """All that decides what a round costs and how many draft tokens are kept. Two that differ need two profiles."""
 
     machine: str
     device: str

@@ -1,8 +1,9 @@
 """Control tokens that a message spells out are text: only those of the chat template are control.
 
 A tokenizer cannot tell `<|im_end|>` typed by a user from the template's own. So messages that spell such a token are
-rendered with marks in its place, the template's own are given names that nobody can guess, and the whole is split by a
-tokenizer that knows the tokens by these names only. Everything else about it, and so every other token, is the same.
+rendered with marks in its place, the template's own are given names that nobody can draft token, and the whole is split
+by a tokenizer that knows the tokens by these names only. Everything else about it, and so every other token, is the
+same.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
 
-USUAL_LAG = 2  # of a draft model after all guesses were kept: the last of them and the bonus token
+USUAL_LAG = 2  # of a draft model after all draft tokens were kept: the last of them and the bonus token
 CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
 
 
@@ -55,7 +55,8 @@ class Decoder:
     seen [R] int64: how many tokens of each row the cache holds. For the target that is length - 1 between rounds; a
     draft model may lag further behind.
     reader: gets the streams of every token that is read; None: nobody does.
-    reads: how many tokens of a row a draft on a device reads before its first guess; of more, those before are fed
+    reads: how many tokens of a row a draft on a device reads before its first draft token; of more, those before are
+    fed
         beforehand.
     """
 
@@ -140,11 +141,12 @@ class Decoder:
         self.reader, self._taps = reader, tuple(reader.taps)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
-        """Each row's unseen token and its guesses in one pass -> logits [B, k + 1, V] of the tokens that follow.
+        """Each row's unseen token and its draft tokens in one pass -> logits [B, k + 1, V] of the tokens that follow.
 
-        Where a row has fewer than k guesses, the logits beyond them mean nothing. A FlatModel leaves them out, for its
+        Where a row has fewer than k draft tokens, the logits beyond them mean nothing. A FlatModel leaves them out, for
+        its
         head would take as long for them as for real ones: if rows differ, it gives [N, V] for the N real tokens, row
-        after row; not for guesses with probabilities, whose rule needs the rectangle.
+        after row; not for draft tokens with probabilities, whose rule needs the rectangle.
         """
         if self._flat is not None and draft.probabilities is None:
             return self._verify_flat(self._flat, batch, draft)
@@ -159,11 +161,11 @@ class Decoder:
         tokens: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
-        for row, guesses in enumerate(draft.guesses):
-            tokens += [pending[row], *guesses]
-            rows += [self._places[batch.first + row]] * (len(guesses) + 1)
-            positions += range(batch.lengths[row] - 1, batch.lengths[row] + len(guesses))
-        tree = [] if draft.parents is None else _tree_of(draft.parents.tolist(), draft.guesses, positions)
+        for row, draft_tokens in enumerate(draft.draft_tokens):
+            tokens += [pending[row], *draft_tokens]
+            rows += [self._places[batch.first + row]] * (len(draft_tokens) + 1)
+            positions += range(batch.lengths[row] - 1, batch.lengths[row] + len(draft_tokens))
+        tree = [] if draft.parents is None else _tree_of(draft.parents.tolist(), draft.draft_tokens, positions)
         nodes = Nodes(*torch.tensor([tokens, rows, *(tree or [positions])]))
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
@@ -333,26 +335,27 @@ class Decoder:
         seen = self.seen[: len(text)]
         return at(self.forward(text, seen, span), before - seen - 1)
 
-    def go_on_drafting(self, guess: Tensor, step: int, before: Tensor, span: int) -> Tensor:
-        """Likewise of guess number ``step`` [B, 1], from 1 on, those before it being fed."""
-        return self.forward(guess, before + step - 1, span)
+    def go_on_drafting(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+        """Likewise of draft token number ``step`` [B, 1], from 1 on, those before it being fed."""
+        return self.forward(draft_token, before + step - 1, span)
 
     def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
-        """[B]: how much of the text is read after a round, of whose guesses that were fed so many were kept."""
+        """[B]: how much of the text is read after a round, of whose draft tokens that were fed so many were kept."""
         return before + kept
 
     def lag_after(self, k: int) -> int:
-        """Tokens of a row that may be lacking after a round with so many guesses."""
+        """Tokens of a row that may be lacking after a round with so many draft tokens."""
         return USUAL_LAG
 
-    def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
-        """Feed the last of guesses [B, n], those before it being fed -> hidden [B, width] at it."""
-        step = guesses.shape[1]
+    def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
+        """Feed the last of draft_tokens [B, n], those before it being fed -> hidden [B, width] at it."""
+        step = draft_tokens.shape[1]
         start, longest = batch.live_length + step - 1, batch.longest + step
-        return self.forward(guesses[:, -1:], start, longest, batch.first)[:, 0]
+        return self.forward(draft_tokens[:, -1:], start, longest, batch.first)[:, 0]
 
     def hidden_after_branches(self, batch: Batch, draft: Draft, read: Sequence[int]) -> Tensor:
-        """Feed guesses behind texts that are read, but the first read[i] of each row -> hidden [N, width] of these.
+        """Feed draft tokens behind texts that are read, but the first read[i] of each row -> hidden [N, width] of
+        these.
 
         Row after row. They stand side by side behind their row's text, and are no part of it.
         """
@@ -360,8 +363,8 @@ class Decoder:
         if self._flat is not None:
             return self._feed_branches(self._flat, batch, draft, new)
         hidden = self._read_tree(batch, draft)
-        row = [row for row, guesses in enumerate(new) for _ in guesses]
-        return hidden[row, [guess + 1 for guesses in new for guess in guesses]]
+        row = [row for row, draft_tokens in enumerate(new) for _ in draft_tokens]
+        return hidden[row, [draft_token + 1 for draft_tokens in new for draft_token in draft_tokens]]
 
     def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
         """All of it, and what it stands on -> hidden [B, k + 1, width]."""
@@ -371,26 +374,28 @@ class Decoder:
 
     def _feed_branches(self, model: FlatModel, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
         """Those that were fed before are listed first: the others follow them."""
-        order = [(row, guess) for row, guesses in enumerate(new) for guess in range(guesses.start)]
+        order = [
+            (row, draft_token) for row, draft_tokens in enumerate(new) for draft_token in range(draft_tokens.start)
+        ]
         read = len(order)
-        order += [(row, guess) for row, guesses in enumerate(new) for guess in guesses]
+        order += [(row, draft_token) for row, draft_tokens in enumerate(new) for draft_token in draft_tokens]
         number = {place: at for at, place in enumerate(order)}
         follows = draft.follows or [list(range(-1, draft.k - 1))] * batch.rows
-        parents = [number.get((row, follows[row][guess]), -1) for row, guess in order]
+        parents = [number.get((row, follows[row][draft_token]), -1) for row, draft_token in order]
         depths: list[int] = []
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        tokens = [draft.guesses[row][guess] for row, guess in order]
+        tokens = [draft.draft_tokens[row][draft_token] for row, draft_token in order]
         rows = [self._places[batch.first + row] for row, _ in order]
         positions = [batch.lengths[row] + depth for (row, _), depth in zip(order, depths, strict=True)]
-        slots = [batch.lengths[row] + guess for row, guess in order]
+        slots = [batch.lengths[row] + draft_token for row, draft_token in order]
         nodes = Nodes(*torch.tensor([tokens, rows, positions, slots, parents]))._replace(read=read)
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
         return self._read(model, nodes)
 
-    def keep_guesses(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Of guesses fed behind texts of so many tokens these were kept: they move up and count as read."""
+    def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of draft tokens fed behind texts of so many tokens these were kept: they move up and count as read."""
         width = max(map(len, paths))
         moved = [row for row, path in enumerate(paths) if list(path) != list(range(len(path)))]
         if moved:
@@ -401,12 +406,12 @@ class Decoder:
         held = [known + len(path) for known, path in zip(text, paths, strict=True)]
         self.seen_by(batch).copy_(torch.tensor(held))
 
-    def note_guesses(self, batch: Batch, count: int) -> None:
-        """So many guesses a row were drawn, of which the last was not fed."""
+    def note_draft_tokens(self, batch: Batch, count: int) -> None:
+        """So many draft tokens a row were drawn, of which the last was not fed."""
         self.seen_by(batch).add_(count - 1)
 
     def rewind(self, batch: Batch) -> None:
-        """Forget guesses that were not kept: nothing moves, the row is just shorter."""
+        """Forget draft tokens that were not kept: nothing moves, the row is just shorter."""
         seen = self.seen_by(batch)
         torch.minimum(seen, batch.live_length - 1, out=seen)
 
@@ -463,10 +468,10 @@ def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
     return KVCache(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype, model.device)
 
 
-def _tree_of(parents: list[list[int]], guesses: list[list[int]], slots: list[int]) -> list[list[int]]:
-    """Positions, slots and parents of each row's unseen token and its guesses, row after row."""
+def _tree_of(parents: list[list[int]], draft_tokens: list[list[int]], slots: list[int]) -> list[list[int]]:
+    """Positions, slots and parents of each row's unseen token and its draft tokens, row after row."""
     follows: list[int] = []
-    for line, real in zip(parents, guesses, strict=True):
+    for line, real in zip(parents, draft_tokens, strict=True):
         root = len(follows)
         follows += [-1, *(root + 1 + parent for parent in line[: len(real)])]
     positions: list[int] = []

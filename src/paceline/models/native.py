@@ -1,8 +1,8 @@
 """A llama-like decoder that runs on the CPU kernels: one call a forward pass, packed weights, batch-invariant bits.
 
 A token's hidden state and logits are the same bits whatever else is in the call: alone, among other rows, verified
-with its guesses, or prefilled in any chunks. Without the extension the plain torch twin runs instead, and ``kernels``
-says so (the twin makes no promise about bits).
+with its draft tokens, or prefilled in any chunks. Without the extension the plain torch twin runs instead, and
+``kernels`` says so (the twin makes no promise about bits).
 """
 
 from __future__ import annotations

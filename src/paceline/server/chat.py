@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from paceline.config import StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
-from paceline.server.completions import extras_of, note_guesses
+from paceline.server.completions import extras_of, note_draft_tokens
 from paceline.server.context import Context, Tally, Terms, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
@@ -86,7 +86,7 @@ class ChatJob:
             choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
             usage=usage,
         )
-        note_guesses(document, self.body, output.candidates)
+        note_draft_tokens(document, self.body, output.candidates)
         return document
 
     async def stream(self) -> Events:
@@ -110,7 +110,7 @@ class ChatJob:
                 piece = self._piece(delta, begun)
                 documents.append(self._chunk([piece], usage if self.body.continuous_usage else None))
                 if delta.ended is not None and self.body.answers == 1:
-                    note_guesses(documents[-1], self.body, [delta.ended])
+                    note_draft_tokens(documents[-1], self.body, [delta.ended])
         return documents
 
     def _shows(self, delta: Delta) -> bool:

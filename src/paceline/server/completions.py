@@ -90,7 +90,7 @@ class CompletionJob:
             for place, answer in enumerate(output.outputs)
         ]
         document = self._document(choices, usage=usage_of(self.tokens, outputs))
-        note_guesses(document, self.body, [answer for output in outputs for answer in output.candidates])
+        note_draft_tokens(document, self.body, [answer for output in outputs for answer in output.candidates])
         return document
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
@@ -188,7 +188,7 @@ class CompletionJob:
                 choice = self._choice(update.number, delta, offset)
                 documents.append(self._document([choice], usage if self.body.continuous_usage else None))
                 if delta.ended is not None and len(self.requests) == self.body.answers == 1:
-                    note_guesses(documents[-1], self.body, [delta.ended])
+                    note_draft_tokens(documents[-1], self.body, [delta.ended])
         return documents
 
     # --- parts -------------------------------------------------------------------
@@ -257,7 +257,7 @@ def extras_of(delta: Delta) -> Extras:
     return extras
 
 
-def note_guesses(
+def note_draft_tokens(
     document: Completion | Chat | ChatChunk, body: GenerationRequest, answers: Sequence[CompletionOutput]
 ) -> None:
     """What "metrics": true adds to the reply itself, if that has one answer."""

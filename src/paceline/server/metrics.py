@@ -1,7 +1,7 @@
 """What is measured while serving: Prometheus metrics, the figures of ``/stats`` and the line about throughput.
 
-The names are the usual ones of this field, under the prefix ``paceline:``. Guesses are counted round by round, those
-beyond an answer's end included; the figures of single answers leave these out.
+The names are the usual ones of this field, under the prefix ``paceline:``. Draft tokens are counted round by round,
+those beyond an answer's end included; the figures of single answers leave these out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_LETTERS = 200  # of a refusal's reason in the log: it may repeat what the 
 
 
 class PlayedRound(NamedTuple):
-    """at: seconds on the clock of time.monotonic. k: how far the guesses of any row reached.
+    """at: seconds on the clock of time.monotonic. k: how far the draft tokens of any row reached.
 
     seconds: that it took. saved: rows, by a sibling.
     """
@@ -318,7 +318,7 @@ class Meter:
         return None if self._arithmetic is None else self._arithmetic.utilisation(tokens, seconds)
 
     def totals(self) -> tuple[int, int, int]:
-        """Tokens of answers, tokens guessed and guesses kept since the start."""
+        """Tokens of answers, tokens drafted and draft tokens kept since the start."""
         names = ("generation_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
         made, drafted, accepted = (self.registry.get_sample_value(f"paceline:{name}_total") for name in names)
         return int(made or 0), int(drafted or 0), int(accepted or 0)

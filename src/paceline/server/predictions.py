@@ -1,4 +1,4 @@
-"""What a client expects most of the answer to be (OpenAI's "predicted outputs"): guesses are copied from it."""
+"""What a client expects most of the answer to be (OpenAI's "predicted outputs"): draft tokens are copied from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_prediction(config: EngineConfig, tokens: Sequence[int]) -> None:
 def details_of(prediction: Sequence[int], answers: Sequence[Sequence[int]]) -> CompletionTokensDetails:
     """How many tokens of the prediction an answer has in common with it, in order, and how many not: of all answers.
 
-    answers: all that were made, ``best_of`` of them. It says how good the prediction was, whatever was guessed from it.
+    answers: all that were made, ``best_of`` of them. It says how good the prediction was, whatever was drafted from it.
     """
     kept = sum(in_common(prediction, answer) for answer in answers)
     missed = len(prediction) * len(answers) - kept

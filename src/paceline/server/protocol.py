@@ -274,7 +274,7 @@ class Message(Strict):
 
 
 class Prediction(Strict):
-    """What the answer will be, mostly: guesses are copied from it, and it changes the speed alone."""
+    """What the answer will be, mostly: draft tokens are copied from it, and it changes the speed alone."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], _some(limits.MAX_CONTENT_PARTS)]

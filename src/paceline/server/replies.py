@@ -72,9 +72,9 @@ class AnswerMetrics(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """How guessing went, as vLLM counts it and aiperf reads it: of the rounds that guessed, the others left out.
+    """How drafting went, as vLLM counts it and aiperf reads it: of the rounds that drafted, the others left out.
 
-    acceptance_histogram: in how many of these 0, 1, 2, ... guesses were kept. num_spec_steps: how many they are.
+    acceptance_histogram: in how many of these 0, 1, 2, ... draft tokens were kept. num_spec_steps: how many they are.
     mean_acceptance_length: 1 + accepted / num_spec_steps, so it is never below that of ``AnswerMetrics``, which counts
     all rounds.
     """
@@ -88,12 +88,12 @@ class SpeculativeDecoding(BaseModel):
 
     @staticmethod
     def of(answer: CompletionOutput) -> SpeculativeDecoding | None:
-        """None if nothing was guessed."""
+        """None if nothing was drafted."""
         kept, drafted = kept_by_round(answer.token_kinds), answer.metrics.drafted
         if not kept:
             return None
         return SpeculativeDecoding(
-            acceptance_histogram=[kept.count(guesses) for guesses in range(max(kept) + 1)],
+            acceptance_histogram=[kept.count(draft_tokens) for draft_tokens in range(max(kept) + 1)],
             num_spec_steps=len(kept),
             num_accepted_draft_tokens=sum(kept),
             num_draft_tokens=drafted,
@@ -103,7 +103,7 @@ class SpeculativeDecoding(BaseModel):
 
 
 def kept_by_round(kinds: Sequence[TokenKind]) -> list[int]:
-    """Of each round that guessed how many guesses were kept; the last one may have been cut behind one of them."""
+    """Of each round that drafted how many draft tokens were kept; the last one may have been cut behind one of them."""
     rounds, kept = [], 0
     for kind in kinds:
         if kind == "accepted":

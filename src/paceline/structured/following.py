@@ -114,9 +114,11 @@ class _Followed:
         return [(len(masks), stuck) for masks, stuck in walks], b"".join(mask for masks, _ in walks for mask in masks)
 
     def _walk(
-        self, number: int, gained: Sequence[int], guesses: Sequence[int], first: int, places: int
+        self, number: int, gained: Sequence[int], draft_tokens: Sequence[int], first: int, places: int
     ) -> tuple[list[bytes], bool]:
-        """Take what the answer has gained, then walk along the guesses, and back: masks from place ``first`` on."""
+        """Take what the answer has gained, then walk along the draft tokens, and back: masks from place ``first``
+        on.
+        """
         matcher = self._matcher(number, gained)
         if matcher is None:
             return [self._nothing().tobytes()], True
@@ -129,7 +131,7 @@ class _Followed:
                 mask = self._mask(matcher)
                 masks.append(mask.tobytes())
                 stuck = not mask.any()
-            if place == len(guesses) or stuck or not matcher.accept_token(guesses[place]):
+            if place == len(draft_tokens) or stuck or not matcher.accept_token(draft_tokens[place]):
                 break
             walked += 1
         matcher.rollback(walked)

@@ -327,12 +327,12 @@ class GrammarConstraint:
         self._number = follower.new_answer()
         self._tokens: list[int] = []
         self._told, self._life = 0, 0
-        self._stuck: set[tuple[int, ...]] = set()  # guesses after which nothing may follow
+        self._stuck: set[tuple[int, ...]] = set()  # draft tokens after which nothing may follow
         weakref.finalize(self, follower.gone.append, self._number)
 
-    def ask(self, guesses: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
         """See ``Constraint``."""
-        asked = Asked(self, guesses, first, places)
+        asked = Asked(self, draft_tokens, first, places)
         self._follower.ask(asked)
         return asked
 
@@ -344,12 +344,12 @@ class GrammarConstraint:
             self._tokens.append(token)
         self._stuck.clear()
 
-    def row(self, guesses: Sequence[int], first: int, places: int) -> tuple[object, ...]:
+    def row(self, draft_tokens: Sequence[int], first: int, places: int) -> tuple[object, ...]:
         """A question as the process takes it, with what it has not been told yet."""
         if self._life != self._follower.life:
             self._life, self._told = self._follower.life, 0
         fresh, self._told = self._tokens[self._told :], len(self._tokens)
-        return self._number, fresh, list(guesses), first, places
+        return self._number, fresh, list(draft_tokens), first, places
 
     def hear(self) -> None:
         """Wait for the reply. Raises StructureError if there is none."""
@@ -361,21 +361,21 @@ class GrammarConstraint:
         """Ask, if that has not been done yet."""
         self._follower.send()
 
-    def stick(self, guesses: Sequence[int]) -> None:
-        """Nothing may follow the answer and these guesses."""
-        self._stuck.add(tuple(guesses))
+    def stick(self, draft_tokens: Sequence[int]) -> None:
+        """Nothing may follow the answer and these draft tokens."""
+        self._stuck.add(tuple(draft_tokens))
 
 
 class Asked:
     """A question of one row in one round. See ``rows.Asked``."""
 
-    def __init__(self, constraint: GrammarConstraint, guesses: Sequence[int], first: int, places: int) -> None:
-        self._constraint, self._guesses, self._first, self._places = constraint, guesses, first, places
+    def __init__(self, constraint: GrammarConstraint, draft_tokens: Sequence[int], first: int, places: int) -> None:
+        self._constraint, self._draft_tokens, self._first, self._places = constraint, draft_tokens, first, places
         self._masks: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
     def row(self) -> tuple[object, ...]:
         """As the process takes it."""
-        return self._constraint.row(self._guesses, self._first, self._places)
+        return self._constraint.row(self._draft_tokens, self._first, self._places)
 
     def send(self) -> None:
         """See ``rows.Asked``."""
@@ -384,7 +384,7 @@ class Asked:
     def hear(self, masks: np.ndarray[Any, np.dtype[np.uint8]], stuck: bool) -> None:
         """The masks of the first places, [count, bytes]. stuck: the last of them allows nothing."""
         if stuck:
-            self._constraint.stick(self._guesses[: self._first + len(masks) - 1])
+            self._constraint.stick(self._draft_tokens[: self._first + len(masks) - 1])
             masks = masks[:-1]
         self._masks = masks
 

@@ -68,7 +68,7 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     q_logits = logits[:, :k] + pick(st.sampled_from([0.0, 0.5, 3.0])) * torch.randn(batch.rows, k, vocab, device=DEVICE)
-    draft = Draft(draw(q_logits, batch, purpose=Purpose.GUESS), counts_of(pick, batch.rows, k), logits=q_logits)
+    draft = Draft(draw(q_logits, batch, purpose=Purpose.DRAFT), counts_of(pick, batch.rows, k), logits=q_logits)
     q = probabilities(q_logits, batch)
     verdict = acceptance.rejection(Draft(draft.tokens, draft.counts, q), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]

@@ -44,7 +44,7 @@ def test_kernel_and_sampling_with_and_without_reading_the_device_draw_the_same_t
     length, vocab = pick(st.integers(1, 3)), pick(st.integers(1, 150))
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 2**40)))
     logits = pick(st.sampled_from([0.0, 1.0, 20.0])) * torch.randn(len(temperatures), length, vocab, device=DEVICE)
-    first, purpose = pick(st.integers(0, 3)), pick(st.sampled_from([Purpose.DRAW, Purpose.GUESS]))
+    first, purpose = pick(st.integers(0, 3)), pick(st.sampled_from([Purpose.DRAW, Purpose.DRAFT]))
     noise = noise_of(batch)
     found = kernels.draw(logits, noise, first, purpose, block=64)
     expected = sampling.draw(logits, batch, None, first, purpose)

@@ -15,7 +15,7 @@ from kernels.gpu.rows import DEVICE
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
-from paceline.core.rows import Asks
+from paceline.core.rows import StepFeatures
 from paceline.kernels.gpu import shape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Ten
 def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
     batch, draft_tokens, logits = rows_of(params, first)
     rows = batch.state(batch.rows, reads=False)
-    asks, before = Asks(adjusts, cuts=True), logits.clone()
+    asks, before = StepFeatures(adjusts, cuts=True), logits.clone()
     found = shape.shaped(logits, rows, asks, draft_tokens, first, block=block)
     expected = sampling.shaped(logits, rows, asks, draft_tokens, first)
     assert torch.equal(logits, before)
@@ -89,5 +89,5 @@ def test_masses_are_those_of_torch_to_the_bit() -> None:
     ordered = sampling.masses(logits.flatten().sort(descending=True).values).cumsum(0)
     for place in (1, 40, 700):  # a share at the exact boundary of a token
         batch.sampling.top_p.fill_(float(ordered[place] / total))
-        expected = sampling.shaped(logits.to(DEVICE), rows, Asks(cuts=True), none)
-        assert torch.equal(shape.shaped(logits.to(DEVICE), rows, Asks(cuts=True), none), expected)
+        expected = sampling.shaped(logits.to(DEVICE), rows, StepFeatures(cuts=True), none)
+        assert torch.equal(shape.shaped(logits.to(DEVICE), rows, StepFeatures(cuts=True), none), expected)

@@ -10,7 +10,7 @@ import torch
 
 from batches import new_batch
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, Wish
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.drafters import Drafter
 from paceline.errors import ParameterError
@@ -32,7 +32,7 @@ class Fives(Drafter):
     def __init__(self, counts: list[int]) -> None:
         self.counts = torch.tensor(counts)
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         return Draft(torch.full((batch.rows, wish.k), 5), self.counts)
 
 
@@ -50,7 +50,7 @@ def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list
     script.rate = 0.5
     right = []
     for _ in range(2000):
-        draft = script.propose(batch, Wish(3)).first(verified)
+        draft = script.propose(batch, SpeculationPlan(3)).first(verified)
         verdict = script.judge(draft, torch.zeros(2, 4, 8), batch)
         assert all(0 <= kept <= most for kept, most in zip(verdict.accepted.tolist(), verified, strict=True))
         right.append([sum(token == 5 for token in gained) for gained in verdict.host.tokens])
@@ -71,9 +71,9 @@ def test_a_round_without_draft_tokens_has_the_real_verdict() -> None:
     batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
     batch.set_rows(1)
     script = Script(Fives([3]), all_wrong)
-    script.propose(batch, Wish(3))
-    script.judge(script.propose(batch, Wish(3)), torch.zeros(1, 4, 8), batch)
-    assert script.judge(batch.no_guesses, torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
+    script.propose(batch, SpeculationPlan(3))
+    script.judge(script.propose(batch, SpeculationPlan(3)), torch.zeros(1, 4, 8), batch)
+    assert script.judge(batch.empty_draft, torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])

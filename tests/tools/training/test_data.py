@@ -55,7 +55,8 @@ def test_a_shard_that_was_lost_is_made_again_bit_for_bit(llm: LLM, tmp_path: Pat
 
 
 def test_what_is_kept_is_what_the_target_said(llm: LLM, tmp_path: Path) -> None:
-    """Held-out answers are greedy: each token is the likeliest after those before it; the law is the head's."""
+    """Held-out answers are greedy: each token is the likeliest after those before it; the distribution is the
+    head's."""
     shard = make(llm, tmp_path).open(HELD_OUT)
     assert shard is not None
     assert len(shard) == DATA.held_out

@@ -52,7 +52,7 @@ def test_places_are_counted_without_reading_the_conversations(whole: Path, targe
     lessons = make_trainer(whole, target, PLAN).lessons
     step = list(range(len(lessons)))
     batch = collate([lessons[index] for index in step])
-    assert lessons.counts(step, 5) == [len(counted(batch, guess)) for guess in range(5)]
+    assert lessons.counts(step, 5) == [len(counted(batch, draft_token)) for draft_token in range(5)]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 from paceline.tools.training.acceptance import STEPS, _right, _walk
 from paceline.tools.training.batches import Batch, Lessons, collate
 from paceline.tools.training.learn import Trainer, scale_for, schedule
-from paceline.tools.training.objective import Teacher, ahead, counted, guesses, loss
+from paceline.tools.training.objective import Teacher, ahead, counted, draft_tokens, loss
 from paceline.tools.training.shards import Lesson, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
@@ -77,14 +77,14 @@ def test_the_law_that_is_learnt_is_the_targets(trainer: Trainer) -> None:
     batch, target_rows = first_batch(trainer), trainer.head.lm_head.weight
     teacher = Teacher(trainer.head, batch)
     width = batch.tokens.shape[1]
-    for step, guess in enumerate(guesses(trainer.head, batch, trainer.scale, 3)):
-        law = teacher.law(guess.place, step)
-        assert law.sum(-1).max() <= 1.02
-        for line, place in enumerate(guess.place.tolist()):
+    for step, draft_token in enumerate(draft_tokens(trainer.head, batch, trainer.scale, 3)):
+        distribution = teacher.distribution(draft_token.place, step)
+        assert distribution.sum(-1).max() <= 1.02
+        for line, place in enumerate(draft_token.place.tolist()):
             row, at = divmod(place, width - 1)
             state = batch.hidden[row, at + 1 + step].float()
             wanted = (target_rows @ state - batch.norm[row, at + 1 + step]).exp()
-            assert torch.allclose(law[line], wanted, atol=1e-3)
+            assert torch.allclose(distribution[line], wanted, atol=1e-3)
 
 
 def test_steps_weigh_as_they_are_told(trainer: Trainer) -> None:
@@ -114,7 +114,8 @@ def trained(kind: str, whole: Path, target: str, tmp_path: Path) -> Trainer:
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 @torch.inference_mode()
 def test_acceptance_is_what_drafting_gives(trained: Trainer) -> None:
-    """Place by place the head reads its own guesses, one after the other, until one is not what the target said."""
+    """Place by place the head reads its own draft tokens, one after the other, until one is not what the target
+    said."""
     head, scale = trained.head, trained.scale
     batch = next(trained.held.batches([[0, 1, 2]]))
     right = _right(head, batch, scale)
@@ -131,7 +132,7 @@ def test_acceptance_is_what_drafting_gives(trained: Trainer) -> None:
 
 
 def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor, most: int) -> int:
-    """How many guesses from one place are what follows."""
+    """How many draft tokens from one place are what follows."""
     text, features = batch.tokens[row], batch.features[row].float() * scale[:, None]
     known = text[1 : place + 2].tolist()
     for step in range(most):
@@ -139,10 +140,10 @@ def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor
         tokens = torch.tensor([[*known, *padding]])
         read = torch.cat((features[: place + 1], torch.zeros(tokens.shape[1] - place - 1, *features.shape[1:])))
         *_, normed = head.states(tokens, read[None], step + 1)
-        guess = int(head.targets[head.logits(normed[0, place]).argmax()])
-        if guess != int(text[place + 2 + step]):
+        draft_token = int(head.targets[head.logits(normed[0, place]).argmax()])
+        if draft_token != int(text[place + 2 + step]):
             return step
-        known.append(guess)
+        known.append(draft_token)
     return most
 
 
@@ -160,9 +161,9 @@ def test_training_learns(whole: Path) -> None:
 
 
 def rejected(trainer: Trainer, steps: int) -> list[float]:
-    """The chance that each guess of drafts on the held-out texts is rejected, those before it left aside."""
+    """The chance that each draft token of drafts on the held-out texts is rejected, those before it left aside."""
     batch = collate([trainer.held[i] for i in range(len(trainer.held))])
-    asked = ([float(step == guess) for step in range(guess + 1)] for guess in range(steps))
+    asked = ([float(step == draft_token) for step in range(draft_token + 1)] for draft_token in range(steps))
     return [float(loss(trainer.head, batch, trainer.scale, weights, "total_variation")[0]) for weights in asked]
 
 

@@ -60,15 +60,15 @@ def test_with_all_layers_it_says_what_its_target_says(whole: Path, target: str) 
     batch = first_batch(trainer)
     for step, normed in enumerate(trainer.head.drafts(batch.tokens, batch.features.float(), 3)):
         place = counted(batch, step)
-        law = trainer.head.logits(normed.flatten(0, 1)[place]).softmax(-1)
+        distribution = trainer.head.logits(normed.flatten(0, 1)[place]).softmax(-1)
         width = batch.tokens.shape[1]
         states = batch.hidden.flatten(0, 1)[place // (width - 1) * width + place % (width - 1) + 1 + step].float()
-        assert (law - trainer.head.logits(states).softmax(-1)).abs().max() < 0.05
+        assert (distribution - trainer.head.logits(states).softmax(-1)).abs().max() < 0.05
 
 
 @torch.no_grad()
 def test_its_acceptance_is_what_drafting_gives(whole: Path, target: str, tmp_path: Path) -> None:
-    """Guesses that it draws one after the other, each from the text and those before it."""
+    """Draft tokens that it draws one after the other, each from the text and those before it."""
     trainer = make_trainer(whole, target, MODEL)
     with torch.enable_grad():
         trainer.run(tmp_path / "checkpoint.safetensors")
@@ -79,11 +79,11 @@ def test_its_acceptance_is_what_drafting_gives(whole: Path, target: str, tmp_pat
             known = batch.tokens[row, : place + 2].tolist()
             for step in range(min(4, int(batch.lengths[row]) - 2 - place)):
                 *_, normed = trainer.head.drafts(torch.tensor([[*known, 0]]), torch.zeros(0), 1)
-                guess = int(trainer.head.targets[trainer.head.logits(normed[0, len(known) - 2]).argmax()])
-                assert int(right[row, place, step]) == (guess == int(batch.tokens[row, place + 2 + step]))
-                if guess != int(batch.tokens[row, place + 2 + step]):
+                draft_token = int(trainer.head.targets[trainer.head.logits(normed[0, len(known) - 2]).argmax()])
+                assert int(right[row, place, step]) == (draft_token == int(batch.tokens[row, place + 2 + step]))
+                if draft_token != int(batch.tokens[row, place + 2 + step]):
                     break
-                known.append(guess)
+                known.append(draft_token)
                 kept += 1
     assert kept > 0
 

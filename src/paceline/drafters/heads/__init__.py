@@ -1,1 +1,1 @@
-"""Trained heads: small networks that read a target's inner streams and guess its next tokens."""
+"""Trained heads: small networks that read a target's inner streams and draft token its next tokens."""

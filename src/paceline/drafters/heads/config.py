@@ -37,8 +37,8 @@ class HeadConfig:
     """An EAGLE-3 or 3.1 head (arXiv 2503.01840): decoder layers on a token's embedding and streams of the target.
 
     Or a parallel one (P-EAGLE, arXiv 2602.01469; ParallelSpec, 2410.05589): the same, but that it reads a mask where
-    the target has read nothing yet, so that all guesses come of one pass. Or one that transfers hidden states (arXiv
-    2404.12022): its layers are the target's last ones, and it reads the stream that enters the first of them.
+    the target has read nothing yet, so that all draft tokens come of one pass. Or one that transfers hidden states
+    (arXiv 2404.12022): its layers are the target's last ones, and it reads the stream that enters the first of them.
 
     transformer: its layers as Hugging Face says it: model_type (llama or qwen3), hidden_size, intermediate_size,
         num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope and so on.
@@ -48,7 +48,7 @@ class HeadConfig:
     norm_before_fc: one norm over all streams side by side; fc_norm: one norm for each (EAGLE-3.1). At most one of them.
     norm_output: the next step gets what the last norm gave, not what it was given (EAGLE-3.1).
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
-    transfers: guesses for which hidden states are transferred; 0: a head of another kind.
+    transfers: draft tokens for which hidden states are transferred; 0: a head of another kind.
     verifier, architectures: the target's name and classes, as the checkpoint has them.
     paying_rows: by device ("cpu", "cuda"), the most rows at which it was measured to pay; none: not measured.
 
@@ -119,7 +119,7 @@ class HeadConfig:
 
     @property
     def parallel(self) -> bool:
-        """Whether it reads a mask in place of its own guesses."""
+        """Whether it reads a mask in place of its own draft tokens."""
         return self.mask_token is not None
 
     @property

@@ -27,9 +27,10 @@ NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a f
 class HeadModel:
     """A head as the engine sees a draft model: V the target's vocabulary.
 
-    taps: the target's layers whose entering streams it reads. kind: of ``HeadConfig``. one_pass: whether all guesses
-    come of one pass. most_guesses: of a draft, if it cannot make more. paying_rows: of ``HeadConfig``, on its device.
-    max_positions: what its target allows; with rotary positions nothing but its guesses' quality depends on them.
+    taps: the target's layers whose entering streams it reads. kind: of ``HeadConfig``. one_pass: whether all draft
+    tokens come of one pass. max_draft_tokens: of a draft, if it cannot make more. paying_rows: of ``HeadConfig``, on
+    its device.
+    max_positions: what its target allows; with rotary positions nothing but its draft tokens' quality depends on them.
     dtype: of its keys, values and fused streams.
     """
 
@@ -39,7 +40,7 @@ class HeadModel:
         self.vocab_size, self.layers = shape.vocab_size, shape.layers
         self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
         self.dtype, self.device = head.dtype, head.device
-        self.kind, self.most_guesses = head.config.kind, head.config.transfers or None
+        self.kind, self.max_draft_tokens = head.config.kind, head.config.transfers or None
         self.one_pass = self.kind != "feature"
         self.paying_rows = head.config.paying_rows.get(self.device.type)
 
@@ -126,7 +127,7 @@ class HeadDecoder(Decoder):
     """
 
     streams: KeptStreams
-    reads = 8  # kept guesses were read without streams, and are read again
+    reads = 8  # kept draft tokens were read without streams, and are read again
 
     def __init__(
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
@@ -140,10 +141,10 @@ class HeadDecoder(Decoder):
     def lag_after(self, k: int) -> int:
         return k + 1
 
-    def note_guesses(self, batch: Batch, count: int) -> None:
+    def note_draft_tokens(self, batch: Batch, count: int) -> None:
         """They were read without streams: those that are kept are read again, with theirs."""
 
-    def keep_guesses(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Likewise."""
 
     def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
@@ -173,7 +174,8 @@ class TorchHeadDecoder(HeadDecoder):
         super().__init__(model, backend, rows, positions, vocab_size)
         self.head, self.streams = model.head, TorchStreams(model, rows, positions)
         self._last: Step  # of the last forward pass, [B, L, width]
-        self._states: Tensor  # [B, n, width], after the text and the guesses of a tree: what the next are read with
+        # [B, n, width], after the text and the draft tokens of a tree: what the next are read with
+        self._states: Tensor
 
     def forward(
         self,
@@ -213,8 +215,8 @@ class TorchHeadDecoder(HeadDecoder):
     def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
         """As ``next_hidden``, and places behind the text in the same pass -> normed [B, k, width].
 
-        Each is what the next of k guesses is drawn from. k > 1: of a head that guesses so; what it reads behind the
-        text does not count as seen.
+        Each is what the next of k draft tokens is drawn from. k > 1: of a head that draft tokens so; what it reads
+        behind the text does not count as seen.
         """
         seen, late = self.seen_by(batch), self.head.late
         place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
@@ -235,9 +237,9 @@ class TorchHeadDecoder(HeadDecoder):
         self._states = at(self._last.state, before - self.seen[: len(text)] - 1)
         return normed
 
-    def go_on_drafting(self, guess: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+    def go_on_drafting(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
         """As ``hidden_after``."""
-        normed = self._run(guess, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
+        normed = self._run(draft_token, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
         self._states = self._last.state
         return normed
 
@@ -257,16 +259,18 @@ class TorchHeadDecoder(HeadDecoder):
         """[B, L] tokens; beyond the end of a row's memory its last."""
         return batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
 
-    def hidden_after(self, batch: Batch, guesses: Tensor) -> Tensor:
-        """A guess has no streams yet: the state at the token before it stands in. None of them counts as seen."""
-        step = guesses.shape[1]
+    def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
+        """A draft token has no streams yet: the state at the token before it stands in. None of them counts as seen."""
+        step = draft_tokens.shape[1]
         places = (batch.live_length + step - 2).clamp(min=0)[:, None]
-        normed = self._run(guesses[:, -1:], self._states, places, batch.longest + step, batch.first)
+        normed = self._run(draft_tokens[:, -1:], self._states, places, batch.longest + step, batch.first)
         self._states = self._last.state
         return normed[:, 0]
 
     def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
-        """Each guess with the state at what it follows; the last token of the text, below them, with its streams."""
+        """Each draft token with the state at what it follows; the last token of the text, below them, with its
+        streams.
+        """
         root = (batch.live_length - 2).clamp(min=0)[:, None]
         chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
         tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1

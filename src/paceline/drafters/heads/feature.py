@@ -1,8 +1,9 @@
 """The EAGLE-3 head (arXiv 2503.01840) and its 3.1 switches: a decoder that reads the target's streams.
 
 At place i it gets the target's streams of token i, fused to one hidden state, and the embedding of token i + 1, which
-is known by then; it guesses token i + 2. At the next step, where the target has read nothing yet, the guess is read
-beside what the head made of place i. A parallel head (P-EAGLE, arXiv 2602.01469) reads the same mask at all of those
+is known by then; it draft tokens token i + 2. At the next step, where the target has read nothing yet, the draft token
+is read beside what the head made of place i. A parallel head (P-EAGLE, arXiv 2602.01469) reads the same mask at all of
+those
 places, so that no step waits for the one before: they are places of one pass. Keys and values stand at the position of
 the streams.
 
@@ -25,7 +26,7 @@ from paceline.kernels.attention.base import Attend
 
 
 class FeatureHead(Head):
-    """A head that reads its guesses, or a mask in their place.
+    """A head that reads its draft tokens, or a mask in their place.
 
     mask_hidden [1, 1, S * target width]: what a parallel head reads in place of streams; None: it reads its own state.
     """

@@ -26,8 +26,8 @@ class Head(nn.Module):
     d2t [Vd] int64: what is to be added to the head's number of a token to get the target's. t2d [V] bool: which of the
     target's tokens it can say.
 
-    late: how many places behind the text the first guess of a draft is drawn. at_any_size: whether training may bring
-    the streams to another size. unrolls: whether training has it read its own guesses.
+    late: how many places behind the text the first draft token of a draft is drawn. at_any_size: whether training may
+    bring the streams to another size. unrolls: whether training has it read its own draft tokens.
     """
 
     late = 0
@@ -76,7 +76,7 @@ class Head(nn.Module):
     def ahead(self, token: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """What is read in one pass at so many places behind the text: tokens [B, count] and hidden [B, count, H].
 
-        token [B]: the text's last; hidden [B, H]: the fused streams of the one before it. Of heads that guess so.
+        token [B]: the text's last; hidden [B, H]: the fused streams of the one before it. Of heads that draft token so.
         """
         raise NotImplementedError
 
@@ -96,10 +96,10 @@ class Head(nn.Module):
         return cast(Tensor, self.lm_head(normed))
 
     def states(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Whole sequences: what ``logits`` takes, [B, T, H], of each of at most so many guesses of a draft.
+        """Whole sequences: what ``logits`` takes, [B, T, H], of each of at most so many draft tokens of a draft.
 
         tokens [B, T]: token i + 1 at place i; features [B, T, S, target width]: of token i. Step s at place i knows the
-        streams up to i, and guesses token i + 2 + s. Its last s places mean nothing.
+        streams up to i, and draft tokens token i + 2 + s. Its last s places mean nothing.
         """
         raise NotImplementedError
 

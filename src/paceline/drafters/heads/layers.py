@@ -94,7 +94,7 @@ class Unrolled:
     """An ``Attend`` over whole sequences, one call a layer and step.
 
     The first step is causal. At step s place i sees the first step's keys up to its own place, and at its own place
-    those of the steps between: what drafting s guesses behind place i would have in its cache.
+    those of the steps between: what drafting s draft tokens behind place i would have in its cache.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""A head on the CPU kernels: what it lacks of the text is read and all guesses are drawn in one native call.
+"""A head on the CPU kernels: what it lacks of the text is read and all draft tokens are drawn in one native call.
 
-The same reading as ``heads.feature``, in packed weights: ``csrc/head.cpp`` reads and guesses, ``csrc/forward.cpp`` runs
-the layers. Its keys, values and fused streams are kept where a torch head's are.
+The same reading as ``heads.feature``, in packed weights: ``csrc/head.cpp`` reads and draft tokens, ``csrc/forward.cpp``
+runs the layers. Its keys, values and fused streams are kept where a torch head's are.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class NativeStreams(KeptStreams):
 
 
 class NativeHeadDecoder(HeadDecoder):
-    """Reads and drafts in one call, every row with its own lag, text and number of guesses."""
+    """Reads and drafts in one call, every row with its own lag, text and number of draft tokens."""
 
     streams: NativeStreams
 
@@ -180,7 +180,7 @@ class NativeHeadDecoder(HeadDecoder):
         return torch.full((lines, self.model.vocab_size), NEVER, dtype=torch.float32)
 
     def rewind(self, batch: Batch) -> None:
-        """Guesses never count as seen; a token that was seen last and is wanted again is read again."""
+        """Draft tokens never count as seen; a token that was seen last and is wanted again is read again."""
 
     def lags(self, batch: Batch) -> list[int]:
         return [batch.lengths[row] - max(1, self._seen[batch.first + row]) for row in range(batch.rows)]
@@ -194,11 +194,14 @@ class NativeHeadDecoder(HeadDecoder):
         for row, _, stop in parts:
             self._seen[row] = max(1, stop)
 
-    def draft(self, batch: Batch, counts: Sequence[int], enough: Enough | None, *, laws: bool, width: int = 1) -> Draft:
-        """counts [B]: guesses of each row, not all 0. laws: they are drawn with noise of their own, and say from what.
+    def draft(
+        self, batch: Batch, counts: Sequence[int], enough: Enough | None, *, distributions: bool, width: int = 1
+    ) -> Draft:
+        """counts [B]: draft tokens of each row, not all 0. distributions: they are drawn with noise of their own, and
+        say from what.
 
-        A row of one token gets none. enough: asked after each guess of all rows whether to stop there.
-        width: more than 1: trees as ``Growth`` grows them, counts [B] deep, without laws.
+        A row of one token gets none. enough: asked after each draft token of all rows whether to stop there.
+        width: more than 1: trees as ``Growth`` grows them, counts [B] deep, without distributions.
         """
         rows, deepest = batch.rows, max(counts)
         most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
@@ -208,13 +211,13 @@ class NativeHeadDecoder(HeadDecoder):
         tables = 1 if width == 1 else 3
         numbers = array("q", [*given, *bytes(rows * (1 + tables * most))])
         chances = None if enough is None and width == 1 else array("f", bytes(4 * rows * most))
-        said = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if laws else None
+        said = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if distributions else None
         found = (_Found if width == 1 else _FoundTrees)(memoryview(numbers)[4 * rows :], chances, rows, most)
         call = self._call(batch, rows, numbers)
         call.draft_stride, call.probabilities = most, abi.address(said)
         if width > 1:
             self._branch(call, rows, width)
-        self._ask(call, batch, Purpose.GUESS if laws else Purpose.DRAW)
+        self._ask(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
         call.chances = None if chances is None else chances.buffer_info()[0]
         questions = _Questions()
         if enough is not None:
@@ -230,7 +233,7 @@ class NativeHeadDecoder(HeadDecoder):
         return found.draft(batch, said)
 
     def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
-        """numbers: places, starts and stops; then counts, how many were drawn, and guesses, if there are any."""
+        """numbers: places, starts and stops; then counts, how many were drawn, and draft tokens, if there are any."""
         start, size = numbers.buffer_info()[0], 8 * rows
         stride = batch.tokens.stride(0)
         more = [start + size * column for column in (3, 4, 5)] if len(numbers) > 3 * rows else [None] * 3
@@ -248,7 +251,7 @@ class NativeHeadDecoder(HeadDecoder):
         )
 
     def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
-        """Behind the guesses are what each follows and its rank."""
+        """Behind the draft tokens are what each follows and its rank."""
         call.width = width
         call.parents = call.draft_tokens + 8 * rows * call.draft_stride
         call.ranks = call.parents + 8 * rows * call.draft_stride
@@ -266,10 +269,10 @@ class NativeHeadDecoder(HeadDecoder):
 
 
 class _Found:
-    """What a call has drawn so far. numbers: how many guesses of each row, then the guesses [rows, width]."""
+    """What a call has drawn so far. numbers: how many draft tokens of each row, then the draft_tokens [rows, width]."""
 
     def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
-        self._drawn, self._guesses = numbers[:rows], numbers[rows:]
+        self._drawn, self._draft_tokens = numbers[:rows], numbers[rows:]
         self._chances, self._width = chances, width
 
     def _lines(self, table: Sequence[T]) -> list[list[T]]:
@@ -282,34 +285,34 @@ class _Found:
         return self._lines(self._chances)
 
     @property
-    def guesses(self) -> list[list[int]]:
-        return self._lines(self._guesses)
+    def draft_tokens(self) -> list[list[int]]:
+        return self._lines(self._draft_tokens)
 
     @property
     def follows(self) -> list[list[int]] | None:
-        """Of trees, what each guess follows."""
+        """Of trees, what each draft token follows."""
         return None
 
     def ways(self, row: int, known: int) -> list[list[int]]:
-        """The guesses on the way to each that is new: so many of the row's were there before."""
-        return [self.guesses[row]]
+        """The draft tokens on the way to each that is new: so many of the row's were there before."""
+        return [self.draft_tokens[row]]
 
-    def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
-        """laws [width, B, V]."""
+    def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
+        """distributions [width, B, V]."""
         scores = None if self._chances is None else self.scores
-        read = Draft.of(self.guesses, batch.device, scores)
-        if laws is None or read.k == 0:
+        read = Draft.of(self.draft_tokens, batch.device, scores)
+        if distributions is None or read.k == 0:
             return read
-        return Draft(read.tokens, read.counts, laws[: read.k].transpose(0, 1).contiguous(), scores)
+        return Draft(read.tokens, read.counts, distributions[: read.k].transpose(0, 1).contiguous(), scores)
 
 
 class _FoundTrees(_Found):
-    """Behind the guesses stand what each follows and its rank among what was drawn there."""
+    """Behind the draft tokens stand what each follows and its rank among what was drawn there."""
 
     def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
         super().__init__(numbers, chances, rows, width)
         size = rows * width
-        self._parents, self._ranks = self._guesses[size : 2 * size], self._guesses[2 * size :]
+        self._parents, self._ranks = self._draft_tokens[size : 2 * size], self._draft_tokens[2 * size :]
 
     @property
     def follows(self) -> list[list[int]]:
@@ -317,25 +320,25 @@ class _FoundTrees(_Found):
 
     def ways(self, row: int, known: int) -> list[list[int]]:
         ways: list[list[int]] = [[]]
-        for token, parent in zip(self.guesses[row], self.follows[row], strict=True):
+        for token, parent in zip(self.draft_tokens[row], self.follows[row], strict=True):
             ways.append([*ways[parent + 1], token])
         return ways[1 + known :] if len(ways) > 1 else ways
 
-    def draft(self, batch: Batch, laws: Tensor | None) -> Draft:
+    def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
         kinds = [[BESIDE if rank else 0 for rank in line] for line in self._lines(self._ranks)]
-        return branching(self.guesses, self.follows, batch.device, self.scores, kinds)
+        return branching(self.draft_tokens, self.follows, batch.device, self.scores, kinds)
 
 
 class _Held:
     """Rows with a constraint draw from copies of their logits without what it forbids.
 
-    addresses [B, width]: where the copies lie for the guesses after which it draws; 0: nowhere.
+    addresses [B, width]: where the copies lie for the draft tokens after which it draws; 0: nowhere.
     """
 
     def __init__(self, batch: Batch, counts: Sequence[int], found: _Found, logits: Tensor, width: int) -> None:
         self._constraints, self._counts = batch.sampling.constraints[: batch.rows], counts
         self._found, self._logits, self._width, self._step = found, logits, width, 0
-        self._known = [0] * batch.rows  # guesses when it looked last
+        self._known = [0] * batch.rows  # draft tokens when it looked last
         self._copies: dict[int, Tensor] = {}
         self.addresses = array("q", bytes(8 * batch.rows * width))
 
@@ -354,7 +357,7 @@ class _Held:
             copy = self._copies[line] = self._logits[line : line + 1].clone()
             question.mask(copy)
             self.addresses[line] = copy.data_ptr()
-        self._known = [len(guesses) for guesses in self._found.guesses]
+        self._known = [len(draft_tokens) for draft_tokens in self._found.draft_tokens]
         self._step += 1
         return True
 

@@ -5,8 +5,9 @@ each token behind it; all of them go through the layers above in one pass, where
 before them, and the target's own head says what follows. Only the maps are trained.
 
 The paper draws the maps' input from the last token. Here the target has not read that one yet, but it is known: its
-embedding is read beside the hidden state of the token before it. So the pseudo state of the known token guesses first.
-The layers above are a copy of the target's, with keys and values of their own, which makes it a head like others.
+embedding is read beside the hidden state of the token before it. So the pseudo state of the known token draft tokens
+first. The layers above are a copy of the target's, with keys and values of their own, which makes it a head like
+others.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _TINY = 1e-6
 
 
 class TransferHead(Head):
-    """Shapes as of ``Head``; G guesses at most.
+    """Shapes as of ``Head``; G draft tokens at most.
 
-    transfer [G, H, 2H]: of each guess, what is added to the hidden state, read from it and from the known token's
+    transfer [G, H, 2H]: of each draft token, what is added to the hidden state, read from it and from the known token's
     embedding, both at unit size, at the hidden state's size. So a transfer of zeros is the hidden state itself.
     """
 
@@ -43,7 +44,7 @@ class TransferHead(Head):
         return features[..., -1, :].to(self.dtype)
 
     def ahead(self, token: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Behind the last guess that it can make nothing means anything."""
+        """Behind the last draft token that it can make nothing means anything."""
         steps = [self._pseudo(token, hidden, min(step, self.config.transfers - 1)) for step in range(count)]
         return token[:, None].expand(-1, count), torch.stack(steps, dim=1)
 
@@ -56,7 +57,7 @@ class TransferHead(Head):
     def states(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         hidden, attend = self.fuse(features), Unrolled()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self.step(tokens, hidden, positions, attend)  # the text, whose keys and values all guesses see
+        self.step(tokens, hidden, positions, attend)  # the text, whose keys and values all draft tokens see
         for step in range(min(steps, self.config.transfers)):
             yield self.step(tokens, self._pseudo(tokens, hidden, step), positions + 1 + step, attend).normed
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft, Verdict
-from paceline.core.rows import Asks, RowState
+from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import keep_by_chance, keep_equal, keep_likely
-from paceline.core.sampling import Purpose, draw_at_temperature, law_at_temperature, shaped
+from paceline.core.sampling import Purpose, draw_at_temperature, probabilities_at_temperature, shaped
 from paceline.kernels.gpu.launch import why_not
 
 
@@ -19,7 +19,7 @@ class RoundOps(Protocol):
 
     name: str
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int) -> Tensor:
+    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
         """Apply penalties, bias and cuts (``sampling.shaped``): raw logits [B, L, V] -> shaped logits [B, L, V]."""
         ...
 
@@ -45,7 +45,7 @@ class TwinOps:
 
     name = "torch"
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int) -> Tensor:
+    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
         return shaped(logits, rows, asks, draft_tokens, first)
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
@@ -59,7 +59,7 @@ class TwinOps:
     def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
         if draft.logits is None:
             return self.coupled(draft, logits, rows, None)
-        p, q = (law_at_temperature(table, rows) for table in (logits, draft.logits))
+        p, q = (probabilities_at_temperature(table, rows) for table in (logits, draft.logits))
         return committed(keep_likely(draft, p, q, rows), rows)
 
     def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class TritonOps:
 
     name = "triton"
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int) -> Tensor:
+    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
         from paceline.kernels.gpu.shape import shaped
 
         return shaped(logits, rows, asks, draft_tokens, first)

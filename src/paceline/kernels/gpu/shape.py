@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.rows import Asks, RowState
+from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import LOG2_E, TWO_TO, count_tokens
 from paceline.kernels.gpu.draw import BLOCK, Blocks, leaders, line_max, scaled_logits
 
@@ -192,7 +192,7 @@ def cut_kernel(
 
 
 def shaped(
-    logits: Tensor, rows: RowState, asks: Asks, draft_tokens: Tensor, first: int = 0, block: int = BLOCK
+    logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int = 0, block: int = BLOCK
 ) -> Tensor:
     """Apply ``sampling.shaped``: logits [B, L, V] -> [B, L, V] float32."""
     length, blocks = logits.shape[1], Blocks(logits.shape[-1], block)

@@ -233,7 +233,7 @@ def is_open(kept: KeptBatch) -> bool:
 
 
 def new_batch_id() -> str:
-    """Nobody can guess it."""
+    """Nobody can draft token it."""
     return _new_id("batch_")
 
 

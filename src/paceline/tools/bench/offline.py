@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline.config import Length, SamplingParams
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.outputs import Latency
 from paceline.drafters.base import Wrapper
@@ -188,7 +188,7 @@ class WrongDraftTokens(Wrapper):
 
     name = "wrong draft tokens"
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = self.inner.propose(batch, wish)
         return replace(draft, tokens=(draft.tokens + 1) % batch.vocab_size)
 
@@ -206,7 +206,7 @@ def sides_for(
     references: per prompt, for drafters that look them up.
     """
     plain = Paceline("plain", llm.plain().with_options(max_batch_size=batch_size))
-    if llm.config.drafter is None or not (lengths or llm.config.guesses):
+    if llm.config.drafter is None or not (lengths or llm.config.draft_tokens):
         return [plain, *others]
     named = {f"k={length}": length for length in lengths} or {"speculation": llm.config.num_speculative_tokens}
     sides = []

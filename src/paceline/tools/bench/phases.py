@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core.acceptance import AcceptanceRule
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.outputs import Latency
 from paceline.drafters.base import Drafter, Wrapper
@@ -66,7 +66,7 @@ class Script(Wrapper):
         self._generator = torch.Generator().manual_seed(seed)
         self._proposed: Draft | None = None
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         self._proposed = self.inner.propose(batch, wish).capped(wish.caps)
         return self._proposed
 
@@ -92,7 +92,7 @@ class FreeDrafter(Drafter):
 
     name = "free"
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         tokens = batch.tokens.new_zeros(batch.rows, wish.k)
         return Draft(tokens, tokens.new_full((batch.rows,), wish.k))
 

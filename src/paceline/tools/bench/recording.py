@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.outputs import Latency
 from paceline.core.row_keeper import RowKeeper, RowKeepers
@@ -59,7 +59,7 @@ class Recorder(RowKeepers, LengthPolicy):
     def __post_init__(self) -> None:
         self.name, self.selects, self.times = self.inner.name, self.inner.selects, self.inner.times
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         self._began = time.perf_counter()
         wish = self.inner.choose(batch).within(batch)
         self._k = wish.k

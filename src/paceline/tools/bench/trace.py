@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import BESIDE, Draft, Verdict, stands_beside
 from paceline.core.outputs import CompletionOutput
 from paceline.drafters.base import Drafter
@@ -61,7 +61,7 @@ class Tracer(Recorder):
     drafter: Drafter = field(kw_only=True)
     traced: list[TracedRound] = field(default_factory=list)
 
-    def choose(self, batch: Batch) -> Wish:
+    def choose(self, batch: Batch) -> SpeculationPlan:
         self._draft: Draft | None = None
         self._sources: list[str] = []
         return super().choose(batch)
@@ -78,17 +78,17 @@ class Tracer(Recorder):
 
 def _sources(proposed: Draft, selected: Draft, names: Sequence[str]) -> list[str]:
     """The source of each selected draft token, known from the proposed draft."""
-    tokens, kinds = proposed.guesses[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
+    tokens, kinds = proposed.draft_tokens[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
     parents = list(range(-1, len(tokens) - 1)) if proposed.follows is None else proposed.follows[0]
     tree = Branches(tokens, list(parents))
-    ways = selected.ways[0][1 : 1 + len(selected.guesses[0])]
+    ways = selected.ways[0][1 : 1 + len(selected.draft_tokens[0])]
     return [names[min(kinds[tree.path(way)[-1]] % BESIDE, len(names) - 1)] for way in ways]
 
 
 def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> TracedRound:
     host = verdict.host
     count, accepted = host.drafted[0], host.accepted[0]
-    tokens = [] if draft is None else draft.guesses[0][:count]
+    tokens = [] if draft is None else draft.draft_tokens[0][:count]
     chain = list(range(-1, count - 1))
     parents = chain if draft is None or draft.follows is None else draft.follows[0][:count]
     path = list(range(accepted)) if verdict.path is None else verdict.path[0, :accepted].tolist()

@@ -63,8 +63,8 @@ class Side:
 
 
 def sides_of(llm: LLM, answers: Sequence[int]) -> list[Side]:
-    """Plain decoding and, where anything is guessed, speculation, for every n."""
-    if not llm.config.guesses:
+    """Plain decoding and, where anything is drafted, speculation, for every n."""
+    if not llm.config.draft_tokens:
         return [Side("plain", llm, n) for n in answers]
     mode, plain = llm.config.length_name, llm.plain()
     return [side for n in answers for side in (Side("plain", plain, n), Side(mode, llm, n))]

@@ -1,4 +1,4 @@
-"""How many guesses a target would keep: greedy drafts from every place of texts that nothing was learnt from."""
+"""How many draft tokens a target would keep: greedy drafts from every place of texts that nothing was learnt from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from paceline.tools.training.batches import Batch, Lessons
-from paceline.tools.training.objective import Learner, ahead, guesses
+from paceline.tools.training.objective import Learner, ahead, draft_tokens
 
-STEPS = 4  # guesses of a draft
+STEPS = 4  # draft tokens of a draft
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """conditional[s]: how often guess s is kept, those before it having been kept; nan: it never came to that.
+    """conditional[s]: how often draft token s is kept, those before it having been kept; nan: it never came to that.
 
-    length[k - 1]: tokens a round gives with k guesses each, the target's own included, round after round through the
-    answers. places: drafts that were begun.
+    length[k - 1]: tokens a round gives with k draft tokens each, the target's own included, round after round through
+    the answers. places: drafts that were begun.
     """
 
     conditional: tuple[float, ...]
@@ -52,13 +52,15 @@ def measure(head: Learner, lessons: Lessons, scale: Tensor, batch_tokens: int, a
 
 
 def _right(head: Learner, batch: Batch, scale: Tensor) -> Tensor:
-    """[B, T - 1, STEPS]: 1 where a step guesses the next token, 0 where another, -1 where there is none to guess."""
+    """[B, T - 1, STEPS]: 1 where a step draft tokens the next token, 0 where another, -1 where there is none to draft
+    token.
+    """
     rows, width = batch.tokens.shape
     right = torch.full((rows * (width - 1), STEPS), -1)
-    for step, guess in enumerate(guesses(head, batch, scale, STEPS)):
-        said = head.targets[guess.logits.argmax(-1)]
-        place = guess.place.cpu()
-        right[place, step] = (said == batch.tokens.flatten()[ahead(batch, guess.place, 2 + step)]).long().cpu()
+    for step, draft_token in enumerate(draft_tokens(head, batch, scale, STEPS)):
+        said = head.targets[draft_token.logits.argmax(-1)]
+        place = draft_token.place.cpu()
+        right[place, step] = (said == batch.tokens.flatten()[ahead(batch, draft_token.place, 2 + step)]).long().cpu()
     return right.view(rows, width - 1, STEPS)
 
 

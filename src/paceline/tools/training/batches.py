@@ -72,10 +72,10 @@ class Lessons(Dataset[Lesson]):
             step.append(index)
         yield step
 
-    def counts(self, step: Sequence[int], guesses: int) -> list[int]:
-        """Of these conversations the places that count (``objective.counted``), for each of so many guesses."""
+    def counts(self, step: Sequence[int], draft_tokens: int) -> list[int]:
+        """Of these conversations the places that count (``objective.counted``), for each of so many draft tokens."""
         answers = [self.lengths[index] - self.prompts[index] for index in step]
-        return [sum(max(0, answer - 1 - guess) for answer in answers) for guess in range(guesses)]
+        return [sum(max(0, answer - 1 - draft_token) for answer in answers) for draft_token in range(draft_tokens)]
 
     def batches(self, steps: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """One for each step."""

@@ -101,7 +101,8 @@ class Collector:
         params = [self._params(number, i, written) for i in range(len(questions))]
         outputs = self.llm.generate(questions, params, use_tqdm=False)
         answers = [output.outputs[0].token_ids for output in outputs]
-        pairs = [(q, a) for q, a in zip(questions, answers, strict=True) if len(a) > 1]  # a guess is of the second
+        # a draft token is of the second
+        pairs = [(q, a) for q, a in zip(questions, answers, strict=True) if len(a) > 1]
         return [Text([*q, *a], len(q), str([*q, *a] if written else q)) for q, a in pairs]
 
     def _params(self, number: int, index: int, written: bool) -> SamplingParams:

@@ -28,12 +28,12 @@ from paceline.tools.training.objective import Divergence, Learner, loss
 
 _BETAS = 0.9, 0.95
 _BYTES_CHECKPOINT = 12  # of a weight and its two moments
-_LOGITS_COPIES = 4  # of a step: logits, their law, gradients
+_LOGITS_COPIES = 4  # of a step: logits, their distribution, gradients
 
 
 @dataclass
 class Progress:
-    """How far training has come. seconds: of all sittings. losses: of every step, the first guess's own.
+    """How far training has come. seconds: of all sittings. losses: of every step, the first draft token's own.
 
     looks: at the held-out texts, each with the passes (tokens seen so far) behind it.
     """

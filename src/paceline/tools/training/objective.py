@@ -1,7 +1,7 @@
-"""What a head is asked to learn: to say what its target would say, several guesses deep.
+"""What a head is asked to learn: to say what its target would say, several draft tokens deep.
 
-Places and steps are those of ``Head.unroll``: step s at place i guesses token i + 2 + s, whose law the target's
-state of token i + 1 + s gives. A place counts where all of this lies in the answer, behind whose first
+Places and steps are those of ``Head.unroll``: step s at place i draft tokens token i + 2 + s, whose distribution the
+target's state of token i + 1 + s gives. A place counts where all of this lies in the answer, behind whose first
 token drafts begin.
 """
 
@@ -29,7 +29,7 @@ class Guess(NamedTuple):
     logits: Tensor
 
 
-def guesses(head: Learner, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
+def draft_tokens(head: Learner, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
     """The steps of a draft from every place that counts. scale [S]: the streams are multiplied by it."""
     features = batch.features.to(head.dtype) * scale[:, None]
     for step, normed in enumerate(head.drafts(batch.tokens, features, steps)):
@@ -51,7 +51,9 @@ def ahead(batch: Batch, place: Tensor, by: int) -> Tensor:
 
 
 class Teacher:
-    """The target's law of a batch over the tokens that the head can say; what it gives to others is missing in it."""
+    """The target's distribution of a batch over the tokens that the head can say; what it gives to others is missing in
+    it.
+    """
 
     def __init__(self, head: Learner, batch: Batch) -> None:
         self._batch = batch
@@ -59,13 +61,13 @@ class Teacher:
         with torch.no_grad():
             state = batch.hidden.flatten(0, 1)[place].to(head.lm_head.weight.dtype)
             logits = head.logits(state).float()
-            self._law = (logits - batch.norm.flatten()[place, None]).exp()
+            self._distribution = (logits - batch.norm.flatten()[place, None]).exp()
         self._line = torch.full((batch.tokens.numel(),), -1, device=place.device)
         self._line[place] = torch.arange(len(place), device=place.device)
 
-    def law(self, place: Tensor, step: int) -> Tensor:
-        """[M, Vd] of what step ``step`` guesses at these places; a line's sum is at most 1."""
-        return self._law[self._line[ahead(self._batch, place, 1 + step)]]
+    def distribution(self, place: Tensor, step: int) -> Tensor:
+        """[M, Vd] of what step ``step`` draft tokens at these places; a line's sum is at most 1."""
+        return self._distribution[self._line[ahead(self._batch, place, 1 + step)]]
 
 
 def loss(
@@ -79,18 +81,18 @@ def loss(
     """The weighted mean over the steps, and the first step's own mean.
 
     counts: of each step, the places that the mean is taken over, where the batch is a part of what is learnt at once.
-    kl: cross-entropy with the target's law (forward KL up to a constant). total_variation: the chance that the guess
-    would be rejected, 1 - sum(min(p, q)).
+    kl: cross-entropy with the target's distribution (forward KL up to a constant). total_variation: the chance that the
+    draft token would be rejected, 1 - sum(min(p, q)).
     """
     teacher = Teacher(head, batch)
     parts: list[Tensor] = []
-    for step, guess in enumerate(guesses(head, batch, scale, len(weights))):
-        law, logits = teacher.law(guess.place, step), guess.logits.float()
+    for step, draft_token in enumerate(draft_tokens(head, batch, scale, len(weights))):
+        distribution, logits = teacher.distribution(draft_token.place, step), draft_token.logits.float()
         if divergence == "kl":
-            part = -(law * functional.log_softmax(logits, -1)).sum(-1)
+            part = -(distribution * functional.log_softmax(logits, -1)).sum(-1)
         else:
-            part = 1 - torch.minimum(law, logits.softmax(-1)).sum(-1)
-        parts.append(part.sum() / max(1, len(guess.place) if counts is None else counts[step]))
+            part = 1 - torch.minimum(distribution, logits.softmax(-1)).sum(-1)
+        parts.append(part.sum() / max(1, len(draft_token.place) if counts is None else counts[step]))
     total = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
     assert isinstance(total, Tensor)
     return total, float(parts[0].detach())

@@ -25,7 +25,7 @@ from paceline.tools.training.streams import Reading
 
 VERSION = 1
 HELD_OUT = -1  # the number of the shard that nothing is learnt from
-_NUMBERS_OF_A_TOKEN = 12  # bytes: the token, the likeliest next one, the law's norm
+_NUMBERS_OF_A_TOKEN = 12  # bytes: the token, the likeliest next one, the distribution's norm
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What the target says about texts that are there: the streams that enter some layers, its last state, its law.
+"""What the target says about texts that are there: the streams that enter some layers, its last state, its
+distribution.
 
 A pass of its own over finished texts. It costs about as much as generating them did; the CPU kernels' bits are those
 that generating had, whatever stood beside a text.
@@ -31,7 +32,7 @@ class Reading:
     """Of N tokens, one text after the other; on the CPU.
 
     features [N, taps, width], hidden [N, width]: bfloat16. best [N] int32: the token that the target finds most likely
-    to follow. norm [N] float32: the logarithm of the sum of e^logit, which makes logits a law.
+    to follow. norm [N] float32: the logarithm of the sum of e^logit, which makes logits a distribution.
     """
 
     features: Tensor
@@ -69,8 +70,8 @@ class Reader:
             with self._own_threads():
                 features, hidden = self._streams(some)
             with torch_threads(self.threads):
-                laws = [self._law(part) for part in torch.split(hidden, LAW_TOKENS)]
-            best, norm = (torch.cat(parts) for parts in zip(*laws, strict=True))
+                distributions = [self._distribution(part) for part in torch.split(hidden, LAW_TOKENS)]
+            best, norm = (torch.cat(parts) for parts in zip(*distributions, strict=True))
             yield Reading(features.bfloat16().cpu(), hidden.bfloat16().cpu(), best, norm)
 
     def _streams(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ class Reader:
         assert found.features is not None
         return Streams(found.hidden[real], found.features[real])
 
-    def _law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _distribution(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden)
         return logits.argmax(-1).int().cpu(), logits.logsumexp(-1).cpu()
 

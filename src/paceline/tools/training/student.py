@@ -54,7 +54,7 @@ class Student(nn.Module):
     [Vd, H]: the output's rows of the tokens that training looks at; ``save`` writes those of all tokens.
     """
 
-    at_any_size = unrolls = False  # it reads no streams; one pass over a text learns all guesses of all drafts
+    at_any_size = unrolls = False  # it reads no streams; one pass over a text learns all draft tokens of all drafts
     targets: Tensor
 
     def __init__(self, config: PreTrainedConfig, vocabulary: int) -> None:
@@ -82,7 +82,9 @@ class Student(nn.Module):
         self.targets.copy_(says)
 
     def drafts(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """As ``Head.drafts``. What a guess reads are the guesses before it: where they are right, the text itself."""
+        """As ``Head.drafts``. What a draft token reads are the draft tokens before it: where they are right, the text
+        itself.
+        """
         states = self.body(input_ids=tokens, use_cache=False).last_hidden_state
         for step in range(steps):
             known = states[:, 1 + step :]
