@@ -30,6 +30,7 @@ D = TypeVar("D", FileObject, BatchObject)
 T = TypeVar("T")
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
 _LONGEST_NAME = 255
+_PLURALS = {"file": "files", "batch": "batches"}
 _PART = ".part"
 
 
@@ -263,7 +264,8 @@ def _clean(filename: str) -> str:
 def _found(kept: dict[str, K], owner: str, name: str, kind: str) -> K:
     found = kept.get(name)
     if found is None or found.owner != owner:  # the same words: nobody learns what others have
-        message = f"there is no {kind} {errors.shortened(name, limits.MAX_SHOWN)!r}"
+        shown = errors.shortened(name, limits.MAX_SHOWN)
+        message = f"there is no {kind} {shown!r}; GET /v1/{_PLURALS[kind]} says which there are"
         raise errors.not_found(message, f"{kind}_id")
     return found
 
