@@ -38,6 +38,12 @@ class LengthPolicy(RowKeeper):
     times = False
     selects = False
 
+    def __init_subclass__(cls) -> None:
+        """Policies written for version 0.1 name their longest draft ``most_guesses``."""
+        super().__init_subclass__()
+        if "most_guesses" in vars(cls):
+            cls.max_draft_tokens = vars(cls)["most_guesses"]
+
     @classmethod
     def build(cls, means: Means, /) -> LengthPolicy:  # noqa: ARG003
         """One for an engine. Raises ParameterError where it has not got what it needs."""
