@@ -24,7 +24,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("paceline ")]
+    ours = [line.removeprefix(".venv/bin/") for line in lines]
+    return [shlex.split(line, comments=True)[1:] for line in ours if line.startswith("paceline ")]
 
 
 def test_the_pythons_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
