@@ -259,9 +259,9 @@ def over_an_oracle() -> list[str]:
 
 
 COUNTED = {
-    "the pair's draft model": "tree-gain-rounds-qwen",
-    "SmolLM2's trained head": "tree-gain-rounds-smollm2-head",
-    "copies, SmolLM2": "tree-gain-rounds-smollm2-ngram",
+    "Qwen's 0.5B draft model": "tree-gain-rounds-qwen",
+    "SmolLM2's head": "tree-gain-rounds-smollm2-head",
+    "n-gram lookup, SmolLM2": "tree-gain-rounds-smollm2-ngram",
 }
 BESIDE = ("chain", "chain by survival", "EAGLE-2's shape")
 
@@ -329,14 +329,16 @@ def test_temperature_costs_the_head_little() -> None:
 
     greedy, sampled = ([kept(place, temperature) for place in (0, 1)] for temperature in (0.0, 0.8))
     said = " ".join((ROOT / "docs" / "drafters.md").read_text().split())
-    told = f"{greedy[0]} of first and {greedy[1]} of second guesses when greedy, {sampled[0]} and {sampled[1]} at 0.8"
+    told = (
+        f"{greedy[0]} of first and {greedy[1]} of second draft tokens when greedy, {sampled[0]} and {sampled[1]} at 0.8"
+    )
     assert told in said
 
 
 CLOCKED = {
-    "copies and the pair's draft model": "trees-qwen",
-    "copies, SmolLM2 alone": "trees-smollm2-ngram",
-    "SmolLM2's trained head alone": "trees-smollm2-head",
+    "n-gram and Qwen's 0.5B draft model": "trees-qwen",
+    "n-gram, SmolLM2, alone": "trees-smollm2-ngram",
+    "SmolLM2's head, alone": "trees-smollm2-head",
 }
 
 
