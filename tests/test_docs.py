@@ -23,7 +23,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    whole = (block.replace("\\\n", "") for page in PAGES for block in blocks(page, "sh"))
+    lines = [line for block in whole for line in block.splitlines()]
     ours = [line.removeprefix(".venv/bin/") for line in lines]
     return [shlex.split(line, comments=True)[1:] for line in ours if line.startswith("paceline ")]
 
