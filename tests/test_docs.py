@@ -116,3 +116,45 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("line", re.findall(r"^make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
 def test_the_make_targets_of_the_readme_exist(line: str) -> None:
     assert re.search(rf"^{line}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+SOURCE = ROOT / "src" / "paceline"
+INTERNALS = ("architecture", "tour", "reference-internals")
+
+
+@pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="these pages show the modules in their folders")
+@pytest.mark.parametrize("page", INTERNALS)
+def test_the_files_that_the_internals_name_exist(page: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / f"{page}.md").read_text())
+    assert named
+    assert [name for name in named if not (list(SOURCE.rglob(name)) or (ROOT / name).is_file())] == []
+
+
+@pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="the page shows the modules in their folders")
+def test_every_folder_has_a_section_in_the_internals() -> None:
+    text = (ROOT / "docs" / "reference-internals.md").read_text()
+    sections = " ".join(re.findall(r"^## (.+/.*)$", text, re.MULTILINE))
+    assert [path.parent.name for path in SOURCE.glob("*/__init__.py") if f"{path.parent.name}/" not in sections] == []
+
+
+# In one sentence a line; tables and code have lines of their own length.
+IN_LINES = (
+    *INTERNALS,
+    "index",
+    "first-steps",
+    "install",
+    "examples",
+    "serving",
+    "drafters",
+    "adaptive",
+    "results",
+    "extending",
+)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in IN_LINES)], ids=lambda page: page.stem
+)
+def test_no_line_of_prose_is_longer_than_120_characters(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []
