@@ -158,3 +158,16 @@ IN_LINES = (
 def test_no_line_of_prose_is_longer_than_120_characters(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+TAGS = {"auto", "cpu", "gpu", "heads", "server", "trees", "formats"}
+
+
+def test_every_entry_of_the_log_has_a_date_and_tags_and_is_in_the_index() -> None:
+    log = (ROOT / "docs" / "log.md").read_text()
+    told = [each.splitlines() for each in re.split(r"^## ", log, flags=re.MULTILINE)[1:]]
+    dated = [(re.match(r"\d{4}-\d\d-\d\d(?= · `)", lines[2]), re.findall(r"`(\w+)`", lines[2])) for lines in told]
+    entries = [(date and date[0], lines[0], ", ".join(tags)) for lines, (date, tags) in zip(told, dated, strict=True)]
+    assert re.findall(r"^\| (\S+) \| \[(.*)\]\(#\S+\) \| (.*) \|$", log, re.MULTILINE) == entries
+    assert {tag for _, _, tags in entries for tag in tags.split(", ")} <= TAGS
+    assert [date for date, _, _ in entries] == sorted((date or "" for date, _, _ in entries), reverse=True)
