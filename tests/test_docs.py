@@ -24,8 +24,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("paceline ")]
+    whole = (block.replace("\\\n", "") for page in PAGES for block in blocks(page, "sh"))
+    lines = [line for block in whole for line in block.splitlines()]
+    ours = [line.removeprefix(".venv/bin/") for line in lines]
+    return [shlex.split(line, comments=True)[1:] for line in ours if line.startswith("paceline ")]
 
 
 def test_the_pythons_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,3 +126,41 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("line", re.findall(r"^make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
 def test_the_make_targets_of_the_readme_exist(line: str) -> None:
     assert re.search(rf"^{line}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+SOURCE = ROOT / "src" / "paceline"
+INTERNALS = ("architecture", "tour", "reference-internals", "gpu")
+
+
+@pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="these pages show the modules in their folders")
+@pytest.mark.parametrize("page", INTERNALS)
+def test_the_files_that_the_internals_name_exist(page: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / f"{page}.md").read_text())
+    assert named
+    assert [name for name in named if not (list(SOURCE.rglob(name)) or (ROOT / name).is_file())] == []
+
+
+@pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="the page shows the modules in their folders")
+def test_every_folder_has_a_section_in_the_internals() -> None:
+    text = (ROOT / "docs" / "reference-internals.md").read_text()
+    sections = " ".join(re.findall(r"^## (.+/.*)$", text, re.MULTILINE))
+    assert [path.parent.name for path in SOURCE.glob("*/__init__.py") if f"{path.parent.name}/" not in sections] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_line_of_prose_is_longer_than_120_characters(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+TAGS = {"auto", "cpu", "gpu", "heads", "server", "trees", "formats"}
+
+
+def test_every_entry_of_the_log_has_a_date_and_tags_and_is_in_the_index() -> None:
+    log = (ROOT / "docs" / "log.md").read_text()
+    told = [each.splitlines() for each in re.split(r"^## ", log, flags=re.MULTILINE)[1:]]
+    dated = [(re.match(r"\d{4}-\d\d-\d\d(?= · `)", lines[2]), re.findall(r"`(\w+)`", lines[2])) for lines in told]
+    entries = [(date and date[0], lines[0], ", ".join(tags)) for lines, (date, tags) in zip(told, dated, strict=True)]
+    assert re.findall(r"^\| (\S+) \| \[(.*)\]\(#\S+\) \| (.*) \|$", log, re.MULTILINE) == entries
+    assert {tag for _, _, tags in entries for tag in tags.split(", ")} <= TAGS
+    assert [date for date, _, _ in entries] == sorted((date or "" for date, _, _ in entries), reverse=True)
