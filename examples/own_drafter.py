@@ -6,7 +6,7 @@ A drafter cannot change the output: the target verifies what it proposes. docs/e
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.core.batch import Batch, Wish
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.drafters import Drafter
 
@@ -16,7 +16,7 @@ class AsBefore(Drafter):
 
     name = "as before"
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         """At most wish.k draft tokens per row, as tokens [rows, k] and the number of real ones [rows]."""
         tokens, lengths = batch.tokens[: batch.rows], batch.live_length
         draft, counts = torch.zeros(batch.rows, wish.k, dtype=tokens.dtype), torch.zeros_like(lengths)
