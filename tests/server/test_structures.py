@@ -14,7 +14,7 @@ from paceline.params import StructuredOutputs
 from polling import wait_until
 from server_support import Live
 
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 SLOW = {"type": "string", "pattern": "slow"}
 

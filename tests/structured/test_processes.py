@@ -25,7 +25,7 @@ from polling import PATIENCE, wait_until
 from server_support import byte_tokenizer, load, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 BOMB = StructuredOutputs(regex="(.{1,40}.{1,40}){1,25}")  # fits the bounds, and takes seconds to compile
 WORDS = StructuredOutputs(regex="[a-c]{3}( [a-c]{3}){0,30}")

@@ -13,7 +13,7 @@ from paceline.llm import LLM
 from paceline.params import DEFAULT_MODEL, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import StructureError
 from paceline.structured.schemas import grammar_of
 
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 WRONG = "wrong form"
 

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AT_ONCE = 8  # compiling side by side: they share the processor, so a short one waits for no long one
-NICE = 5  # while compiling: answers that are being decoded go before
-KEPT = 16  # grammars that nobody uses, kept for the next request that asks for them
-REFUSED_KEPT = 1024  # grammars that were too much: refused without another trial
+AT_ONCE = 8  # tried out side by side: they share the processor, so a short one waits for no long one
+KEPT = 32  # grammars that are kept, and what was too much: refused without another trial
+MOST_STATES = 25_000  # of a grammar's lexer, with some 2 kB each; ordinary grammars have some hundreds
+MOST_FUEL = 500_000  # what llguidance may work out of its lexer for a mask: up to 15 ms
+MOST_ITEMS = 200_000  # of its parser for a mask: up to 10 ms
 MOST_TEXT = 2**18  # characters of a schema
 MOST_PATTERN = 4096  # characters of a regular expression
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one grammar. Seconds are of the processor, waits of the clock; bytes are of address space.
+    """What one new grammar may cost in the process that tries it out.
 
-    Ordinary schemas compile in some milliseconds, each counted place of a text in up to 20; a mask takes 10 to 200
-    microseconds.
+    A mask needs no seconds: llguidance counts what it does for one, and gives up (MOST_FUEL and the others above).
+    Ordinary ones take 10 to 50 microseconds.
 
-    compile_seconds, compile_wait, compile_memory: to compile it and to try it out; a busy machine gives a compiling
-        process little of its time. trial_tokens: a new grammar is led through so many tokens before an answer depends
-        on it.
-    mask_seconds: for all masks of a round, besides ``place_seconds`` for each. mask_wait: the longest that a round
-        stands still for its grammars.
-    place_seconds: for a mask on the average; a grammar may be ``mask_seconds`` behind.
-    follow_memory: bytes beyond those that it has when it is compiled.
+    seconds: of the processor. wait: seconds of the clock; a busy machine gives a process little of its time.
+    memory: bytes of address space more than Python and llguidance take. stack: bytes; a quarter of what threads have,
+        so that what this process survives the engine survives, too. steps: tokens that a new grammar is led through
+        before an answer depends on it.
     """
 
-    compile_seconds: float = 5.0
-    compile_wait: float = 20.0
-    compile_memory: int = 512 * 2**20
-    trial_tokens: int = 24
-    mask_seconds: float = 0.5
-    mask_wait: float = 2.0
-    place_seconds: float = 0.01
-    follow_memory: int = 128 * 2**20
+    seconds: float = 5.0
+    wait: float = 20.0
+    memory: int = 512 * 2**20
+    stack: int = 2 * 2**20
+    steps: int = 24
