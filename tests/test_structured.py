@@ -198,7 +198,7 @@ def test_what_is_enforced_is_enforced(plain: LLM, name: str) -> None:
         jsonschema_rs.validate(schema, json.loads(text))
 
 
-def test_without_xgrammar_the_extra_is_named(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_extra_is_named(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(plain.__dict__, "_grammars", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"paceline\[structured\]"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +28,11 @@ from paceline.structured.limits import (
     MOST_PATTERN,
     MOST_STATES,
     MOST_TEXT,
+    RENEWAL_SECONDS,
     Limits,
 )
 from paceline.structured.schemas import grammar_of
-from paceline.structured.trial import POLL, TooMuchError, nobody_waits, raise_error, try_out
+from paceline.structured.trial import POLL, TooMuchError, check_compiled, check_followed, nobody_waits, try_out
 from paceline.structured.trial_program import walk
 from paceline.tokenizer import Tokenizer
 
@@ -79,9 +81,12 @@ class Grammars:
 
     def _known(self, key: tuple[str, str]) -> Grammar | TooMuchError | None:
         with self._turn:
-            if key in self._kept:
+            found = self._kept.get(key)
+            if isinstance(found, Grammar) and found.worn:
+                return None
+            if found is not None:
                 self._kept.move_to_end(key)
-            return self._kept.get(key)
+            return found
 
     def _keep(self, key: tuple[str, str], found: Grammar | TooMuchError) -> None:
         with self._turn:
@@ -93,7 +98,7 @@ class Grammars:
         text = grammar_of(*key, self._unspelled)
         try:
             try_out(text, self._limits, stopped)
-            return Grammar(text, self._tokens, self._limits.steps)
+            return Grammar(text, self._tokens, self._limits.trial_tokens)
         except TooMuchError as error:
             return error
 
@@ -185,17 +190,26 @@ class Grammar:
     def __init__(self, text: str, tokens: LLTokenizer, steps: int) -> None:
         self._text, self._tokens = text, tokens
         self.ends = frozenset(tokens.eos_tokens)
+        started = time.thread_time()
         self._first = self._compiled()
+        self._seconds = time.thread_time() - started
+        self.worn = False  # whether it is to be compiled again before another request uses it
         trial = self.matcher()
         walk(trial, self.ends, steps)
-        raise_error(trial.get_error(), trial.stop_reason())
+        check_followed(trial.get_error())
 
     def matcher(self) -> LLMatcher:
-        """At the beginning. All of them share the states that llguidance has worked out, and their number is limited."""
+        """At the beginning. All share the states that llguidance has worked out, and the limit of their number."""
         return self._first.deep_copy()
 
     def renewed(self) -> LLMatcher:
-        """At the beginning, with no states yet; later ones share with it."""
+        """At the beginning, with no states yet; later ones share with it.
+
+        Raises TooMuchError where the engine would stand still for too long.
+        """
+        if self._seconds > RENEWAL_SECONDS:
+            self.worn = True
+            raise TooMuchError("its lexer has too many states")
         self._first = self._compiled()
         return self.matcher()
 
@@ -204,7 +218,7 @@ class Grammar:
 
         limits = LLParserLimits(step_lexer_fuel=MOST_FUEL, step_max_items=MOST_ITEMS, max_lexer_states=MOST_STATES)
         matcher = LLMatcher(self._tokens, self._text, log_level=0, limits=limits)
-        raise_error(matcher.get_error(), matcher.stop_reason())
+        check_compiled(matcher.get_error())
         return matcher
 
 
@@ -228,15 +242,16 @@ class GrammarConstraint:
                 raise fault
             if token in self._grammar.ends:
                 break
-            if not self._matcher.try_consume_tokens([token]):
+            if not self._take(token, []):
                 raise StructureError("the structure asked for cannot be completed")
             self._tokens.append(token)
         self._faults.clear()
 
     def masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
-        """What may follow the first ``first + j`` draft tokens: a row of bits for each j, as long as there is something.
+        """What may follow the first ``first + j`` draft tokens: a bit for each token, for each j below ``places``.
 
-        What llguidance cannot work out, or where nothing may follow, ends the answer once it gets there.
+        Fewer masks where a draft token may not stand, or ends the answer. Where llguidance finds none, the answer ends
+        once it gets there.
         """
         masks: list[bytes] = []
         walked = 0
@@ -244,40 +259,41 @@ class GrammarConstraint:
             if place >= first:
                 mask = self._mask(draft[:place])
                 if mask is None:
-                    return masks
+                    break
                 masks.append(mask)
-            if place == len(draft) or draft[place] in self._grammar.ends:
-                break
-            if not self._matcher.try_consume_tokens([draft[place]]):
+            if place == len(draft) or draft[place] in self._grammar.ends or not self._take(draft[place], draft[:place]):
                 break
             walked += 1
-        self._matcher.rollback(walked)
+        if not self._matcher.rollback(walked):
+            self._matcher = self._grammar.matcher()
+            self._matcher.consume_tokens(self._tokens)
         return masks
 
     def _mask(self, draft: Sequence[int]) -> bytes | None:
-        """After these draft tokens, where the matcher is; None if there is none, and it is after the answer then.
-
-        There may be too many states because of other answers: an error counts only if it comes again with none.
-        """
+        """After these draft tokens, where the matcher is; None if there is none."""
         mask = self._matcher.compute_bitmask()
-        if not self._matcher.is_error():
-            return mask
-        self._matcher = self._again(draft)
-        mask = self._matcher.compute_bitmask()
-        if not self._matcher.is_error():
-            return mask
+        if self._matcher.is_error() and self._recovers(draft):
+            mask = self._matcher.compute_bitmask()
         try:
-            raise_error(self._matcher.get_error(), self._matcher.stop_reason())
+            check_followed(self._matcher.get_error())
         except StructureError as error:
             self._faults[tuple(draft)] = error
-        self._matcher = self._again([])
-        return None
+            return None
+        return mask
 
-    def _again(self, draft: Sequence[int]) -> LLMatcher:
-        """A matcher that has met no error, after the answer and these draft tokens."""
-        matcher = self._grammar.renewed()
-        matcher.consume_tokens([*self._tokens, *draft])
-        return matcher
+    def _take(self, token: int, draft: Sequence[int]) -> bool:
+        """Whether a token may follow these draft tokens, where the matcher is; it goes there."""
+        taken = self._matcher.try_consume_tokens([token])
+        if self._matcher.is_error() and self._recovers(draft):
+            taken = self._matcher.try_consume_tokens([token])
+        return taken == 1
+
+    def _recovers(self, draft: Sequence[int]) -> bool:
+        """Whether the matcher has failed only for the states that other answers have left; then it has none of them."""
+        if "too many states" not in self._matcher.get_error():
+            return False
+        self._matcher = self._grammar.renewed()
+        return bool(self._matcher.consume_tokens([*self._tokens, *draft]))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Structures as grammars of llguidance that enforce all that they say.
 
-llguidance (1.9) compiles JSON schemas itself. It is handed a schema written anew from the keywords known here, because it
-ignores words that it does not know, takes some for something else and crashes on others: what could not be followed to
-the letter is refused by name. An answer that may break its schema keeps no promise. Properties come in their order and
-once; strings are written without escapes by number, which would spell a name of a property a second way.
+llguidance (1.9) compiles JSON schemas itself, but ignores keywords that it does not know, rounds some numbers, and
+crashes on others. It is given a schema written anew from the keywords known here; what it would not enforce to the
+letter is refused by name. Properties come in their order and once: strings are written without escapes by number, which
+would spell the name of a property a second way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from urllib.parse import unquote
 
 from paceline.errors import StructureError
 from paceline.structured.keywords import (
-    OF_TYPE,
     SAID,
     are_names,
     bounds_of,
@@ -249,8 +248,8 @@ class _Translation:
         counts = range(max(0, low - len(needed)), min(len(free), (most or 0) - len(needed)) + 1)
         if made["additionalProperties"] is not False or sum(comb(len(free), count) for count in counts) > _MOST_WAYS:
             raise StructureError(
-                "the schema says 'minProperties' or 'maxProperties' beside 'properties' that are not required, more than "
-                "can be told apart; require them, or leave it out"
+                "the schema says 'minProperties' or 'maxProperties' beside 'properties' that are not required, of "
+                f"which there are more than {_MOST_WAYS} choices; require them, or leave it out"
             )
         values = {name: {"$ref": self._define(value)} for name, value in names.items()}
         ways = [{*needed, *some} for count in counts for some in combinations(free, count)]

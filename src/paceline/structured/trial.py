@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from tempfile import TemporaryFile
 
 from paceline.errors import StructureError
 from paceline.structured import trial_program
@@ -32,48 +33,47 @@ def nobody_waits() -> StructureError:
 def try_out(grammar: str, limits: Limits, stopped: Callable[[], bool]) -> None:
     """Raise StructureError if a grammar cannot be followed, TooMuchError if that takes too much."""
     told = json.dumps({**asdict(limits), "paths": [path for path in sys.path if path]})
-    deadline = time.monotonic() + limits.wait
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", trial_program.__file__, told],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        try:
-            said = _said(process, grammar, deadline, stopped)
-        finally:
-            process.kill()
+    deadline = time.monotonic() + limits.compile_wait
+    command = [sys.executable, "-I", "-S", trial_program.__file__, told]
+    with TemporaryFile() as given:
+        given.write(grammar.encode())
+        given.seek(0)
+        with subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            try:
+                said = _said(process, deadline, stopped)
+            finally:
+                process.kill()
     if said is None or process.returncode == -signal.SIGPROF:
-        raise TooMuchError(f"it takes more than the {limits.seconds:g} s that are allowed")
+        raise TooMuchError(f"it takes more than the {limits.compile_seconds:g} s that are allowed")
     if not said:
         raise TooMuchError("it needs more memory than is allowed, or crashes")
-    raise_error(**json.loads(said))
+    found = json.loads(said)
+    check_compiled(found["compiling"])
+    check_followed(found["following"])
 
 
-def _said(
-    process: subprocess.Popen[str], grammar: str, deadline: float, stopped: Callable[[], bool]
-) -> str | None:
+def _said(process: subprocess.Popen[bytes], deadline: float, stopped: Callable[[], bool]) -> bytes | None:
     """All that a process writes; None if it does not end in time."""
-    given: str | None = grammar
     while True:
         try:
-            return process.communicate(given, timeout=POLL)[0]
+            return process.communicate(timeout=POLL)[0]
         except subprocess.TimeoutExpired:
-            given = None
             if stopped():
                 raise nobody_waits() from None
             if time.monotonic() > deadline:
                 return None
 
 
-def raise_error(error: str, reason: str) -> None:
-    """Raise what llguidance says of a grammar, if it says anything."""
-    if not error:
-        return
-    why = error.splitlines()[0].split("failed to compile JSON schema: ")[-1][:300]
-    if reason in ("LexerTooComplex", "ParserTooComplex"):
-        raise TooMuchError(why)
-    if reason == "NoExtensionBias":
+def check_compiled(error: str) -> None:
+    """Raise what llguidance says of a grammar that it does not compile, if it says anything."""
+    if error:
+        why = error.splitlines()[0].split("failed to compile JSON schema: ")[-1]
+        raise StructureError(f"the structure asked for cannot be followed: {why[:300]}")
+
+
+def check_followed(error: str) -> None:
+    """Raise what llguidance says on its way through a grammar, if it says anything."""
+    if error == "NoExtensionBias":
         raise StructureError("the structure asked for cannot be completed")
-    raise StructureError(f"the structure asked for cannot be followed: {why}")
+    if error:
+        raise TooMuchError(error.splitlines()[0][:300])
