@@ -83,9 +83,7 @@ def test_an_answer_that_cannot_be_followed_any_further_ends_with_the_reason(
 ) -> None:
     schema = {"type": "string", "pattern": "[a-c]{100}"}
 
-    def fail(error: str) -> None:
-        if error != "":
-            raise AssertionError(error)
+    def fail(_: str) -> None:
         raise TooMuchError("a test")
 
     with monkeypatch.context() as context:
