@@ -205,15 +205,14 @@ def play(llm: LLM, wanted: list[StructuredOutputs]) -> list[CompletionOutput]:
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_an_answer_that_becomes_too_much_ends_with_the_reason_and_others_go_on(
-    llm: LLM, path: str, draft: bool, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, path: str, draft: bool
 ) -> None:
     """The draft model is the same one, so it drafts beyond where the answer ends."""
     truth = play(llm, [WORDS, OTHER])
     drafting = load(path, draft_model=path, drafter="model") if draft else llm
     assert drafting.tokenizer is not None
-    limits = Limits(trial_tokens=0)  # as if the trial had not met it
+    limits = Limits(trial_tokens=0, mask_fuel=1000)  # as if the trial had not met it
     drafting.__dict__["_grammars"] = Grammars(drafting.tokenizer, 257, (256,), limits)
-    monkeypatch.setattr(module, "MOST_FUEL", 1000)
     ended, other = play(drafting, [DEEP, OTHER])
     assert ended.finish_reason == "error"
     assert isinstance(ended.error, StructureError)
@@ -222,12 +221,14 @@ def test_an_answer_that_becomes_too_much_ends_with_the_reason_and_others_go_on(
     assert (other.token_ids, other.finish_reason) == (truth[1].token_ids, truth[1].finish_reason)
 
 
-def test_states_that_other_answers_have_left_end_no_answer(usual: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_other_answers_have_left_end_no_answer(usual: Grammars) -> None:
     """There is room for 100; an answer has some 35, most of them its own."""
     words = [letter * 6 + "." for letter in "abcdefghijklmnopqrstuvwxyz"]
     roomy = usual.compile(StructuredOutputs(regex="|".join(words)))
-    monkeypatch.setattr(module, "MOST_STATES", 100)
-    make, begun = grammars(trial_tokens=0).compile(StructuredOutputs(regex="|".join(words))), set[int]()
+    make, begun = (
+        grammars(lexer_states=100, trial_tokens=0).compile(StructuredOutputs(regex="|".join(words))),
+        set[int](),
+    )
     for word in words:
         mine, free = make(), roomy()
         for letter in word:
@@ -241,10 +242,9 @@ def test_states_that_other_answers_have_left_end_no_answer(usual: Grammars, monk
 def test_a_grammar_that_takes_long_to_compile_is_compiled_again_for_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MOST_STATES", 100)
     monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.0)
     words = [letter * 6 + "." for letter in "abcdefghijklmnopqrstuvwxyz"]
-    found, wanted = grammars(trial_tokens=0), StructuredOutputs(regex="|".join(words))
+    found, wanted = grammars(lexer_states=100, trial_tokens=0), StructuredOutputs(regex="|".join(words))
     make = found.compile(wanted)
     assert constraint_of(found, wanted)._grammar is make()._grammar  # type: ignore[attr-defined]
 

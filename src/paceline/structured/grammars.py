@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,20 +20,10 @@ from torch import Tensor
 from paceline.errors import MissingPackageError, StructureError
 from paceline.params import StructuredOutputs
 from paceline.rows import Constraint
-from paceline.structured.limits import (
-    AT_ONCE,
-    KEPT,
-    MOST_FUEL,
-    MOST_ITEMS,
-    MOST_PATTERN,
-    MOST_STATES,
-    MOST_TEXT,
-    RENEWAL_SECONDS,
-    Limits,
-)
+from paceline.structured.limits import AT_ONCE, KEPT, MOST_PATTERN, MOST_TEXT, RENEWAL_SECONDS, Limits
 from paceline.structured.schemas import grammar_of
 from paceline.structured.trial import POLL, TooMuchError, check_compiled, check_followed, nobody_waits, try_out
-from paceline.structured.trial_program import walk
+from paceline.structured.trial_program import compiled, walk
 from paceline.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,8 +45,11 @@ class Grammars:
         if importlib.util.find_spec("llguidance") is None:
             raise MissingPackageError("llguidance", "structured")
         self._limits = Limits() if limits is None else limits
-        self._unspelled = _unspelled(tokenizer, eos_token_ids)
-        self._tokens = _tokens_of(tokenizer, vocab_size, eos_token_ids)
+        if not eos_token_ids:
+            raise StructureError("the model has no end-of-text token, with which a structured answer ends")
+        vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
+        self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
+        self._tokens = _known_to_llguidance(vocabulary, eos_token_ids)
         self._turn = threading.Lock()
         self._kept: OrderedDict[tuple[str, str], Grammar | TooMuchError] = OrderedDict()  # the last used at the end
         self._one_each: weakref.WeakValueDictionary[tuple[str, str], _Turn] = weakref.WeakValueDictionary()
@@ -98,7 +91,7 @@ class Grammars:
         text = grammar_of(*key, self._unspelled)
         try:
             try_out(text, self._limits, stopped)
-            return Grammar(text, self._tokens, self._limits.trial_tokens)
+            return Grammar(text, self._tokens, self._limits)
         except TooMuchError as error:
             return error
 
@@ -135,22 +128,21 @@ def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
 # --- tokens ---
 
 
-def _unspelled(tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> list[int]:
+def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
     """The bytes that no token spells alone. Raises StructureError where JSON itself needs one of them."""
-    if not eos_token_ids:
-        raise StructureError("the model has no end-of-text token, with which a structured answer ends")
-    spelled = {tokenizer.token_bytes(t) for t in range(tokenizer.vocab_size) if not tokenizer.is_special(t)}
+    spelled = set(tokens)
     unspelled = [byte for byte, alone in enumerate(_BYTES) if alone not in spelled]
     if missing := _NEEDED.intersection(unspelled):
         shown = ", ".join(f"{byte:02x}" for byte in sorted(missing)[:8])
-        raise StructureError(f"{tokenizer.name} has no tokens for the bytes {shown}, which structured answers need")
+        raise StructureError(f"{name} has no tokens for the bytes {shown}, which structured answers need")
     return unspelled
 
 
-def _tokens_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> LLTokenizer:
+def _known_to_llguidance(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    return LLTokenizer(_Vocabulary(tokenizer, size, ends), n_vocab=size, eos_token=list(ends))
+    wrapper: Any = vocabulary  # has what is asked of a TokenizerWrapper
+    return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(ends))
 
 
 class _Vocabulary:
@@ -187,15 +179,15 @@ class Grammar:
     Raises StructureError if it cannot be followed, TooMuchError if a mask takes too much.
     """
 
-    def __init__(self, text: str, tokens: LLTokenizer, steps: int) -> None:
-        self._text, self._tokens = text, tokens
+    def __init__(self, text: str, tokens: LLTokenizer, limits: Limits) -> None:
+        self._text, self._tokens, self._limits = text, tokens, asdict(limits)
         self.ends = frozenset(tokens.eos_tokens)
         started = time.thread_time()
         self._first = self._compiled()
         self._seconds = time.thread_time() - started
         self.worn = False  # whether it is to be compiled again before another request uses it
         trial = self.matcher()
-        walk(trial, self.ends, steps)
+        walk(trial, self.ends, limits.trial_tokens)
         check_followed(trial.get_error())
 
     def matcher(self) -> LLMatcher:
@@ -214,10 +206,7 @@ class Grammar:
         return self.matcher()
 
     def _compiled(self) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(step_lexer_fuel=MOST_FUEL, step_max_items=MOST_ITEMS, max_lexer_states=MOST_STATES)
-        matcher = LLMatcher(self._tokens, self._text, log_level=0, limits=limits)
+        matcher = compiled(self._tokens, self._text, self._limits)
         check_compiled(matcher.get_error())
         return matcher
 

@@ -12,13 +12,26 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 _OWN_MEMORY = 64 * 2**20  # bytes of address space that Python and llguidance take, twice over
+
+
+def compiled(tokens: LLTokenizer, grammar: str, limits: Mapping[str, Any]) -> LLMatcher:
+    """A matcher at the beginning of a grammar, which keeps the error if there is one."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    counted = LLParserLimits(
+        step_lexer_fuel=limits["mask_fuel"],
+        step_max_items=limits["mask_items"],
+        max_lexer_states=limits["lexer_states"],
+        verbose_errors=False,
+    )
+    return LLMatcher(tokens, grammar, log_level=0, limits=counted)
 
 
 def walk(matcher: LLMatcher, ends: Collection[int], steps: int) -> None:
@@ -37,19 +50,25 @@ def walk(matcher: LLMatcher, ends: Collection[int], steps: int) -> None:
 
 def main() -> None:
     """Say what llguidance says, as JSON; the kernel ends this process at its limits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a server that is to end still finishes its answers
     told = json.loads(sys.argv[1])
     sys.path[:0] = told["paths"]
     signal.setitimer(signal.ITIMER_PROF, told["compile_seconds"])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (told["compile_stack"], told["compile_stack"]))
-    resource.setrlimit(resource.RLIMIT_AS, (_OWN_MEMORY + told["compile_memory"],) * 2)
-    from llguidance import LLMatcher, LLTokenizer
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_STACK, told["compile_stack"])
+    _limit(resource.RLIMIT_AS, _OWN_MEMORY + told["compile_memory"])
+    from llguidance import LLTokenizer
 
     tokens = LLTokenizer("byte")
-    matcher = LLMatcher(tokens, sys.stdin.read(), log_level=0)
+    matcher = compiled(tokens, sys.stdin.read(), told)
     compiling = matcher.get_error()
     walk(matcher, tokens.eos_tokens, told["trial_tokens"])
     sys.stdout.write(json.dumps({"compiling": compiling, "following": matcher.get_error()}))
+
+
+def _limit(kind: int, size: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
 
 
 if __name__ == "__main__":
