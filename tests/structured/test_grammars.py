@@ -21,6 +21,7 @@ from paceline.structured.trial import TooMuchError, try_out
 from paceline.tokenizer import Tokenizer
 from polling import PATIENCE
 from server_support import byte_tokenizer, load, save_model
+from test_tokenizer import sentencepiece_backend, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
@@ -72,6 +73,28 @@ def mask_of(constraint: Any, draft: list[int]) -> torch.Tensor:
 
 def usual_token(letter: str) -> int:
     return Tokenizer.load(byte_tokenizer()).encode(letter)[0]
+
+
+# --- tokens ---
+
+
+def test_tokens_are_known_by_the_bytes_that_they_stand_for_in_the_middle_of_a_text() -> None:
+    """A vocabulary that is not byte-level, and logits padded beyond it; its decoder strips a space at the beginning."""
+    tokenizer = wrap(sentencepiece_backend(), eos_token="</s>")
+    size = tokenizer.vocab_size + 3
+    constraint = constraint_of(Grammars(tokenizer, size, [2], Limits()), StructuredOutputs(regex="the the"))
+
+    def allowed() -> set[str | None]:
+        logits = torch.zeros(1, size)
+        constraint.ask([], 0, 1).mask(logits)
+        return {tokenizer.spelling(token) for token in (logits[0] == 0).nonzero().flatten().tolist()}
+
+    pieces: dict[str | None, int] = {piece: token for token, piece in enumerate(tokenizer.tokens())}
+    assert allowed() == {"t", "th", "<0x74>"}
+    constraint.advance([pieces["th"], pieces["<0x65>"]])
+    assert allowed() == {"▁", "▁th", "▁the", "<0x20>"}
+    constraint.advance([pieces["▁the"]])
+    assert allowed() == {"</s>"}
 
 
 # --- trees ---
