@@ -96,7 +96,7 @@ def test_chat_sends_prompts_through_the_template(paceline: Any, tiny: str) -> No
 
 
 def test_a_line_may_ask_for_a_structure(paceline: Any, tiny: str, lines: Path) -> None:
-    pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+    pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
     lines.write_text('{"prompt": "x", "structured_outputs": {"regex": "(yes|no){2}"}}\n{"prompt": "x"}\n')
     held = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32")
     first, second = texts(paceline("generate", tiny, "--prompts-file", str(lines), "--json", *held))
