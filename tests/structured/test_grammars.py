@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokenizer import sentencepiece_backend, wrap
 
+from models.test_tokenizer import sentencepiece_backend, wrap
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
