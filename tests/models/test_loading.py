@@ -79,7 +79,7 @@ def test_weights_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
         theirs.model.norm.weight[3] = 7e4
     theirs.save_pretrained(tmp_path)
     assert _load(tmp_path, torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(ModelFormatError, match=r"norm.weight holds numbers that float16 cannot.*dtype='float32'"):
+    with pytest.raises(ModelFormatError, match=r"norm.weight has values beyond float16.*dtype='float32'"):
         _load(tmp_path, torch.float16)
 
 
@@ -171,7 +171,9 @@ def test_model_safetensors_is_taken_alone_whatever_lies_beside_it(tmp_path: Path
 def test_several_files_without_an_index_are_refused_by_name(tmp_path: Path) -> None:
     tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ModelFormatError, match=r"model-00001-of-.*no model\.safetensors\.index\.json.*name the right"):
+    with pytest.raises(
+        ModelFormatError, match=r"model-00001-of-.*no model\.safetensors\.index\.json.*rename the right"
+    ):
         _load(tmp_path)
 
 
@@ -191,7 +193,7 @@ def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
     tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
     save_file(load_file(first) | load_file(second), second, {"format": "pt"})
-    with pytest.raises(ModelFormatError, match=f"{second.name}.*is in another file"):
+    with pytest.raises(ModelFormatError, match=f"{second.name}.*is also in another file"):
         _load(tmp_path)
 
 
@@ -481,7 +483,7 @@ def test_a_gguf_header_with_absurd_sizes_is_refused_before_anything_is_allocated
     name = f".{key}".encode()
     broken[broken.index(name) + len(name) + 4 + byte] = 0x7F  # the number follows its four bytes of type
     (tmp_path / "tiny.gguf").write_bytes(bytes(broken))
-    with pytest.raises(ModelFormatError, match="cannot be true"):
+    with pytest.raises(ModelFormatError, match="is impossible"):
         _load(tmp_path / "tiny.gguf")
 
 
@@ -517,5 +519,5 @@ def test_a_configuration_whose_counts_cannot_be_true_is_refused_by_the_field(fie
     tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: 10**9}))
-    with pytest.raises(ModelFormatError, match=f"{field}=1e\\+09 cannot be true"):
+    with pytest.raises(ModelFormatError, match=f"{field}=1e\\+09 is impossible"):
         load_model(tmp_path, dtype=torch.float32)
