@@ -426,7 +426,7 @@ def test_where_a_head_runs_follows_its_target() -> None:
         prepare_head(half, "head", TAPS, tiny_llama(), "int8")
     small = tiny_feature_head(VOCAB, STREAM, TAPS, dim=4).bfloat16()
     assert isinstance(prepare_head(small, "head", TAPS, target), TorchHead)
-    with pytest.raises(ParameterError, match="heads of a multiple of 16"):
+    with pytest.raises(ParameterError, match="a head width that is a multiple of 16"):
         prepare_head(small, "head", TAPS, target, "int8")
 
 

@@ -307,7 +307,7 @@ def test_a_damaged_header_costs_a_warning_and_is_mended(
 
 def test_large_weights_are_read_and_checked_in_blocks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 4096)
-    monkeypatch.setattr(module, "_AT_ONCE", 1024)
+    monkeypatch.setattr(module, "_READ_BYTES", 1024)
     there = kept(checkpoint)
     read = there.load()
     assert read is not None
@@ -327,7 +327,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
     (tmp_path / "cache").write_text("a file where the folder should be")
     first = answers(make(checkpoint))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert "not kept" in caplog.text
+    assert "could not be cached" in caplog.text
     assert answers(make(checkpoint, attention="native")) == first
 
 
@@ -346,7 +346,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
         monkeypatch.setattr(module, "save_file", fail)
     assert answers(make(checkpoint))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert "are not kept in" in caplog.text
+    assert "could not be cached in" in caplog.text
     assert list(folder.iterdir()) == []
 
 
