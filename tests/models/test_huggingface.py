@@ -203,7 +203,7 @@ def test_a_model_with_eyes_runs_as_its_text_model(tmp_path: Path) -> None:
 def test_a_model_that_writes_no_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelFormatError, match=r"kind 'vit' do not write text"):
+    with pytest.raises(ModelFormatError, match=r"type 'vit' do not generate text"):
         load_model(tmp_path, dtype=torch.float32)
 
 
