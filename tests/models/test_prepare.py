@@ -37,7 +37,7 @@ def test_ragged_attention_leaves_the_model_as_it_is() -> None:
     ("quantization", "deterministic", "precision"),
     [("int8", False, "int8 weights, float32"), ("fp8", True, "fp8 weights, float32"), (None, True, "float32")],
 )
-def test_on_cuda_tritons_products_take_the_weights(
+def test_on_cuda_the_linear_layers_are_tritons(
     quantization: Any, deterministic: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -54,7 +54,7 @@ def test_on_cuda_tritons_products_take_the_weights(
     torch.testing.assert_close(made.logits(hidden), expected, atol=0.3, rtol=0.1)
 
 
-def test_weights_in_8_bits_take_the_place_of_those_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_weights_replace_the_original_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     model = fresh_llama()
@@ -68,7 +68,7 @@ def test_weights_in_8_bits_take_the_place_of_those_they_were_made_of(monkeypatch
     assert made.weight_bytes() < before / 2
 
 
-def test_fp8_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     for capability, there in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
         launch.has_fp8.cache_clear()
@@ -110,6 +110,6 @@ def test_without_a_gpu_ragged_attention_is_for_tests(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["padded", "split", "auto"])
-def test_determinism_needs_kernels_that_have_it(name: Any) -> None:
+def test_determinism_is_refused_by_other_attention_backends(name: Any) -> None:
     with pytest.raises(ParameterError, match=r"deterministic=True.*ragged"):
         make_backend(name, CPU, deterministic=True)

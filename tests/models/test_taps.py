@@ -48,7 +48,7 @@ def test_only_layers_can_be_tapped(name: str) -> None:
         Runner(ours, 1).streams(random_tokens(1, 5), torch.arange(5)[None], taps=(3,))
 
 
-def test_code_that_shows_no_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_returns_no_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = load_model(tiny(*FOREIGN["gpt_neox"]), dtype=torch.float32)
     assert isinstance(ours, HuggingFaceModel)
     call = ours._decoder.forward
@@ -60,7 +60,9 @@ def test_code_that_shows_no_hidden_states_is_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "bound"), [(None, 0.03), ("int8", 0.08), ("int4", 0.3)])
 @torch.no_grad()
-def test_the_kernels_streams_are_near_transformers(quantization: QuantizationName | None, bound: float) -> None:
+def test_features_of_the_kernels_are_close_to_those_of_transformers(
+    quantization: QuantizationName | None, bound: float
+) -> None:
     path = real_models.find("smollm2-135m")
     theirs = real_models.load_in_transformers(path)
     loaded = load_model(theirs, dtype=torch.float32)
