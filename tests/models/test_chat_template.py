@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of them, and nothing that one of them does goes on for long."""
+"""Chat templates render as in transformers, and hostile ones are stopped by limits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def in_transformers(template: str, talk: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A second is enough, and none waits for much longer."""
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Limit each conversation to 1 s of CPU time, and check that the test itself uses little."""
     monkeypatch.setattr(chat_template, "SECONDS", 1)
     monkeypatch.setattr(chat_template, "WALL_SECONDS", 20.0)
     started = time.process_time()
@@ -72,7 +72,7 @@ def test_templates_of_real_models_render_as_in_transformers(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bomb", [bomb for bomb in BOMBS if bomb])
-def test_hostile_templates_are_stopped(bomb: str, quickly: None) -> None:
+def test_hostile_templates_are_stopped(bomb: str, short_limits: None) -> None:
     try:
         text = ChatTemplate(bomb, SPECIAL).render(TALK)
     except RequestError as error:
@@ -82,7 +82,7 @@ def test_hostile_templates_are_stopped(bomb: str, quickly: None) -> None:
     assert not Path("/tmp/was-here").exists()
 
 
-def test_a_runaway_template_is_killed_and_the_next_conversation_is_served(quickly: None) -> None:
+def test_a_runaway_template_is_killed_and_the_next_conversation_is_served(short_limits: None) -> None:
     template = ChatTemplate("{% if messages[0].content == 'run' %}" + BOMBS[0] + "{% endif %}done", SPECIAL)
     assert template.render(TALK) == "done"
     with pytest.raises(RequestError, match="more than 1 seconds"):

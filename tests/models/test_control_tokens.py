@@ -1,4 +1,4 @@
-"""What a message spells is text, whatever it spells; everything else is encoded as the library does it."""
+"""Control tokens in messages are encoded as text; everything else is encoded as in transformers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_sentencepiece_vocabularies_of_both_kinds() -> None:
 
 
 def through_both(tokenizer: OurTokenizer, messages: list[dict[str, Any]]) -> tuple[list[int], list[int], list[int]]:
-    """The library's tokens, ours, and those of the tokenizer with other names, which need not be asked here."""
+    """Return the tokens of transformers, of ``chat``, and of the renamed tokenizer."""
 
     def render(conversation: list[dict[str, Any]]) -> str:
         return str(tokenizer.huggingface.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))

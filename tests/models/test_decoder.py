@@ -1,4 +1,4 @@
-"""Tokens in, logits out, whatever the cache held before and however the work is cut."""
+"""The decoder: logits do not depend on old contents of the cache or on how the tokens are split over passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS = {"toy": ToyModel, "llama": tiny_llama}
 
 
 def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[Decoder, Batch]:
-    """A decoder whose cache is full of garbage, and a batch of prompts, prefilled one token short of their end."""
+    """Return a decoder whose cache was full of garbage, and a batch of prompts prefilled except their last token."""
     decoder = Decoder(model, BACKENDS[backend](), 4, positions)
     decoder.cache.keys.fill_(1e3)
     decoder.cache.values.fill_(-1e3)
@@ -56,7 +56,7 @@ def test_chunked_prefill_equals_one_prefill(name: str, chunks: list[tuple[int, i
     decoder, batch = setup(model)
     decoder.cache.keys.fill_(7)
     decoder.cache.values.fill_(7)
-    for start, stop in chunks:  # the other rows are padding from their end on
+    for start, stop in chunks:  # the other rows are padded beyond their end
         decoder.prefill(batch, 0, [0, start, min(start, 2)], [0, stop, min(stop, 2)])
     logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate(PROMPTS):
@@ -77,7 +77,7 @@ def test_prefill_of_later_rows_does_not_change_decoding_rows() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_full_row_decodes_its_last_token_beside_long_drafts(name: str) -> None:
-    """Writes beyond the end of a row must not reach anything that is looked at."""
+    """Writes beyond the end of a row must not change any token that is read."""
     model = MODELS[name]()
     decoder, batch = setup(model, positions=7)
     draft_tokens = torch.ones(3, 6, dtype=torch.int64)
@@ -122,7 +122,7 @@ def test_a_copied_row_continues_like_its_source() -> None:
 def test_logits_of_a_padded_head_are_cut_or_filled(own: int) -> None:
     model = ToyModel(own)
     decoder = Decoder(model, BACKENDS["padded"](), 1, 8, VOCAB)
-    tokens = torch.tensor([[VOCAB - 1, 2]])  # an id that a smaller model has never heard of
+    tokens = torch.tensor([[VOCAB - 1, 2]])  # the first id is outside the smaller model's vocabulary
     logits = decoder.logits(decoder.forward(tokens, torch.zeros(1, dtype=torch.int64), 2))
     assert logits.shape == (1, 2, VOCAB)
     assert logits[..., :own].isfinite().all()

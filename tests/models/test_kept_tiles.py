@@ -1,4 +1,4 @@
-"""Tiles of 8-bit products: timed at load, kept on disk, and found there by the next load."""
+"""Tiles of 8-bit matrix products: timed on the first load, cached on disk, and read by the next load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Timer:
-    """The fourth candidate is the fastest."""
+    """A timer for which the fourth candidate is the fastest."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -36,7 +36,7 @@ class Timer:
 
 
 def load(timer: Timer, seconds: float = 60.0) -> Linears:
-    """A model of three matrices, of which two have one shape."""
+    """Tune a model of three matrices, two of which have the same shape."""
     linears = Linears("int8")
     layers = [linears(torch.ones(outputs, 32)) for outputs in (48, 48, 80)]
     assert all(isinstance(layer, SmallRowLinear) for layer in layers)
@@ -75,7 +75,7 @@ def test_an_unreadable_file_is_replaced_by_new_timings(kept: Path, text: str, ca
 
 
 def test_unknown_tiles_are_never_run_and_tiles_of_other_models_stay(kept: Path) -> None:
-    """Tickets are there for tiles of 32 outputs and more: smaller ones would be counted behind their end."""
+    """The kernels count tiles of at least 32 outputs: smaller tiles would write beyond the end of the counters."""
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
     lines = json.loads(path.read_text())

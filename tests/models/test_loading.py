@@ -264,7 +264,7 @@ def test_a_loaded_model_shares_its_weights_and_is_not_changed() -> None:
 
 
 def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of queries and keys."""
+    """Reorder the rows of queries or keys as llama.cpp does."""
     shape = (heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
 
@@ -481,7 +481,7 @@ def test_a_gguf_header_with_absurd_sizes_is_refused_before_anything_is_allocated
 ) -> None:
     broken = bytearray(gguf_bytes)
     name = f".{key}".encode()
-    broken[broken.index(name) + len(name) + 4 + byte] = 0x7F  # the number follows its four bytes of type
+    broken[broken.index(name) + len(name) + 4 + byte] = 0x7F  # the value follows four bytes of its type
     (tmp_path / "tiny.gguf").write_bytes(bytes(broken))
     with pytest.raises(ModelFormatError, match="is impossible"):
         _load(tmp_path / "tiny.gguf")
@@ -494,7 +494,7 @@ def test_an_unknown_gguf_version_is_refused(gguf_bytes: bytes, tmp_path: Path) -
         _load(tmp_path / "tiny.gguf")
 
 
-_PER_LAYER: dict[str, Any] = {  # Gemma 3n and 4: a second embedding with a part for every layer
+_PER_LAYER: dict[str, Any] = {  # Gemma 3n and 4 have a second embedding with one part per layer
     "vocab_size_per_layer_input": 262144,
     "hidden_size_per_layer_input": 1,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

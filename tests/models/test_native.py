@@ -40,7 +40,7 @@ def some_tokens(spec, count, seed=0):
 
 
 def plain_forward(spec: NativeSpec, tokens):
-    """One row from position 0 in plain float32 torch: the block as the papers write it."""
+    """Run one row from position 0 in plain float32 torch -> final hidden states, inputs of the layers."""
     weights = {"embed": spec.embedding.float()}
     positions = torch.arange(len(tokens))
     angles = positions[:, None] * torch.tensor(spec.inverse_frequencies)
@@ -107,7 +107,7 @@ def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
     assert error(*both) < 0.003
 
 
-# The shape and the cache's numbers decide how attention runs, the quantization how products do.
+# The shape and the cache's dtype decide how attention runs, the quantization how matrix products run.
 IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization in QUANTIZATIONS for dtype in DTYPES]
 
 
@@ -130,7 +130,7 @@ def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, sh
     logits = model.logits(together)
     for row, length in lengths.items():
         mine = rows == row
-        for size in (1, 5, 7, 40, 200):  # decoded one by one, verified with draft tokens, prefilled in chunks
+        for size in (1, 5, 7, 40, 200):  # decoding, verification of draft tokens, chunked prefill
             cache = cache_for(spec, dtype=dtype)
             parts = [
                 forward(model, *(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)
@@ -182,7 +182,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
 @quantised_every_way
 @of_every_shape
 def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
-    """In chunks, too; what is read after them is the same."""
+    """``fill`` also returns the same features."""
     spec = random_spec(**SHAPES[shape])
     model, (rows, positions) = model_of(spec, kernels, quantization), ragged({2: 40, 0: 260})
     tokens = some_tokens(spec, 300)
@@ -220,7 +220,10 @@ def test_rejected_tokens_leave_no_trace(kernels):
 
 
 def random_trees(rng, starts, size):
-    """Rows of trees of ``size`` nodes behind texts of so many tokens: row, position, slot and parent of each node."""
+    """Return row, position, slot and parent of each node of random trees with ``size`` nodes.
+
+    starts: row -> number of tokens of its text, behind which the tree lies.
+    """
     rows, positions, slots, parents = [], [], [], []
     for row, text in starts.items():
         root = len(rows)
@@ -248,7 +251,7 @@ def copy_into(cache, tables):
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("starts", [{0: 5, 1: 0, 3: 21}, {2: 250, 0: 255}, {1: 256, 2: 500}], ids=str)
 def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, window):
-    """Also where a tree lies across the 256 keys that share one partial sum, in slots or in positions alone."""
+    """The kernels sum blocks of 256 keys. Trees that cross a block's edge, in slots or in positions, are included."""
     spec, rng = random_spec(window=window, head_dim=32), random.Random(str(starts))
     quantization, dtype = ("int8", torch.bfloat16) if window else (None, torch.float32)
     model = model_of(spec, kernels, quantization)
@@ -378,7 +381,7 @@ def tiny_transformer(**changes) -> Transformer:
 
 
 def transformers_logits(model, tokens):
-    """Through the torch operators: one row from position 0."""
+    """Return the logits of a ``Transformer`` for one row from position 0."""
     positions = torch.arange(len(tokens))
 
     def attend(layer, q, k, v, *, scale=None, window=None):

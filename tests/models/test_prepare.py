@@ -1,4 +1,4 @@
-"""How a loaded model will run, and what is refused."""
+"""Choice of kernels for a loaded model, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fresh_llama() -> Transformer:
-    """One whose layers may be replaced."""
+    """Return a copy whose layers may be replaced."""
     return cast(Transformer, copy.deepcopy(tiny_llama()))
 
 
@@ -61,7 +61,7 @@ def test_8_bit_weights_replace_the_original_ones(monkeypatch: pytest.MonkeyPatch
     wide = [weakref.ref(getattr(owner, name).weight) for owner, name in model._linears()]
     before, embedding = model.weight_bytes(), model._embedding
     made = module._with_triton(model, "int8", deterministic=False)
-    assert [each for each in wide if each() is not None and each() is not embedding] == []
+    assert [weight for weight in wide if weight() is not None and weight() is not embedding] == []
     layers = [getattr(owner, name).weight for owner, name in made._linears()]
     others = sum(tensor.nbytes for tensor in made._kept)
     assert made.weight_bytes() == sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) + others
@@ -70,10 +70,10 @@ def test_8_bit_weights_replace_the_original_ones(monkeypatch: pytest.MonkeyPatch
 
 def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    for capability, there in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+    for capability, supported in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
         launch.has_fp8.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert launch.has_fp8(CUDA) == there
+        assert launch.has_fp8(CUDA) == supported
     launch.has_fp8.cache_clear()
     monkeypatch.setattr(module, "has_fp8", lambda device: False)
     with pytest.raises(ParameterError, match=r"quantization='fp8'.*'int8'.*no float8"):

@@ -1,4 +1,4 @@
-"""Tokens and text: growing text equals the decoded whole, stop strings cut exactly, GGUF files split as originals."""
+"""Tokenizers: incremental decoding is exact, stop strings are cut exactly, GGUF files split text like the originals."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TEXTS = ["The cat", " sat", "\n\n", "x = 1", *SCRIPTS, *EMOJI]
 
 
 def smollm2_path() -> Path | None:
-    """The real model, from where tests keep models or from paceline's own cache."""
+    """Return the path of the real model, in the tests' folder of models or paceline's cache; None if it is absent."""
     kept = Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
     candidates = [kept / "smollm2-135m.gguf", hub._embedded_path("smollm2-135m")]
     return next((path for path in candidates if path.is_file()), None)
@@ -54,7 +54,7 @@ real_model = pytest.mark.skipif(smollm2_path() is None, reason="no smollm2-135m.
 
 
 def byte_level_backend(words: Sequence[str] = ()) -> Backend:
-    """All 256 bytes, the merges that spell ``words``, and two special tokens."""
+    """Return a backend of all 256 bytes, the merges that make ``words``, and two special tokens."""
     pre = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
@@ -72,7 +72,7 @@ def byte_level_backend(words: Sequence[str] = ()) -> Backend:
 
 
 def sentencepiece_backend() -> Backend:
-    """Llama-2's way: a leading space, bytes for what has no token."""
+    """Return a backend like Llama 2's: a leading space, and byte tokens for unknown characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.", "th", "▁th", "▁the", "▁c", "at", "▁cat", "é", "日"]
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "c"), ("a", "t"), ("▁c", "at")]
@@ -143,7 +143,7 @@ def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:
 
 
 def write_gguf(path: Path, splitting: str | None, architecture: str = "llama") -> Path:
-    """A GGUF file without weights: the byte-level vocabulary of these tests."""
+    """Write a GGUF file without weights that has the byte-level vocabulary of these tests."""
     state = json.loads(byte_level_backend(["hello", " 12"]).to_str())
     vocabulary = state["model"]["vocab"]
     tokens = [*sorted(vocabulary, key=vocabulary.get), "<eos>", "<tool call>", "<pad>"]
@@ -247,7 +247,7 @@ def test_another_vocabulary_is_refused_with_both_names_and_the_first_difference(
     assert all(word in message for word in ("the-draft", "the-target", "token 259", "'helli'", "'hello'"))
 
 
-# Text that grows
+# Incremental decoding
 
 
 @BOTH
@@ -304,14 +304,14 @@ def test_bytes_of_added_tokens_are_those_that_the_tokenizer_decodes() -> None:
     backend = byte_level_backend()
     backend.add_tokens([AddedToken(text, normalized=False) for text in ODD])
     tokenizer = wrap(backend)
-    for token in range(tokenizer.vocab_size + 2):  # two that do not exist
+    for token in range(tokenizer.vocab_size + 2):  # the last two ids do not exist
         text = tokenizer.decode([token])
         assert "".join(stream(Detokenizer(tokenizer), [token])) == text
         assert tokenizer.bytes_in_text(token).decode(errors="replace") == text
 
 
 def test_a_byte_level_token_takes_few_python_calls() -> None:
-    """Half of all calls of a decoding round were generator steps over a token's letters."""
+    """A generator over a token's letters once caused half of all Python calls of a decoding round."""
     ids, detokenizer = byte_level().encode("hello world 日本 stop" * 20), Detokenizer(byte_level())
     stream(Detokenizer(byte_level()), ids)
     calls = 0
@@ -336,7 +336,7 @@ def test_each_kind_of_vocabulary_gets_its_decoder() -> None:
 
 
 def expected(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The slow reference: grow the text letter by letter, cut where a stop string first ends."""
+    """Slow reference: extend the text character by character and cut it where a stop string first ends."""
     for end in range(len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -411,7 +411,7 @@ def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(monkeypat
     assert max(lengths) <= 2
 
 
-# The real thing
+# A real model
 
 
 @real_model
@@ -425,7 +425,7 @@ def test_smollm2_special_tokens_are_single_ids() -> None:
 
 @real_model
 def test_smollm2_splits_text_like_the_original() -> None:
-    """Every digit alone, and cut off before words are: so the spaces before a number stay together."""
+    """Digits are split off one by one before words are, so the spaces before a number stay together."""
     spelled = smollm2().huggingface.convert_ids_to_tokens(smollm2().encode("in 2024  x    17 "))
     assert spelled == ["in", "Ġ", "2", "0", "2", "4", "Ġ", "Ġx", "ĠĠĠĠ", "1", "7", "Ġ"]
 
