@@ -119,7 +119,7 @@ def test_a_directory_gives_the_tokenizer_that_was_saved_there(tmp_path: Path) ->
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match="no tokenizer"):
+    with pytest.raises(ModelFormatError, match="no usable tokenizer"):
         Tokenizer.load(tmp_path)
 
 
