@@ -213,7 +213,7 @@ def test_messages_of_other_libraries_are_shortened(monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a line\n" * 1000)
 
-    monkeypatch.setattr(HuggingFaceModel, "streams", fail)
+    monkeypatch.setattr(HuggingFaceModel, "hidden_states", fail)
     with pytest.raises(ModelFormatError, match="cannot be run with paceline's cache") as caught:
         load_model(theirs, dtype=torch.float32)
     assert len(str(caught.value)) < 600

@@ -389,7 +389,7 @@ def transformers_logits(model, tokens):
         mask = (distance >= 0) & (distance < (window or 10**9))
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    return model.logits(model.streams(tokens[None], positions[None], attend).hidden)[0]
+    return model.logits(model.hidden_states(tokens[None], positions[None], attend).hidden)[0]
 
 
 @on_every_isa

@@ -16,7 +16,7 @@ from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.graphs import Fellows
 
 
-class Streams(NamedTuple):
+class HiddenStates(NamedTuple):
     """Hidden states that a forward pass returns for each token.
 
     hidden [..., width]: the last hidden state, after the final norm.
@@ -58,7 +58,9 @@ class AnyModel(Protocol):
 class Model(AnyModel, Protocol):
     """A causal language model whose KV cache and attention are provided by the caller."""
 
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
         """Run tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, inner width].
 
         Calls ``attend`` exactly once per layer, with the layer's index.
@@ -73,7 +75,7 @@ class FlatModel(AnyModel, Protocol):
     kernels: str  # name of the kernels, shown in the start line
     quantization: QuantizationName | None
 
-    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N, width], features [N, taps, inner width]. Writes their keys and values."""
         ...
 

@@ -107,12 +107,12 @@ class Decoder:
     def _forward_padded(self, tokens: Tensor, plan: Plan, first_row: int) -> Tensor:
         model, positions = cast(Model, self.model), plan.positions
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
-        streams = model.streams(tokens, positions, attend, self._taps)
-        if self.reader is not None and streams.features is not None:
+        states = model.hidden_states(tokens, positions, attend, self._taps)
+        if self.reader is not None and states.features is not None:
             rows = torch.arange(first_row, first_row + len(tokens), device=tokens.device)
             rows = rows[:, None].expand_as(tokens).flatten()
-            self.reader.read(rows, plan.slots.flatten(), streams.features.flatten(0, 1))
-        return streams.hidden
+            self.reader.read(rows, plan.slots.flatten(), states.features.flatten(0, 1))
+        return states.hidden
 
     def _forward_flat(
         self, model: FlatModel, tokens: Tensor, positions: Tensor, first_row: int, counts: Tensor | None
@@ -128,11 +128,11 @@ class Decoder:
 
     def _read(self, model: FlatModel, nodes: Nodes) -> Tensor:
         """Run N nodes and store their features -> hidden [N, width]."""
-        streams = model.forward(nodes, self.cache, self._taps)
-        self._show_streams(nodes, streams.features)
-        return streams.hidden
+        states = model.forward(nodes, self.cache, self._taps)
+        self._pass_to_reader(nodes, states.features)
+        return states.hidden
 
-    def _show_streams(self, nodes: Nodes, features: Tensor | None) -> None:
+    def _pass_to_reader(self, nodes: Nodes, features: Tensor | None) -> None:
         if self.reader is not None and features is not None:
             rows = torch.tensor(self._places).argsort()[nodes.rows]
             self.reader.read(rows, nodes.positions if nodes.slots is None else nodes.slots, features)
@@ -229,7 +229,7 @@ class Decoder:
             tokens = tokens.clamp(max=model.vocab_size - 1)
         places = torch.cat([torch.full((stop - start,), self._places[row]) for row, start, stop in parts])
         nodes = Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts]))
-        self._show_streams(nodes, model.fill(nodes, self.cache, self._taps))
+        self._pass_to_reader(nodes, model.fill(nodes, self.cache, self._taps))
 
     def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         """Run (row, start, stop) of consecutive rows in one padded pass."""

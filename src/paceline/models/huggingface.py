@@ -32,7 +32,7 @@ from paceline.core.cache import KVCache
 from paceline.errors import ModelFormatError, PacelineError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.models.base import Streams, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.boundary import brief, name_of, reading
 from paceline.models.config import longest_sequence
 
@@ -180,7 +180,9 @@ class HuggingFaceModel:
         return wired.get_decoder() if multimodal else wired.base_model, head
 
     @torch.no_grad()
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
         """Run tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, width].
 
         The features are transformers' hidden_states. Raises ModelFormatError if the model does not return them.
@@ -193,7 +195,7 @@ class HuggingFaceModel:
             paceline_attend=attend,
             **options,
         )
-        return Streams(out.last_hidden_state, self._tapped(out, taps) if taps else None)
+        return HiddenStates(out.last_hidden_state, self._tapped(out, taps) if taps else None)
 
     def _tapped(self, out: Any, taps: Sequence[int]) -> Tensor:
         """Return the features [B, L, taps, width].
@@ -229,7 +231,7 @@ class HuggingFaceModel:
         """
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with FlopCounterMode(display=False) as counter:
-            self.logits(self.streams(token, token, _Probe()).hidden)
+            self.logits(self.hidden_states(token, token, _Probe()).hidden)
         return int(counter.get_total_flops()) // 2
 
     # Checks on construction
@@ -250,7 +252,7 @@ class HuggingFaceModel:
         """Run one pass that records which layers call the attention, and their shapes."""
         probe, tokens = _Probe(), self._tokens()
         positions = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
-        self._attempt(lambda: self.streams(tokens, positions, probe))
+        self._attempt(lambda: self.hidden_states(tokens, positions, probe))
         self._refuse_unless(
             bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
             f"its layers call the attention as {probe.layers}, not once each",
@@ -309,7 +311,7 @@ class HuggingFaceModel:
             cache.write(layer, index, k, v)
             return backend.attend(q, cache.keys[layer], cache.values[layer], plan, scale=scale, window=window)
 
-        found = self.logits(self.streams(tokens.gather(1, positions), positions, attend).hidden)
+        found = self.logits(self.hidden_states(tokens.gather(1, positions), positions, attend).hidden)
         wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
         error = _distance(found, wanted)
         self._refuse_unless(

@@ -21,7 +21,7 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
-from paceline.models.base import Streams, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
@@ -95,16 +95,16 @@ class NativeModel:
         weights = _weights_of(model)
         return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
 
-    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.
 
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
         check_taps(taps, self.layers)
         if self._twin is not None:
-            return Streams(*self._twin.forward(nodes, cache, taps))
+            return HiddenStates(*self._twin.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
-        return Streams(hidden, self._forward(nodes, cache, taps, hidden))
+        return HiddenStates(hidden, self._forward(nodes, cache, taps, hidden))
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
         """Write the keys and values of N nodes -> features [N - read, taps, width] float32, None without taps.

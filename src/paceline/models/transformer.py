@@ -16,7 +16,7 @@ from torch.nn import functional
 from paceline.kernels.attention.base import Attend, AttendPacked
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
-from paceline.models.base import Streams, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, Linear, LinearFactory
 
@@ -238,7 +238,9 @@ class Transformer:
         """Return the linear layers of attention, MLP and head."""
         return [getattr(owner, name) for owner, name in self._linears()]
 
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
         """Run tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width].
 
         Raises ParameterError for a tap that is no layer.
@@ -258,7 +260,7 @@ class Transformer:
         if self._project_out is not None:
             normed = functional.linear(normed, self._project_out)
         features = torch.stack([tapped[tap] for tap in taps], 1).view(rows, length, len(taps), -1) if taps else None
-        return Streams(normed.view(rows, length, -1), features)
+        return HiddenStates(normed.view(rows, length, -1), features)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, positions [B, L] -> [N, width].
