@@ -22,7 +22,7 @@ USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: th
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
 
 
-class Reader(Protocol):
+class FeatureReader(Protocol):
     """Stores the hidden states of tapped target layers, which exist only during the target's forward pass.
 
     taps: layers whose input it stores. Rows are those of the batch, slots those of the target's cache.
@@ -75,7 +75,7 @@ class Decoder:
         # Cache row of each batch row. It differs from the batch row only for a FlatModel, which takes a row per token.
         self._places = list(range(rows))
         self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        self.reader: Reader | None = None
+        self.reader: FeatureReader | None = None
         self._taps: tuple[int, ...] = ()
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
 
@@ -137,7 +137,7 @@ class Decoder:
             rows = torch.tensor(self._places).argsort()[nodes.rows]
             self.reader.read(rows, nodes.positions if nodes.slots is None else nodes.slots, features)
 
-    def show(self, reader: Reader) -> None:
+    def attach_reader(self, reader: FeatureReader) -> None:
         """Pass the features of every token that is run from now on to ``reader``."""
         self.reader, self._taps = reader, tuple(reader.taps)
 
