@@ -22,7 +22,7 @@ from paceline.models.boundary import Source as Source
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def load_model(
 
 
 @reads_model
-def load_part(
-    source: Found, share: Share, *, dtype: torch.dtype, device: torch.device
+def load_shard(
+    source: Found, share: ModelShard, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
 
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
-    path, config = check_cut(source, share)
+    path, config = check_shardable(source, share)
     stored, names = _stored_of(path)
     config = _untied_if_stored(config, names, stored)
     placements = weights.place(config, names, stored, str(path))
@@ -66,10 +66,10 @@ def load_part(
 
 
 @reads_model
-def check_cut(source: Found, share: Share) -> tuple[Path, ModelConfig]:
+def check_shardable(source: Found, share: ModelShard) -> tuple[Path, ModelConfig]:
     """Check that a model can be split over the ranks, without loading it; return its path and configuration.
 
-    Raises the errors of ``load_part``.
+    Raises the errors of ``load_shard``.
     """
     if is_loaded(source):
         allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, from which each rank reads"

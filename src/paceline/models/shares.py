@@ -22,15 +22,15 @@ _UNIT = 64  # columns: matrix products are faster with widths that are multiples
 
 
 @dataclass(frozen=True)
-class Share:
+class ModelShard:
     """The shard of rank ``rank`` of ``ranks``."""
 
     rank: int
     ranks: int
 
-    def all(self) -> list[Share]:
+    def all(self) -> list[ModelShard]:
         """Return the shards of all ranks."""
-        return [Share(rank, self.ranks) for rank in range(self.ranks)]
+        return [ModelShard(rank, self.ranks) for rank in range(self.ranks)]
 
     def of(self, size: int) -> range:
         """Return this rank's range of ``size`` columns or tokens.
@@ -91,12 +91,12 @@ class CutTensor:
         destination.copy_(torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.lines], self.dim))
 
 
-def cut(placements: Sequence[Placement], config: ModelConfig, share: Share) -> list[Placement]:
+def cut(placements: Sequence[Placement], config: ModelConfig, share: ModelShard) -> list[Placement]:
     """Return a rank's parts of a whole model's tensors. Biases of partial sums are kept by rank 0 alone."""
     return [piece for placement in placements for piece in _cut(placement, config, share)]
 
 
-def _cut(placement: Placement, config: ModelConfig, share: Share) -> Iterator[Placement]:
+def _cut(placement: Placement, config: ModelConfig, share: ModelShard) -> Iterator[Placement]:
     part, suffix = placement.slot.target.rsplit(".", 2)[-2:]
     columns, rows = _columns(part, config, share), _rows(part, config, share)
     if columns is not None and suffix == "weight":
@@ -109,14 +109,14 @@ def _cut(placement: Placement, config: ModelConfig, share: Share) -> Iterator[Pl
         yield placement
 
 
-def _columns(part: str, config: ModelConfig, share: Share) -> range | None:
+def _columns(part: str, config: ModelConfig, share: ModelShard) -> range | None:
     """Return the input columns of a matrix whose outputs are summed over the ranks; None for other matrices."""
     if part == "o":
         return _wide(share.heads(config)[0], config.head_dim)
     return share.of(config.mlp_width) if part == "down" else None
 
 
-def _rows(part: str, config: ModelConfig, share: Share) -> list[range] | None:
+def _rows(part: str, config: ModelConfig, share: ModelShard) -> list[range] | None:
     """Return the output rows of a matrix that is split by outputs, part by part; None for other matrices."""
     queries, groups = (_wide(heads, config.head_dim) for heads in share.heads(config))
     inner = share.of(config.mlp_width)

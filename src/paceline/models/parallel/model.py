@@ -63,7 +63,7 @@ class EmbeddingShard:
 class PartOfModel(Transformer):
     """A rank's part: its forward pass gives the whole model's result, if all ranks run it together.
 
-    config: of the whole model; weights: of this part (``models.loading.load_part``).
+    config: of the whole model; weights: of this part (``models.loading.load_shard``).
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:
