@@ -146,7 +146,7 @@ def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device
     raise ModelFormatError(f"{source} has no token embedding under a known name")
 
 
-def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.Names]:
+def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.WeightNames]:
     if path.is_file():
         file = GGUFFile(path)
         return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
@@ -347,7 +347,7 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
 
 def _transformer(
     config: ModelConfig,
-    names: weights.Names,
+    names: weights.WeightNames,
     stored: Mapping[str, weights.StoredTensor],
     where: str,
     dtype: torch.dtype,
@@ -360,7 +360,7 @@ def _transformer(
 
 
 def _untied_if_stored(
-    config: ModelConfig, names: weights.Names, stored: Mapping[str, weights.StoredTensor]
+    config: ModelConfig, names: weights.WeightNames, stored: Mapping[str, weights.StoredTensor]
 ) -> ModelConfig:
     """Set ``tied`` to False if the files have an embedding and a head that differ."""
     untied = config.tied and not weights.truly_tied(names, stored)

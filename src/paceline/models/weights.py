@@ -53,8 +53,8 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Names:
-    """Names of the weights in one kind of checkpoint. ``{}`` stands for the layer index.
+class WeightNames:
+    """WeightNames of the weights in one kind of checkpoint. ``{}`` stands for the layer index.
 
     parts: the checkpoint's name without ".weight" or ".bias" -> paceline's name.
     prefixes: prefixes of the checkpoint's names; the first that matches is removed.
@@ -79,7 +79,7 @@ class Names:
         return None if part is None else f"{part.format(layer[0] if layer else '')}.{suffix}"
 
 
-_LLAMA = Names(
+_LLAMA = WeightNames(
     {
         "embed_tokens": "embed",
         "norm": "norm",
@@ -99,7 +99,7 @@ _LLAMA = Names(
     prefixes=("model.",),
 )
 
-_OPT = Names(
+_OPT = WeightNames(
     {
         "embed_tokens": "embed",
         "embed_positions": "positions",
@@ -119,7 +119,7 @@ _OPT = Names(
     prefixes=("model.decoder.", "decoder."),
 )
 
-_GPT2 = Names(
+_GPT2 = WeightNames(
     {
         "wte": "embed",
         "wpe": "positions",
@@ -137,7 +137,7 @@ _GPT2 = Names(
     transposed=frozenset({"qkv", "o", "up", "down"}),
 )
 
-HUGGINGFACE: dict[str, Names] = {
+HUGGINGFACE: dict[str, WeightNames] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
@@ -146,7 +146,7 @@ HUGGINGFACE: dict[str, Names] = {
     "gpt2": _GPT2,
 }
 
-GGUF = Names(
+GGUF = WeightNames(
     {
         "token_embd": "embed",
         "output_norm": "norm",
@@ -235,7 +235,7 @@ class Placement:
     transposed: bool
 
 
-def place(config: ModelConfig, names: Names, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
+def place(config: ModelConfig, names: WeightNames, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
     """Pair every stored tensor with its slot. where: path of the checkpoint, for messages.
 
     Raises ModelFormatError if a weight is missing, unknown or of a wrong shape.
@@ -256,7 +256,7 @@ def _tie(ours: dict[str, str | None]) -> dict[str, str | None]:
     return {name: our for name, our in ours.items() if our != "head.weight"}
 
 
-def truly_tied(names: Names, stored: Mapping[str, StoredTensor]) -> bool:
+def truly_tied(names: WeightNames, stored: Mapping[str, StoredTensor]) -> bool:
     """Whether embedding and head are one matrix. They are not if both are stored and differ."""
     both = [stored[name] for name in stored if names.ours(name) in ("embed.weight", "head.weight")]
     if len(both) < 2 or both[0].shape != both[1].shape:
@@ -277,7 +277,7 @@ def _refuse(config: ModelConfig, where: str, problem: str, names: list[str]) -> 
         )
 
 
-def _place(slot: Slot, names: Names, stored: StoredTensor, where: str) -> Placement:
+def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
     transposed = slot.target.endswith(".weight") and slot.target.split(".")[-2] in names.transposed
     wanted = slot.shape[::-1] if transposed else slot.shape
     if tuple(stored.shape) != wanted:
