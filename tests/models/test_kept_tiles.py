@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.errors import ParameterError
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
-from paceline.models.kept_tiles import VARIABLE, KeptTiles, tune
+from paceline.models.kept_tiles import VARIABLE, CachedTiles, tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +86,9 @@ def test_unknown_tiles_are_never_run_and_tiles_of_other_models_stay(kept: Path) 
 
 
 def test_other_gpus_and_formats_have_files_of_their_own() -> None:
-    names = {KeptTiles(*key).document.path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))}  # type: ignore[arg-type]
+    names = {
+        CachedTiles(*key).document.path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))
+    }  # type: ignore[arg-type]
     assert len(names) == 3
 
 

@@ -31,7 +31,7 @@ def is_on(variable: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Kept(Generic[T]):
+class CachedDocument(Generic[T]):
     """A JSON document in paceline's cache directory, which may not exist yet.
 
     kind: folder name and noun in messages, such as "costs".

@@ -18,7 +18,7 @@ import triton
 
 from paceline.core.hardware import machine_name
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
-from paceline.models.kept import Kept
+from paceline.models.kept import CachedDocument
 from paceline.version import __version__
 
 log = logging.getLogger("paceline")
@@ -37,7 +37,7 @@ def kernel_seconds(function: Callable[[], object]) -> float:
 
 
 @dataclass(frozen=True)
-class KeptTiles:
+class CachedTiles:
     """The cached tile choices for one GPU, weight format and activation dtype."""
 
     machine: str
@@ -45,9 +45,9 @@ class KeptTiles:
     dtype: str
 
     @property
-    def document(self) -> Kept[Tiles]:
+    def document(self) -> CachedDocument[Tiles]:
         versions = METHOD, __version__, torch.__version__, triton.__version__, [asdict(tile) for tile in CANDIDATES]
-        return Kept("tiles", VARIABLE, [asdict(self), versions], _read)
+        return CachedDocument("tiles", VARIABLE, [asdict(self), versions], _read)
 
     def load(self) -> Tiles:
         """Read the choices; empty if there is no usable file."""
@@ -76,7 +76,7 @@ def tune(
     the first candidate.
     """
     device = layers[0].weight.values.device
-    kept = KeptTiles(machine_name(device), linears.to, str(dtype))
+    kept = CachedTiles(machine_name(device), linears.to, str(dtype))
     found, timed, began = kept.load(), 0, time.perf_counter()
     wanted = {linears.shape(layer, rows): (layer, rows) for rows in ROW_TILES for layer in layers}
     for shape, (layer, rows) in wanted.items():
