@@ -25,14 +25,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 """A directory, a .gguf file, an embedded or hub name, or a loaded Hugging Face model."""
-Found: TypeAlias = "Path | PreTrainedModel"
+ResolvedSource: TypeAlias = "Path | PreTrainedModel"
 
 LONGEST_REASON = 400  # characters of another library's message that are passed on
 LONGEST = 1000  # characters of a whole message: names in a file may have any length
 _NO_MEMORY = ("not enough memory", "annot allocate", "an't allocate", "nable to allocate", "out of memory")
 
 
-def reads_model(function: Callable[Concatenate[Found, P], R]) -> Callable[Concatenate[Source, P], R]:
+def reads_model(function: Callable[Concatenate[ResolvedSource, P], R]) -> Callable[Concatenate[Source, P], R]:
     """Decorate a function of a resolved source, so that it takes any source.
 
     The source is resolved first, which may use the network. The function then runs inside ``reading``.

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
-from paceline.models.boundary import Found, brief, is_loaded, name_of, reading, reads_model
+from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
@@ -33,7 +33,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @reads_model
 def load_model(
-    source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
+    source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
 ) -> Model:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
@@ -52,7 +52,7 @@ def load_model(
 
 @reads_model
 def load_shard(
-    source: Found, share: ModelShard, *, dtype: torch.dtype, device: torch.device
+    source: ResolvedSource, share: ModelShard, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
 
@@ -66,7 +66,7 @@ def load_shard(
 
 
 @reads_model
-def check_shardable(source: Found, share: ModelShard) -> tuple[Path, ModelConfig]:
+def check_shardable(source: ResolvedSource, share: ModelShard) -> tuple[Path, ModelConfig]:
     """Check that a model can be split over the ranks, without loading it; return its path and configuration.
 
     Raises the errors of ``load_shard``.
@@ -83,7 +83,7 @@ def check_shardable(source: Found, share: ModelShard) -> tuple[Path, ModelConfig
 
 
 @reads_model
-def load_config(source: Found) -> PretrainedConfig:
+def load_config(source: ResolvedSource) -> PretrainedConfig:
     """Return the Hugging Face configuration of ``source``; for a GGUF file it is made from the metadata.
 
     Raises the errors of ``load_model``.
@@ -119,7 +119,7 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
 
 
 @reads_model
-def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def load_embedding(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Load only the token embedding [vocab_size, width] of a model. Raises the errors of ``load_model``."""
     if is_loaded(source):
         return cast(Tensor, source.get_input_embeddings().weight).detach().to(device, dtype)
@@ -127,7 +127,7 @@ def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | 
 
 
 @reads_model
-def load_output(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def load_output(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Load only the weight [vocab_size, width] of a model's output head. Raises the errors of ``load_model``."""
     if is_loaded(source):
         return cast(Tensor, source.get_output_embeddings().weight).detach().to(device, dtype)
@@ -155,13 +155,13 @@ def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.
 
 
 @reads_model
-def max_positions(source: Found) -> int:
+def max_positions(source: ResolvedSource) -> int:
     """Return the longest sequence in tokens that a model supports. Raises the errors of ``load_model``."""
     return longest_sequence(load_config(source).get_text_config())
 
 
 @reads_model
-def check_source(source: Found, max_model_len: int | None) -> None:
+def check_source(source: ResolvedSource, max_model_len: int | None) -> None:
     """Check a source before its large files are read.
 
     Raises ModelFormatError for a directory without a model, and ParameterError if ``max_model_len`` tokens are more
@@ -183,7 +183,7 @@ def check_source(source: Found, max_model_len: int | None) -> None:
 
 
 @reads_model
-def eos_token_ids(source: Found) -> tuple[int, ...]:
+def eos_token_ids(source: ResolvedSource) -> tuple[int, ...]:
     """Return the tokens that end a text: from generation_config, else config, or from a GGUF file's metadata.
 
     Raises the errors of ``load_model``.
