@@ -131,11 +131,11 @@ class NativeModel:
         return features
 
     @property
-    def plays_rounds(self) -> bool:
-        """Whether ``play`` may be called: the reference implementation does not run whole rounds."""
+    def runs_rounds(self) -> bool:
+        """Whether ``run_round`` may be called: the reference implementation does not run whole rounds."""
         return self._packed is not None
 
-    def play(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
+    def run_round(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
         """Run a round in one call: verify, accept, commit. Raises ParameterError for an invalid token or row.
 
         threads: default number of threads, which ``kernel_threads`` overrides; None: the model's.
