@@ -25,7 +25,7 @@ def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[D
     decoder = Decoder(model, BACKENDS[backend](), 4, positions)
     decoder.cache.keys.fill_(1e3)
     decoder.cache.values.fill_(-1e3)
-    decoder.seen.fill_(11)
+    decoder.num_computed_tokens.fill_(11)
     batch = new_batch(4, positions, model.vocab_size)
     for row, prompt in enumerate(PROMPTS):
         batch.set_row(row, RowStart(prompt, SamplingParams(temperature=0), row))
@@ -61,7 +61,7 @@ def test_chunked_prefill_equals_one_prefill(name: str, chunks: list[tuple[int, i
     logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate(PROMPTS):
         assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
-    assert decoder.seen[:3].tolist() == [0, 5, 2]
+    assert decoder.num_computed_tokens[:3].tolist() == [0, 5, 2]
 
 
 def test_prefill_of_later_rows_does_not_change_decoding_rows() -> None:
@@ -94,18 +94,18 @@ def test_a_full_row_decodes_its_last_token_beside_long_drafts(name: str) -> None
 def test_next_hidden_runs_the_missing_tokens_of_each_row(lags: list[int]) -> None:
     model = ToyModel()
     decoder, batch = setup(model)
-    decoder.seen[:3] = torch.tensor([len(p) - lag for p, lag in zip(PROMPTS, lags, strict=True)])
+    decoder.num_computed_tokens[:3] = torch.tensor([len(p) - lag for p, lag in zip(PROMPTS, lags, strict=True)])
     logits = decoder.logits(decoder.next_hidden(batch, max(lags)))
     for row, prompt in enumerate(PROMPTS):
         assert logits[row].tolist() == logits_after(model, prompt)
-    assert decoder.seen[:3].tolist() == [len(prompt) for prompt in PROMPTS]
+    assert decoder.num_computed_tokens[:3].tolist() == [len(prompt) for prompt in PROMPTS]
 
 
 def test_rewind_drops_rejected_draft_tokens() -> None:
     decoder, batch = setup(ToyModel())
-    decoder.seen[:3] = torch.tensor([4, 3, 2])
+    decoder.num_computed_tokens[:3] = torch.tensor([4, 3, 2])
     decoder.rewind(batch)
-    assert decoder.seen[:3].tolist() == [0, 3, 2]
+    assert decoder.num_computed_tokens[:3].tolist() == [0, 3, 2]
 
 
 def test_a_copied_row_continues_like_its_source() -> None:
@@ -113,7 +113,7 @@ def test_a_copied_row_continues_like_its_source() -> None:
     decoder, batch = setup(model)
     batch.copy_row(1, 0)
     decoder.copy_row(1, 0, 5)
-    assert decoder.seen[0] == 5
+    assert decoder.num_computed_tokens[0] == 5
     logits = decoder.verify(batch, batch.empty_draft)
     assert logits[0, 0].tolist() == logits[1, 0].tolist() == logits_after(model, PROMPTS[1])
 

@@ -55,8 +55,8 @@ class Decoder:
     rows, positions: size of the KV cache, in rows and tokens per row.
     vocab_size: vocabulary of the batch, if the model's head is padded to another size.
 
-    seen [rows] int64: number of computed tokens of each row, whose keys and values are in the cache. Between rounds it
-        is length - 1 for the target and may be less for a draft model.
+    num_computed_tokens [rows] int64: number of tokens of each row whose keys and values are in the cache. Between
+        rounds it is length - 1 for the target; for a draft model it may be less.
     reader: gets the features of every token that is run; None: features are not computed.
     reads: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier ones
         are fed beforehand.
@@ -74,7 +74,7 @@ class Decoder:
         self.cache = _cache_for(model, rows, positions)
         # Cache row of each batch row. It differs from the batch row only for a FlatModel, which takes a row per token.
         self._places = list(range(rows))
-        self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.reader: FeatureReader | None = None
         self._taps: tuple[int, ...] = ()
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
@@ -221,7 +221,7 @@ class Decoder:
             for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
                 self._prefill_side_by_side(batch, [part for _, part in run])
         for row, _, stop in parts:
-            self.seen[row] = stop
+            self.num_computed_tokens[row] = stop
 
     def _prefill_flat(self, model: FlatModel, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         tokens = torch.cat([batch.tokens[row - batch.first, start:stop] for row, start, stop in parts])
@@ -270,13 +270,13 @@ class Decoder:
         hidden = self.forward(tokens, start, longest, parts[0][0], counts)
         return [hidden[index, : len(text)] for index, (*_, text) in enumerate(parts)]
 
-    def seen_by(self, batch: Batch) -> Tensor:
-        """Return a view [B] int64 of ``seen`` for the batch's decoding rows."""
-        return self.seen[batch.first : batch.first + batch.rows]
+    def num_computed_view(self, batch: Batch) -> Tensor:
+        """Return a view [B] int64 of ``num_computed_tokens`` for the batch's decoding rows."""
+        return self.num_computed_tokens[batch.first : batch.first + batch.rows]
 
     def lags(self, batch: Batch) -> list[int]:
         """Return the number of tokens of each row that are missing in the cache. Synchronises with the device."""
-        return (batch.live_length - self.seen_by(batch)).tolist()
+        return (batch.live_length - self.num_computed_view(batch)).tolist()
 
     def catch_up(self, batch: Batch) -> None:
         """Run the missing tokens of each row except its last token, in chunks.
@@ -286,20 +286,20 @@ class Decoder:
         """
         for rows, stop in self._incomplete_groups(batch):
             source = rows[-1]
-            self._feed_all(batch, [source], self.seen_by(batch).tolist(), [stop])
+            self._feed_all(batch, [source], self.num_computed_view(batch).tolist(), [stop])
             for row in rows[:-1]:
                 self.copy_row(batch.first + source, batch.first + row, stop)
-        seen = self.seen_by(batch).tolist()
-        for incomplete, group in groupby(range(batch.rows), lambda row: seen[row] < batch.lengths[row] - 1):
+        computed = self.num_computed_view(batch).tolist()
+        for incomplete, group in groupby(range(batch.rows), lambda row: computed[row] < batch.lengths[row] - 1):
             if incomplete:
                 rows = list(group)
-                self._feed_all(batch, rows, seen, [batch.lengths[row] - 1 for row in rows])
+                self._feed_all(batch, rows, computed, [batch.lengths[row] - 1 for row in rows])
 
     def spared(self, batch: Batch) -> int:
         """Return the number of missing tokens that ``catch_up`` copies from parallel samples instead of running."""
         groups = self._incomplete_groups(batch)
-        seen = self.seen_by(batch).tolist() if groups else []
-        return sum(stop - seen[row] for rows, stop in groups for row in rows[:-1])
+        computed = self.num_computed_view(batch).tolist() if groups else []
+        return sum(stop - computed[row] for rows, stop in groups for row in rows[:-1])
 
     def _incomplete_groups(self, batch: Batch) -> list[tuple[list[int], int]]:
         """Return (rows, stop) of each group of parallel samples in which rows miss prompt tokens before ``stop``.
@@ -308,17 +308,17 @@ class Decoder:
         counted.
         """
         siblings = batch.siblings
-        seen, groups = self.seen_by(batch).tolist() if siblings else [], []
+        computed, groups = self.num_computed_view(batch).tolist() if siblings else [], []
         for rows, prompt in siblings:
-            stop, source = prompt - 1, max(rows, key=seen.__getitem__)
-            incomplete = [row for row in rows if seen[row] < stop and row != source]
+            stop, source = prompt - 1, max(rows, key=computed.__getitem__)
+            incomplete = [row for row in rows if computed[row] < stop and row != source]
             if incomplete:
                 groups.append(([*incomplete, source], stop))
         return groups
 
-    def _feed_all(self, batch: Batch, rows: list[int], seen: list[int], ends: list[int]) -> None:
-        """Run tokens seen[row] .. end - 1 of consecutive rows, in chunks of at most CATCH_UP_CHUNK tokens."""
-        starts = [min(seen[row], end) for row, end in zip(rows, ends, strict=True)]
+    def _feed_all(self, batch: Batch, rows: list[int], computed: list[int], ends: list[int]) -> None:
+        """Run tokens computed[row] .. end - 1 of consecutive rows, in chunks of at most CATCH_UP_CHUNK tokens."""
+        starts = [min(computed[row], end) for row, end in zip(rows, ends, strict=True)]
         width = max(1, CATCH_UP_CHUNK // len(rows))
         while starts != ends:
             stops = [min(start + width, end) for start, end in zip(starts, ends, strict=True)]
@@ -327,24 +327,24 @@ class Decoder:
 
     def next_hidden(self, batch: Batch, lag: int) -> Tensor:
         """Run the missing tokens, at most ``lag`` per row -> hidden [B, width] at each row's last token."""
-        seen = self.seen_by(batch)
-        place = seen[:, None] + torch.arange(lag, device=batch.device)
+        computed = self.num_computed_view(batch)
+        place = computed[:, None] + torch.arange(lag, device=batch.device)
         tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-        hidden = self.forward(tokens, seen, batch.longest, batch.first, batch.live_length - seen)
-        last = (batch.live_length - seen - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        seen.copy_(batch.live_length)
+        hidden = self.forward(tokens, computed, batch.longest, batch.first, batch.live_length - computed)
+        last = (batch.live_length - computed - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        computed.copy_(batch.live_length)
         return hidden.gather(1, last).squeeze(1)
 
     def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
-        """Run text [B, reads] int64, which begins at ``seen`` in each row -> hidden [B, 1, width] at its last token.
+        """Run the missing tokens text [B, reads] int64 of each row -> hidden [B, 1, width] at its last token.
 
-        The first step of a draft on a device.
+        This is the first step of a draft on a device. The text of a row begins at its ``num_computed_tokens``.
         before [B]: lengths of the rows; tokens beyond them are padding. span: ``longest`` of ``forward``.
         """
-        seen = self.seen[: len(text)]
-        return at(self.forward(text, seen, span), before - seen - 1)
+        computed = self.num_computed_tokens[: len(text)]
+        return at(self.forward(text, computed, span), before - computed - 1)
 
-    def go_on_drafting(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+    def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
         """Run draft token number ``step`` (from 1 on) [B, 1] int64 -> hidden [B, 1, width]. Earlier ones were run."""
         return self.forward(draft_token, before + step - 1, span)
 
@@ -417,23 +417,23 @@ class Decoder:
             places = torch.tensor([self._places[batch.first + row] for row in moved], device=device)
             self.cache.keep(places, torch.tensor([text[row] for row in moved], device=device), wide)
         computed = [length + len(path) for length, path in zip(text, paths, strict=True)]
-        self.seen_by(batch).copy_(torch.tensor(computed))
+        self.num_computed_view(batch).copy_(torch.tensor(computed))
 
     def note_draft_tokens(self, batch: Batch, count: int) -> None:
         """Count the draft tokens of each row as computed, except the last one, which was not run."""
-        self.seen_by(batch).add_(count - 1)
+        self.num_computed_view(batch).add_(count - 1)
 
     def rewind(self, batch: Batch) -> None:
         """Drop rejected draft tokens, and each row's last token, from the computed ones. No memory moves."""
-        seen = self.seen_by(batch)
-        torch.minimum(seen, batch.live_length - 1, out=seen)
+        computed = self.num_computed_view(batch)
+        torch.minimum(computed, batch.live_length - 1, out=computed)
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` positions of a row to another row."""
         self.cache.copy_row(self._places[source], self._places[destination], length)
         if self.reader is not None:
             self.reader.copy_row(source, destination, length)
-        self.seen[destination] = self.seen[source].clamp(max=length)
+        self.num_computed_tokens[destination] = self.num_computed_tokens[source].clamp(max=length)
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
         """Exchange ``length`` positions of two rows. For a FlatModel only the row numbers are exchanged."""
@@ -443,7 +443,7 @@ class Decoder:
             self._places[one], self._places[other] = self._places[other], self._places[one]
         if self.reader is not None:
             self.reader.swap_rows(one, other, length)
-        self.seen[[one, other]] = self.seen[[other, one]]
+        self.num_computed_tokens[[one, other]] = self.num_computed_tokens[[other, one]]
 
     def resize_row(self, row: int, positions: int) -> None:
         """Set the capacity of a row in tokens; memory beyond it is freed. See ``RowTables``."""
@@ -454,17 +454,17 @@ class Decoder:
         """Whether memory is allocated per row as it grows."""
         return self.cache.grows
 
-    def room_of(self, row: int) -> int:
+    def capacity_of(self, row: int) -> int:
         """Return the capacity of a row in tokens."""
         return self.cache.sizes[self._places[row]]
 
     def cut_row(self, row: int, length: int) -> None:
         """Begin a new text in a row, of which at most ``length`` tokens are in the cache already."""
-        self.seen[row].clamp_(max=length)
+        self.num_computed_tokens[row].clamp_(max=length)
 
-    def held(self, row: int) -> int:
+    def num_computed(self, row: int) -> int:
         """Return the number of computed tokens of a row. Synchronises with the device."""
-        return int(self.seen[row])
+        return int(self.num_computed_tokens[row])
 
     def clear(self) -> None:
         """Reset the mapping of rows; called when no row is in use, such as after an interrupt."""
