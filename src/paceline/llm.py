@@ -62,7 +62,7 @@ from paceline.models.loading import check_source, eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
 
@@ -511,7 +511,7 @@ def _load_target(source: ModelSource, config: EngineConfig, begin: Begin) -> Any
         return _load(source, config, _dtype(config), config.quantization, begin)
     from paceline.models.parallel.launch import lead
 
-    device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
+    device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_of_each(share.ranks)
     return lead(source, share, _dtype(config), device, threads)
 

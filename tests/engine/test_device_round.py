@@ -520,7 +520,10 @@ def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> Non
     batch = rounds.batch
     batch.set_rows(2)  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
-    text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
+    text, seen = (
+        batch.tokens.clone(),
+        [decoder.num_computed_tokens.clone() for decoder in (rounds.target, rounds.draft) if decoder],
+    )
     with torch.inference_mode():
         gains = read_record(rounds.play(2, 3, 60).read()).gained
     assert gains[0] > 0
@@ -528,15 +531,15 @@ def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> Non
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
     assert torch.equal(batch.tokens[1:], text[1:])
     assert rounds.draft is not None
-    assert rounds.draft.seen[2] == seen[1][2]
+    assert rounds.draft.num_computed_tokens[2] == seen[1][2]
 
 
 def test_practice_changes_nothing() -> None:
     rounds = runner(TwinOps(), Rule())
-    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
+    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
     with torch.inference_mode(), rounds._nobody_lives():
         rounds.program(3, 3, 64)
-    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
+    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.num_computed_tokens  # type: ignore[union-attr]
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
     assert rounds.batch.live.item() == 3
 

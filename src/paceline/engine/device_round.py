@@ -292,8 +292,8 @@ class DeviceRound:
         assert self.draft is not None, "guesses need a draft model"
         step = proposed.shape[1]
         if step > 0:
-            return self.draft.logits(self.draft.go_on_drafting(proposed[:, -1:], step, before, span))
-        text = _text(state, self.draft.seen[: state.rows], self.draft.reads)
+            return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span))
+        text = _text(state, self.draft.num_computed_tokens[: state.rows], self.draft.reads)
         return self.draft.logits(self.draft.begin_draft(text, before, span))
 
     def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
@@ -317,7 +317,7 @@ class DeviceRound:
     def _catch_up(self, rows: int, width: int, span: int) -> Tensor:
         assert self.draft is not None, "nobody lags"
         state = self.batch.state(rows, reads=False)
-        seen = self.draft.seen[:rows]
+        seen = self.draft.num_computed_tokens[:rows]
         self.draft.forward(_text(state, seen, width), seen, span)
         self._now_seen(state, torch.minimum(seen + width, state.length - 1))
         return seen
@@ -325,7 +325,7 @@ class DeviceRound:
     def _now_seen(self, state: RowState, seen: Tensor) -> None:
         """Of live rows; the others may be in the middle of a prefill."""
         assert self.draft is not None
-        known = self.draft.seen[: state.rows]
+        known = self.draft.num_computed_tokens[: state.rows]
         lives = torch.arange(state.rows, device=seen.device) < state.live
         known.copy_(torch.where(lives, seen, known))
 

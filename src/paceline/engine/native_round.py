@@ -110,7 +110,7 @@ class NativeRound:
         call.counts, call.draft_tokens = place + 8 * rows, place + 16 * rows
         call.parents = None if draft.follows is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.rows = width, rows
-        self._model.play(call, self._target.cache, self._threads)
+        self._model.run_round(call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:
         drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
@@ -149,7 +149,7 @@ def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:
 
 def plays_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
     """Whether the kernels can play rounds of this model."""
-    return isinstance(model, NativeModel) and model.plays_rounds
+    return isinstance(model, NativeModel) and model.runs_rounds
 
 
 def kept_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:

@@ -208,7 +208,7 @@ class Scheduler:
     def _cached(self, row: int, tokens: int) -> list[int]:
         """Of the first ``tokens`` of a row, which the target's cache holds, how many each decoder's does."""
         drafts = self.decoders[1:]
-        return [tokens, *(min(tokens, decoder.held(row)) if tokens else 0 for decoder in drafts)]
+        return [tokens, *(min(tokens, decoder.num_computed(row)) if tokens else 0 for decoder in drafts)]
 
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
@@ -489,7 +489,7 @@ class Scheduler:
         rows = [sequence.reach for sequence in (*self.running, *self.prefilling)]
         rows += [len(held.tokens) for held in self.free.rows]
         for decoder in self.decoders:
-            assert [decoder.room_of(row) for row in range(self.capacity)] == rows, (
+            assert [decoder.capacity_of(row) for row in range(self.capacity)] == rows, (
                 "rows are not as large as they may be"
             )
         assert sum(map(self.room.bytes_for, rows)) <= self.room.limit, "rows may take more memory than there is"
