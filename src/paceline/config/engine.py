@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
 
 from paceline.config import names
+from paceline.config.help import Help, described
 from paceline.config.limits import (
     DEFAULT_ACCEPTANCE,
     MAX_BYTES,
@@ -23,97 +24,176 @@ from paceline.config.limits import (
     DtypeName,
     Guesses,
     Length,
-    Name,
     QuantizationName,
     RoundsName,
     Seconds,
     Width,
 )
-from paceline.config.ranges import FileName, Whole, check, check_fields, names_checked
+from paceline.config.ranges import FileName, Text, Whole, check, check_fields, names_checked
 from paceline.config.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
 from paceline.errors import ParameterError
 
 
+@described
 @names_checked
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs.
+    """How the engine runs. Raises ParameterError for a value outside of its range."""
 
-    drafter: "model" (needs a draft model), "feature" (needs a trained head in its place), "ngram" (prompt lookup, no
-        model), "hybrid" (prompt lookup where it will do, else the draft model or head), None (plain decoding). "auto"
-        is hybrid with either of them, else n-gram; where the device plays rounds alone, which n-gram lookup would end,
-        it is model or None, unless other options ask for draft tokens. An engine's own configuration never says "auto".
-        Or another package's name, or an object: a ``paceline.drafters.Drafter``, as a class or as a pattern of which
-        each engine plays a copy.
-    num_speculative_tokens: draft tokens a round: a number, or who chooses it: "auto" (as many as pay at the measured
-    cost
-        and acceptance, 0 where none does), "bass" (BASS, Algorithm 1) or "profiled" (Synergy: by a profile's table).
-        Or another package's name, or an object: a ``paceline.lengths.LengthPolicy``, likewise.
-    speculation_width: draft tokens of a row that may stand side by side, each for the same place: its draft tokens are
-    then a
-        tree, and ``num_speculative_tokens`` is its depth. 1: a chain. "auto": as wide as was counted to pay for this
-        drafter. Acceptance must be "coupled"; on a device trees have one shape: at each depth so
-        many candidates after the chain of the likeliest.
-    profile: a file of ``paceline profile``: needed by "profiled"; "auto" then need not measure costs at the start.
-    acceptance: "coupled" (same seed, same text, with or without speculation) or "rejection" (highest acceptance).
-        "synthetic:0.8" keeps each draft token with that probability, whatever it is: the speed is real, the text is
-        not.
-    benchmark: says that texts are not wanted; without it a synthetic acceptance is refused.
-    attention: "native" (the C++ kernels for CPUs, ragged and batch-invariant), "ragged" (one Triton launch for all
-        rows), "padded" (BASS-PAD) or "split" (BASS-SPLIT). "auto" is native where it can run the model, ragged on CUDA
-        devices with Triton, else padded.
-    deterministic: kernels whose tiles do not depend on the batch, so that a token's bits do not either: ragged
-        attention and Triton's matrix products. The native kernels are so anyway.
-    rounds: "device": a round is one program that the host never interrupts (on CUDA a graph), and the host is one round
-        behind; requests with a grammar, a bias or many stop tokens are played by the host. "host": it reads every
-        round. "auto" is device on CUDA, where models, drafter and attention allow it and no ranks share the target.
-    dtype: "auto" is bfloat16 where the machine multiplies it natively, else float16 on CUDA devices, float32 on CPUs.
-        "float16", for CUDA devices alone, ends at 65504: a model whose streams pass that needs another.
-    quantization: "int8" or "int4" weights, made at load, on the native kernels; on CUDA "int8" or "fp8", on Triton's.
-        None leaves them in ``dtype``.
-    draft_dtype, draft_quantization: the draft model's; "same" is the target's.
-    max_batch_size: rows, that is sequences decoded at once.
-    max_model_len: most tokens of a sequence, prompt and answer; None: the model's own limit, at most 4096.
-    prefill_chunk: most prompt tokens fed in one step, all rows together.
-    longest_pause: seconds between two tokens of a row while prompts are prefilled: chunks are as short as the speed
-        measured so far wants it, the shortest prompts first. None: chunks are of ``prefill_chunk`` tokens, as they are
-        anyway where nobody sees a pause: in ``LLM.generate`` while no other call runs, and in ``paceline batch``, if no
-        request has a time budget.
-    prefix_cache: whether a prompt copies the keys and values of the longest beginning that it shares with any text
-        whose row has not been needed since. False reads every prompt whole, once for all of its answers.
-    device: "cpu", "cuda", "cuda:1", ...; "auto" is the first CUDA device if there is one.
-    tensor_parallel: processes (ranks) that share the target, each with a part of every matrix and of the cache: this
-        one and others that it starts, or that torchrun has started; on CUDA a device each, from ``device`` on.
-        Drafting, sampling and all decisions stay here.
-    threads: CPU threads of this engine, of each rank; None: torch's own choice, and no more than a container's CPU
-        quota can run, shared by the ranks.
-    memory_limit: bytes the engine may take; None is what the machine has free. On Linux's CPUs rows take the memory
-        that they use: where not all fit at their longest, requests wait until what they may come to hold does, prompt
-        and ``max_tokens``. Elsewhere all rows have to fit at their longest.
-    """
-
-    drafter: Annotated[str | DrafterKind | None, DRAFTERS] = "auto"
-    num_speculative_tokens: Guesses | Annotated[str | LengthKind, LENGTHS] = "auto"
-    speculation_width: Width | Literal["auto"] = "auto"
-    profile: Annotated[str, FileName()] | None = None
-    acceptance: AcceptanceName | str = DEFAULT_ACCEPTANCE
-    benchmark: bool = False
-    attention: AttentionName = "auto"
-    deterministic: bool = False
-    rounds: RoundsName = "auto"
-    dtype: DtypeName = "auto"
-    quantization: QuantizationName | None = None
-    draft_dtype: DtypeName | Literal["same"] = "same"
-    draft_quantization: QuantizationName | Literal["same"] | None = "same"
-    max_batch_size: Annotated[int, Whole(1, MAX_ROWS)] = 16
-    max_model_len: Annotated[int, Whole(2, MAX_COUNT)] | None = None
-    prefill_chunk: Annotated[int, Whole(1, MAX_PREFILL_CHUNK)] = 1024
-    longest_pause: Seconds | None = 0.1
-    prefix_cache: bool = True
-    device: Name = "auto"
-    tensor_parallel: Annotated[int, Whole(1, MAX_RANKS)] = 1
-    threads: Annotated[int, Whole(1, MAX_THREADS)] | None = None
-    memory_limit: Annotated[int, Whole(1, MAX_BYTES)] | None = None
+    drafter: Annotated[
+        str | DrafterKind | None,
+        DRAFTERS,
+        Help(
+            "Source of draft tokens: model, feature (a trained head), ngram (prompt lookup), hybrid (ngram, else model "
+            "or head), none (plain decoding), or a name that a package adds. auto is hybrid with a draft model, "
+            "else ngram; on CUDA model, else none.",
+            more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
+            "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
+            'it back. None is "none". An object is a ``paceline.drafters.Drafter``: a class, or a pattern of which '
+            "each engine uses a copy.",
+        ),
+    ] = "auto"
+    num_speculative_tokens: Annotated[
+        Guesses | Annotated[str | LengthKind, LENGTHS],
+        Help(
+            "Draft tokens a round: a number, auto, bass, profiled, or a length policy that a package adds.",
+            "--num-speculative-tokens",
+            "-k",
+            more='"auto" takes as many as pay at the measured cost and acceptance, 0 where none do. "bass" is BASS, '
+            'Algorithm 1 (2404.15778). "profiled" is Synergy, by the table of a profile. An object is a '
+            "``paceline.lengths.LengthPolicy``.",
+        ),
+    ] = "auto"
+    speculation_width: Annotated[
+        Width | Literal["auto"],
+        Help(
+            "Draft tokens side by side for the same position, which makes drafts trees: a number, or auto; 1: chains.",
+            more='``num_speculative_tokens`` is then the depth of the tree. "auto" is the width measured to pay for '
+            'the drafter. Needs ``acceptance="coupled"``. On a device all trees have one shape.',
+        ),
+    ] = "auto"
+    profile: Annotated[
+        str | None,
+        FileName(),
+        Help(
+            "A file written by paceline profile, for the length policies auto and profiled.",
+            more='"profiled" needs it; "auto" then measures no costs at the start.',
+        ),
+    ] = None
+    acceptance: Annotated[
+        AcceptanceName | str,
+        Help(
+            "Acceptance rule: coupled (same seed, same text, with and without speculation) or rejection (highest "
+            "acceptance rate).",
+            more='"synthetic:P" accepts each draft token with probability P, for benchmarks: the speed is real, the '
+            "text is not.",
+        ),
+    ] = DEFAULT_ACCEPTANCE
+    benchmark: Annotated[bool, Help("Allow a synthetic acceptance rule, whose texts have no meaning.")] = False
+    attention: Annotated[
+        AttentionName,
+        Help(
+            "Attention kernel. auto is native on CPUs, ragged on CUDA with Triton, else padded.",
+            more='"native" is C++ for CPUs, ragged and batch-invariant; "ragged" is one Triton launch for all rows; '
+            '"padded" is BASS-PAD; "split" is BASS-SPLIT.',
+        ),
+    ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Help(
+            "Bits do not depend on the batch (CUDA; CPU kernels always work so).",
+            more="Kernels then have tiles of a fixed size: ragged attention and Triton's matrix products.",
+        ),
+    ] = False
+    rounds: Annotated[
+        RoundsName,
+        Help(
+            "What runs a round: host, or device without interruption. auto is device on CUDA where models, drafter and "
+            "attention allow it.",
+            more='With "device" a round is one program (on CUDA a graph) and the host is one round behind; requests '
+            "with a grammar, a bias or many stop tokens still run on the host. Ranks that share a target need the "
+            "host.",
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        DtypeName,
+        Help(
+            "Precision. auto is bfloat16 where native, else float16 (CUDA), float32 (CPU).",
+            more='"float16" needs CUDA and models whose hidden states stay below 65504.',
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        QuantizationName | None,
+        Help(
+            "Weights in fewer bits, quantised when the model loads: int8, int4 (CPU); int8, fp8 (CUDA).",
+            more="None leaves weights in ``dtype``.",
+        ),
+    ] = None
+    draft_dtype: Annotated[DtypeName | Literal["same"], Help("Precision of the draft model.")] = "same"
+    draft_quantization: Annotated[
+        QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
+    ] = "same"
+    max_batch_size: Annotated[
+        int,
+        Whole(1, MAX_ROWS),
+        Help("Rows, that is sequences decoded at once.", "--max-batch-size", "--max-num-seqs"),
+    ] = 16
+    max_model_len: Annotated[
+        int | None,
+        Whole(2, MAX_COUNT),
+        Help(
+            "Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096.",
+        ),
+    ] = None
+    prefill_chunk: Annotated[
+        int,
+        Whole(1, MAX_PREFILL_CHUNK),
+        Help("Maximum prompt tokens fed in one step, all rows together."),
+    ] = 1024
+    longest_pause: Annotated[
+        Seconds | None,
+        Help(
+            "Maximum seconds between two tokens of a row while prompts are prefilled; none means full chunks.",
+            more="Prefill chunks are as short as the measured speed requires, shortest prompts first. Chunks have "
+            "``prefill_chunk`` tokens anyway where no client waits for tokens: in ``LLM.generate`` while no other "
+            "call runs, and in ``paceline batch``, if no request has a time budget.",
+        ),
+    ] = 0.1
+    prefix_cache: Annotated[
+        bool,
+        Help(
+            "Copy the keys and values of a prompt's longest beginning that was read before.",
+            more="Without it each prompt is read whole, once for all of its answers.",
+        ),
+    ] = True
+    device: Annotated[
+        str, Text(filled=True), Help("cpu, cuda, cuda:1, ...; auto is the first CUDA device if there is one.")
+    ] = "auto"
+    tensor_parallel: Annotated[
+        int,
+        Whole(1, MAX_RANKS),
+        Help(
+            "Processes (ranks) that share the target, on CUDA one device each.",
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            more="Each rank has a part of every matrix and of the cache. The engine starts the others, unless "
+            "torchrun has; devices count from ``device``. Drafting, sampling and scheduling stay in the first.",
+        ),
+    ] = 1
+    threads: Annotated[
+        int | None,
+        Whole(1, MAX_THREADS),
+        Help("CPU threads, of each rank. Default: torch's choice, at most a container's CPU quota."),
+    ] = None
+    memory_limit: Annotated[
+        int | None,
+        Whole(1, MAX_BYTES),
+        Help(
+            "Bytes that the engine may take. Default: the machine's free memory.",
+            more="On Linux CPUs rows take memory as they grow: where not all rows fit at their longest, requests wait "
+            "until prompt and ``max_tokens`` fit. Elsewhere all rows have to fit at their longest.",
+        ),
+    ] = None
 
     DEFAULT_MAX_MODEL_LEN = 4096
     OTHER_NAMES: ClassVar[Mapping[str, str]] = names.ENGINE
@@ -261,21 +341,21 @@ class EngineOptions(TypedDict, total=False):
     memory_limit: int | None
 
 
-_DRAFTS = "a drafter, who guesses; drafter=None is nobody"
-_DRAFTS = "a draft model that drafts: drafter='model' or 'hybrid'"
+_DRAFTER = "a drafter: drafter other than None"
+_DRAFT_MODEL = "a drafter with a draft model: drafter='model' or 'hybrid'"
 LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid', and num_speculative_tokens other than 0"
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
-    "num_speculative_tokens": (lambda config: config.drafter is not None, _DRAFTS),
+    "num_speculative_tokens": (lambda config: config.drafter is not None, _DRAFTER),
     "speculation_width": (
         lambda config: config.draft_tokens and config.drafter_kind is not None and config.drafter_kind.auto_width > 0,
-        "a drafter whose guesses may branch: drafter='ngram', 'model', 'feature' or 'hybrid'",
+        "a drafter whose drafts may branch: drafter='ngram', 'model', 'feature' or 'hybrid'",
     ),
-    "acceptance": (lambda config: config.drafter is not None, _DRAFTS),
-    "profile": (lambda config: config.reads_profile, _DRAFTS + "; and num_speculative_tokens='auto' or 'profiled'"),
-    "draft_model": (lambda config: config.asks_draft_model, _DRAFTS),
-    "draft_dtype": (lambda config: config.asks_draft_model, _DRAFTS),
-    "draft_quantization": (lambda config: config.asks_draft_model, _DRAFTS),
+    "acceptance": (lambda config: config.drafter is not None, _DRAFTER),
+    "profile": (lambda config: config.reads_profile, _DRAFTER + "; and num_speculative_tokens='auto' or 'profiled'"),
+    "draft_model": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
+    "draft_dtype": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
+    "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
 }
 """What an engine must do for an option to have any effect, and how to say so."""

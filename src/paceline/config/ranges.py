@@ -27,6 +27,7 @@ from typing import (
     get_type_hints,
 )
 
+from paceline.config.help import Help
 from paceline.errors import ParameterError, shown
 
 if TYPE_CHECKING:
@@ -325,8 +326,10 @@ def rule_for(hint: Any) -> Rule:
 
 
 def _annotated(arguments: tuple[Any, ...]) -> Rule:
-    inner, rule = arguments[:2]
-    return AnyOf((rule,), none=True) if NoneType in get_args(inner) else rule
+    inner, *rules = (part for part in arguments if not isinstance(part, Help))
+    if not rules:
+        return rule_for(inner)
+    return AnyOf((rules[0],), none=True) if NoneType in get_args(inner) else rules[0]
 
 
 @cache
