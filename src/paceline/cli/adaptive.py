@@ -181,7 +181,7 @@ def phases(
 
 
 def _need_drafter(engine: EngineFlags) -> None:
-    if engine.drafter == "none":
+    if engine.drafter is None:
         raise ParameterError("--drafter", "none", "one that guesses: without guesses all policies are one")
 
 

@@ -19,7 +19,8 @@ import typer
 from tqdm import tqdm
 
 from paceline.cli.console import note
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.cli.flags import flags_of
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
 from paceline.config import DEFAULT_ACCEPTANCE, MAX_COUNT, SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
@@ -38,7 +39,7 @@ _TICK = 0.5  # seconds between two looks at the speed
 def batch(
     context: typer.Context,
     engine: EngineFlags,
-    sampling: SamplingFlags,
+    sampling: SamplingParams,
     input_file: Annotated[
         Path,
         typer.Argument(
@@ -74,8 +75,8 @@ def batch(
     """
     _need_server()
     engine.check()
-    params = dataclasses.replace(sampling.params(), seed=None)  # the seed is the job's
-    given = [field.name for field in dataclasses.fields(SamplingFlags) if field.name != "seed"]
+    params = dataclasses.replace(sampling, seed=None)  # the seed is the job's
+    given = [flag.name for flag in flags_of(SamplingParams) if flag.name != "seed"]
     allowed = "left out for lines in OpenAI's form, whose body says it"
     refuse_params = functools.partial(refuse_given, context, allowed, *given)
     if ray_address is not None and replicas is None:

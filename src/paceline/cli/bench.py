@@ -12,6 +12,7 @@ from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_htt
 from paceline.cli.console import Sheet, latency_table, note, stderr, table, working
 from paceline.cli.document import command_line, end
 from paceline.cli.drafters import CHOSEN_BY_DRAFTERS, drafters
+from paceline.cli.flags import with_flags
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -20,7 +21,6 @@ from paceline.cli.options import (
     refuse_given,
     speculation_length,
     whole_numbers,
-    with_flags,
 )
 from paceline.cli.quality import quality
 from paceline.config import LOOKS_UP
@@ -79,7 +79,7 @@ def offline(
         raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
     if lengths is not None:
         refuse_given(context, "left out beside --lengths, which says them", "num_speculative_tokens")
-    if engine.drafter == "none":
+    if engine.drafter is None:
         refuse_given(context, "left out beside --drafter none", "lengths", "wrong_guesses")
     if not has_references(prompts):
         refuse_given(context, f"left out beside --prompts {prompts}, which have none", "references")

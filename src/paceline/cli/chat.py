@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import note, report_error, stderr
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.config import SamplingParams
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
@@ -21,13 +21,12 @@ Messages = list[dict[str, str]]
 
 def chat(
     engine: EngineFlags,
-    sampling: SamplingFlags,
+    sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Talk to a model. /clear forgets what was said, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
-    params = sampling.params()
     if system is not None:
         check_text("--system", system)
     llm = engine.load(model, quiet)
@@ -37,7 +36,7 @@ def chat(
         if line == "/clear":
             messages = list(start)
         elif line:
-            messages = _turn(llm, messages, line, params, quiet)
+            messages = _turn(llm, messages, line, sampling, quiet)
 
 
 def _read_line() -> str | None:

@@ -15,7 +15,8 @@ import typer
 
 from paceline.cli.console import Sheet, note, stderr, table, working
 from paceline.cli.document import command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers, with_flags
+from paceline.cli.flags import with_flags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
 from paceline.config import SamplingParams
 from paceline.config.files import check_output, write_text
 from paceline.errors import MissingPackageError, ParameterError

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.cli.console import json_is_ascii, note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
 from paceline.core.outputs import CompletionOutput
@@ -21,7 +21,7 @@ from paceline.errors import ParameterError
 def generate(
     context: typer.Context,
     engine: EngineFlags,
-    sampling: SamplingFlags,
+    sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
     prompts_file: Annotated[
@@ -46,14 +46,13 @@ def generate(
         refuse_given(context, "left out without --prompt: lines of a file have prompt or messages", "chat")
     if not as_json:
         refuse_given(context, "left out without --json, whose documents show them", "logprobs")
-    params = sampling.params()
-    entries: list[Job | Failure] = [_from_option(text, params, chat) for text in prompt or ()]
+    entries: list[Job | Failure] = [_from_option(text, sampling, chat) for text in prompt or ()]
     if prompts_file is not None:
-        entries += parse_lines(_lines(prompts_file), params)
+        entries += parse_lines(_lines(prompts_file), sampling)
     bad = next((entry for entry in entries if isinstance(entry, Failure)), None)
     if bad is not None and not keep_going:
         raise bad.error
-    show = _show_json if as_json else _show_titled if len(entries) * params.n > 1 else _show_bare
+    show = _show_json if as_json else _show_titled if len(entries) * sampling.n > 1 else _show_bare
     if run_jobs(engine.load(model, quiet), entries, show, keep_going=keep_going, progress=not quiet):
         raise typer.Exit(2)
 

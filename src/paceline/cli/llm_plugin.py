@@ -10,14 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import llm
 from llm.parts import TextPart
 from pydantic import ConfigDict, Field, create_model
 
-from paceline.cli.options import EngineFlags, SamplingFlags
-from paceline.config import DEFAULT_MODEL, StructuredOutputs
+from paceline.cli.flags import flags_of, from_flags
+from paceline.cli.options import EngineFlags
+from paceline.config import DEFAULT_MODEL, SamplingParams, StructuredOutputs
 from paceline.errors import ParameterError
 from paceline.models.hub import EMBEDDED
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from paceline.core.outputs import CompletionOutput
     from paceline.llm import LLM
 
-# Of several answers llm could show one; log-probabilities it shows nowhere.
-_NOT_HERE = {"n", "best_of", "rank_by", "logprobs"}
-_LISTS = {"stop", "reference_document"}  # llm's command line gives one text
+T = TypeVar("T")
+
+_NOT_HERE = {"n", "best_of", "rank_by", "logprobs"}  # llm shows one answer and no log-probabilities
 
 
 class _Base(llm.Options):  # type: ignore[misc]
@@ -36,15 +37,21 @@ class _Base(llm.Options):  # type: ignore[misc]
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
-def _fields(flags: type) -> dict[str, Any]:
-    """The options of our own command line, as pydantic's fields; None: what these have as their default."""
-    plain, hints = get_type_hints(flags), get_type_hints(flags, include_extras=True)
-    names = [field.name for field in dataclasses.fields(flags) if field.name not in _NOT_HERE]
-    kinds = {name: (str | list[str] if name in _LISTS else plain[name]) | None for name in names}
-    return {name: (kinds[name], Field(None, description=get_args(hints[name])[1].help)) for name in names}
+def _fields(kind: type) -> dict[str, Any]:
+    """The options of the command line as pydantic's fields; None: the default. A list may be one value alone."""
+    return {
+        flag.name: (_with_items(flag.kind) | None, Field(None, description=flag.help.text))
+        for flag in flags_of(kind)
+        if flag.name not in _NOT_HERE
+    }
 
 
-_COMMON = _fields(EngineFlags) | _fields(SamplingFlags)
+def _with_items(kind: Any) -> Any:
+    lists = [each for each in get_args(kind) if get_origin(each) is list]
+    return kind | get_args(lists[0])[0] if lists else kind
+
+
+_COMMON = _fields(EngineFlags) | _fields(SamplingParams)
 _ANY_MODEL = Field(DEFAULT_MODEL, description="A hub name, a directory, a .gguf file or an embedded name.")
 
 
@@ -67,10 +74,10 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
         """The answer's text as it grows; ``stream`` or not, for llm joins the pieces. Raises PacelineError."""
         given = {name: value for name, value in prompt.options if value is not None}
-        params = _flags(SamplingFlags, given).params()
+        params = _chosen(SamplingParams, given)
         if prompt.schema is not None:
             params = dataclasses.replace(params, structured_outputs=StructuredOutputs(json=prompt.schema))
-        engine = self._load(self._source or given["model"], _flags(EngineFlags, given))
+        engine = self._load(self._source or given["model"], _chosen(EngineFlags, given))
         shown = ""
         for output in engine.stream(engine.tokens_of_chat(_conversation(prompt.messages)), params):
             answer = output.outputs[0]
@@ -89,12 +96,12 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
             return self._engine[1]
 
 
-def _flags(kind: type[Any], given: dict[str, Any]) -> Any:
-    """Those of the options that are of this kind."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    chosen = {name: value for name, value in given.items() if name in known}
-    return kind(
-        **{name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in chosen.items()}
+def _chosen(kind: type[T], given: dict[str, Any]) -> T:
+    """The configuration that the options of this kind spell. Raises ParameterError."""
+    lists = {flag.name for flag in flags_of(kind) if _with_items(flag.kind) != flag.kind}
+    return from_flags(
+        kind,
+        {name: [value] if name in lists and not isinstance(value, list) else value for name, value in given.items()},
     )
 
 

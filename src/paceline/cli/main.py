@@ -15,8 +15,8 @@ from paceline.cli.chat import chat
 from paceline.cli.console import Stdout, report_error
 from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
+from paceline.cli.flags import with_flags
 from paceline.cli.generate import generate
-from paceline.cli.options import with_flags
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.serve import serve

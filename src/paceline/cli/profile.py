@@ -47,10 +47,10 @@ def profile(
         refuse_given(
             context, "left out beside --quick, which chooses it", "batch_sizes", "max_k", "max_tokens", "repeats"
         )
-    if engine.drafter == "none":
+    if engine.drafter is None:
         raise ParameterError("--drafter", "none", "one that guesses: there is nothing to profile without guesses")
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
-    llm = replace(engine, num_speculative_tokens=str(sweep.max_k)).load(model, quiet)
+    llm = replace(engine, num_speculative_tokens=sweep.max_k).load(model, quiet)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
 
     def progress(steps: Iterable[Any], what: str) -> Iterable[Any]:

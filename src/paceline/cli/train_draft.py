@@ -12,7 +12,7 @@ import typer
 from paceline.cli.console import note, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
-from paceline.config import DRAFT_KINDS, DraftData, DraftTraining, EngineOptions
+from paceline.config import DraftData, DraftTraining, EngineOptions
 from paceline.config.files import check_output, write_text
 from paceline.errors import ParameterError
 
@@ -21,74 +21,35 @@ if TYPE_CHECKING:
     from paceline.tools.training.learn import Trainer
     from paceline.tools.training.run import Plan, Watcher
 
-DATA, TRAINING = "Data", "Training"
 WITHOUT = {
-    "draft_model", "drafter", "num_speculative_tokens", "profile", "acceptance", "rounds", "draft_dtype",
-    "draft_quantization", "deterministic", "reference_document", "max_batch_size", "max_model_len",
+    "draft_model", "drafter", "num_speculative_tokens", "speculation_width", "profile", "acceptance", "rounds",
+    "draft_dtype", "draft_quantization", "deterministic", "reference_document", "longest_pause",
+    "max_batch_size", "max_model_len",
 }  # fmt: skip
 FILES = ("report.json", "report.md", "report.png", "model.safetensors", "config.json")
 
 
-def _of_data(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=DATA)
-
-
-def _of_training(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=TRAINING)
-
-
 def train_draft(
     engine: EngineFlags,
+    data: DraftData,
+    training: DraftTraining,
     output: Annotated[Path, typer.Option("--output", help="A directory for data, checkpoints, head and report.")],
     model: Model = DEFAULT_MODEL,
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--kind",
-            help="feature: a head that guesses token by token (EAGLE-3); parallel: all in one pass (P-EAGLE); "
-            "hidden_transfer: with the target's last layers, all in one pass; model: a draft model of some of the "
-            "target's layers.",
-        ),
-    ] = DraftTraining.kind,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --output ended.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     prompts: Annotated[
-        Path | None, _of_data("--prompts", text="Lines of text, or JSON lines (.jsonl). Default: the target's own.")
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Lines of text, or JSON lines (.jsonl). Default: the target writes its own.",
+            rich_help_panel="Data",
+        ),
     ] = None,
-    tokens: Annotated[int, _of_data("--tokens", text="Of prompts and answers, at least.")] = DraftData.tokens,
-    prompt_tokens: Annotated[
-        int, _of_data("--prompt-tokens", text="Most of a prompt that the target writes.")
-    ] = DraftData.prompt_tokens,
-    answer_tokens: Annotated[int, _of_data("--answer-tokens", text="Most of an answer.")] = DraftData.answer_tokens,
-    held_out: Annotated[int, _of_data("--held-out", text="Conversations to look at only.")] = DraftData.held_out,
-    shard: Annotated[int, _of_data("--shard", text="Conversations of a file.")] = DraftData.shard,
-    disk_budget: Annotated[
-        float, _of_data("--disk-budget", text="GiB that everything may take.")
-    ] = DraftData.disk_budget,
-    max_batch_size: Annotated[int, _of_data("--max-batch-size", text="Texts that are written at once.")] = 64,
-    max_model_len: Annotated[int, _of_data("--max-model-len", text="Most tokens of prompt and answer.")] = 512,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same head.")] = DraftData.seed,
-    epochs: Annotated[float, _of_training("--epochs", text="How often each text is seen.")] = DraftTraining.epochs,
-    minutes: Annotated[
-        float | None, _of_training("--minutes", text="Train for so long instead; data not counted.")
-    ] = DraftTraining.minutes,
-    layers: Annotated[
-        int | None, _of_training("--layers", text="Of a draft model. Default: one for eight of the target's.")
-    ] = DraftTraining.layers,
-    vocab: Annotated[int, _of_training("--vocab", text="Tokens that the head can say.")] = DraftTraining.vocab,
-    mlp_width: Annotated[
-        int | None, _of_training("--mlp-width", text="Default: the target's.")
-    ] = DraftTraining.mlp_width,
-    learning_rate: Annotated[
-        float, _of_training("--learning-rate", text="AdamW's highest.")
-    ] = DraftTraining.learning_rate,
-    batch_tokens: Annotated[int, _of_training("--batch-tokens", text="Of a step.")] = DraftTraining.batch_tokens,
-    unroll: Annotated[int, _of_training("--unroll", text="Guesses of a draft that are learnt.")] = DraftTraining.unroll,
-    evaluate_every: Annotated[
-        float, _of_training("--evaluate-every", text="Minutes between two looks at the held-out texts.")
-    ] = DraftTraining.evaluate_every,
-    checkpoint_every: Annotated[
-        float, _of_training("--checkpoint-every", text="Minutes between two checkpoints.")
-    ] = DraftTraining.checkpoint_every,
+    max_batch_size: Annotated[
+        int, typer.Option("--max-batch-size", help="Texts written at once.", rich_help_panel="Data")
+    ] = 64,
+    max_model_len: Annotated[
+        int, typer.Option("--max-model-len", help="Maximum tokens of prompt and answer.", rich_help_panel="Data")
+    ] = 512,
     quiet: Quiet = False,
 ) -> None:
     """Train a head or a draft model for a target: it writes its own data, with the precision that it is run with here.
@@ -97,16 +58,6 @@ def train_draft(
     speculators layout, a draft model one of transformers; the last line of stdout is the report as one JSON document.
     Processes that torchrun starts learn together, on CPUs.
     """
-    _check_kind(kind)
-    data = DraftData(
-        tokens=tokens, seed=seed, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, held_out=held_out,
-        shard=shard, disk_budget=disk_budget,
-    )  # fmt: skip
-    training = DraftTraining(
-        kind=kind, layers=layers, epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width,
-        learning_rate=learning_rate, batch_tokens=batch_tokens, unroll=unroll, evaluate_every=evaluate_every,
-        checkpoint_every=checkpoint_every,
-    )  # fmt: skip
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
     with working("reading the prompts"):
@@ -132,12 +83,6 @@ def _check_device(device: str) -> None:
 
     if resolve_device(device).type != "cpu":
         raise ParameterError("--device", device, "cpu where several processes learn together; on a GPU start one")
-
-
-def _check_kind(kind: str) -> None:
-    kinds = " or ".join(map(repr, DRAFT_KINDS))
-    if kind not in DRAFT_KINDS:
-        raise ParameterError("--kind", kind, kinds)
 
 
 def check_output_directory(output: Path) -> None:
