@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.engine import Engine
-from paceline.errors import ParameterError
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
 
