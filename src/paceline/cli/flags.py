@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -70,9 +70,15 @@ class Flag:
     @property
     def parameter(self) -> inspect.Parameter:
         """The parameter of a command."""
-        option = typer.Option(*self.spellings, help=self.help.text, rich_help_panel=self.panel)
-        kind = Annotated[self.kind, option]
+        option = typer.Option(*self.spellings, help=self.text, rich_help_panel=self.panel)
+        kind = Annotated[self.kind, option]  # type: ignore[name-defined]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=kind)
+
+    @property
+    def text(self) -> str:
+        """The description in ``--help``."""
+        repeatable = get_origin(self.kind) is list or any(get_origin(each) is list for each in get_args(self.kind))
+        return f"{self.help.text} Repeatable." if repeatable else self.help.text
 
     def value(self, given: Any) -> Any:
         """The field's value."""
@@ -94,7 +100,7 @@ def flags_of(kind: type) -> tuple[Flag, ...]:
     """The options of a configuration class, the class's own fields before inherited ones."""
     hints, helps = get_type_hints(kind), helps_of(kind)
     known = next(each for each in kind.__mro__ if each in PANELS)
-    fields = [field for field in dataclasses.fields(kind) if field.name not in NOT_FLAGS[known]]  # type: ignore[arg-type]
+    fields = [field for field in dataclasses.fields(kind) if field.name not in NOT_FLAGS[known]]
     fields.sort(key=lambda field: field.name not in kind.__annotations__)
     return tuple(_flag(field, hints[field.name], helps[field.name], PANELS[known]) for field in fields)
 
@@ -118,7 +124,7 @@ def _kind(hint: Any, default: Any) -> tuple[Any, bool]:
         if get_origin(kind) is Sequence:
             return list[get_args(kind)[0]], False  # type: ignore[misc]
     if all(get_origin(kind) is Literal for kind in kinds):
-        return Literal[(*(word for kind in kinds for word in get_args(kind)), *["none"] * none)], none  # type: ignore[valid-type,return-value]
+        return Literal[(*(word for kind in kinds for word in get_args(kind)), *["none"] * none)], none
     if len(kinds) == 1 and kinds[0] in (bool, int, float, str) and not none:
         return kinds[0], False
     return str, True
@@ -126,13 +132,12 @@ def _kind(hint: Any, default: Any) -> tuple[Any, bool]:
 
 def from_flags(kind: type[T], values: Mapping[str, Any]) -> T:
     """The configuration that options spell; what was not given has the field's default. Raises ParameterError."""
-    given = {
-        flag.name: flag.value(values[flag.name])
-        for flag in flags_of(kind)
-        if values.get(flag.name) is not None and values[flag.name] != []
-    }
-    make: Callable[..., T] = getattr(kind, "from_mapping", lambda fields: kind(**fields))
-    return make(given)
+    flags = {flag.name: flag for flag in flags_of(kind)}  # type: ignore[arg-type]  # a class is hashable
+    given = {name: flags[name].value(value) for name, value in values.items() if value is not None and value != []}
+    if not issubclass(kind, SamplingParams):
+        return kind(**given)
+    spelled = {name: given.pop(name) for name in [*given] if flags[name].words}
+    return cast(T, kind.from_mapping(spelled, kind(**given)))  # JSON has the token ids of logit_bias as strings
 
 
 def with_flags(command: Callable[..., Any], without: Collection[str] = ()) -> Callable[..., Any]:
@@ -141,7 +146,7 @@ def with_flags(command: Callable[..., Any], without: Collection[str] = ()) -> Ca
     without: fields that the command has no use for; they keep their defaults.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name in groups:

@@ -98,10 +98,12 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
 
 def _chosen(kind: type[T], given: dict[str, Any]) -> T:
     """The configuration that the options of this kind spell. Raises ParameterError."""
-    lists = {flag.name for flag in flags_of(kind) if _with_items(flag.kind) != flag.kind}
+    flags = {flag.name: flag for flag in flags_of(kind)}  # type: ignore[arg-type]  # a class is hashable
+    lists = {name for name, flag in flags.items() if _with_items(flag.kind) != flag.kind}
+    chosen = {name: value for name, value in given.items() if name in flags}
     return from_flags(
         kind,
-        {name: [value] if name in lists and not isinstance(value, list) else value for name, value in given.items()},
+        {name: [value] if name in lists and not isinstance(value, list) else value for name, value in chosen.items()},
     )
 
 

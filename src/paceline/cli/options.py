@@ -37,7 +37,7 @@ class EngineFlags(EngineConfig):
     reference_document: Annotated[
         Sequence[str],
         Texts(MAX_COUNT, MAX_BYTES),
-        Help("A text file from which n-gram lookup may copy; may be given several times."),
+        Help("Text files from which n-gram lookup may copy."),
     ] = ()
 
     def options(self) -> EngineOptions:

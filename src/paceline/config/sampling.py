@@ -142,12 +142,12 @@ class SamplingParams:
     stop: Annotated[
         str | Sequence[str],
         Texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, one=True),
-        Help("A string that ends the answer and is not part of it; may be given several times."),
+        Help("Strings that end the answer and are not part of it."),
     ] = ()
     stop_token_ids: Annotated[
         Sequence[int],
         TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT),
-        Help("A token id that ends the answer; may be given several times."),
+        Help("Token ids that end the answer."),
     ] = ()
     ignore_eos: Annotated[bool, Help("Continue after the model's end-of-text token.")] = False
     include_stop_str_in_output: Annotated[bool, Help("Keep the stop string in the answer's text.")] = False
@@ -165,14 +165,14 @@ class SamplingParams:
     logit_bias: Annotated[
         Mapping[int, float],
         TokenNumbers(TokenIds(MAX_LOGIT_BIAS, MAX_COUNT), Number(-100, 100)),
-        Help('Added to logits, a JSON object from token ids to numbers in [-100, 100]: {"50256": -100}.'),
+        Help('Numbers in [-100, 100] added to the logits of token ids: {"50256": -100}.'),
     ] = field(default_factory=dict)
     bad_words: Annotated[
         str | Sequence[str],
         Texts(MAX_BAD_WORDS, MAX_STOP_CHARACTERS, one=True),
         Help(
-            "A text that the answer must not contain; may be given several times.",
-            more="It is matched as token sequences, with and without a space before it: the token that would complete "
+            "Texts that the answer must not contain.",
+            more="They are matched as token sequences, with and without a space before: the token that would complete "
             "one gets no probability. The same letters spelled by other tokens may come.",
         ),
     ] = ()
@@ -180,7 +180,7 @@ class SamplingParams:
         Sequence[int] | None,
         TokenIds(MAX_VOCABULARY, MAX_COUNT),
         Help(
-            "A token id that the answer may contain; may be given several times. Default: all.",
+            "Token ids that the answer may contain. Default: all.",
             more="An end-of-text token may come only if it is one of them.",
         ),
     ] = None
@@ -211,7 +211,7 @@ class SamplingParams:
         int | None,
         Whole(0, MAX_LOGPROBS),
         Help(
-            "Log-probabilities of the answer's tokens, with this many most likely alternatives (needs --json).",
+            "Log-probabilities of the answer's tokens, with this many most likely alternatives.",
             more="They are the model's own: before bias, penalties and temperature.",
         ),
     ] = None
@@ -235,7 +235,7 @@ class SamplingParams:
         StructuredOutputs | None,
         Part(StructuredOutputs),
         Help(
-            'Form of the answer, a JSON object: {"json": SCHEMA}, {"json_object": true} or {"regex": "..."}.',
+            'Form of the answer: {"json": SCHEMA}, {"json_object": true} or {"regex": "..."}.',
             more="Tokens that cannot lead to a valid answer get no probability; the end-of-text token gets none before "
             "the answer is complete.",
         ),

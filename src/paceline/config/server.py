@@ -52,7 +52,7 @@ class ServerConfig:
         Sequence[str],
         Texts(MAX_API_KEYS, MAX_API_KEY_CHARACTERS, secret=True),
         Help(
-            "A key that requests must carry; may be given several times. Better: a file, or $PACELINE_API_KEYS.",
+            "Keys, one of which requests must carry. Better: a file, or $PACELINE_API_KEYS.",
             "--api-key",
             more="Without keys every client that reaches the server may use it. Limits may follow a key: "
             '"KEY max_requests=N max_tokens_per_minute=N" (requests at a time; tokens of prompts and answers).',
@@ -62,8 +62,7 @@ class ServerConfig:
         Sequence[str],
         Hosts(),
         Help(
-            "A name by which requests may call this server, besides loopback names and --host; may be given several "
-            "times; '*': any.",
+            "Names by which requests may call this server, besides loopback names and --host; '*': any.",
             more="Addresses in numbers are always allowed. Without this option names are checked only if there are no "
             "keys.",
         ),

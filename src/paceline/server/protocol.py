@@ -17,8 +17,8 @@ from paceline.config import (
     SamplingParams,
     StructuredOutputs,
 )
-from paceline.config.help import helps_of
-from paceline.config.ranges import rules_of
+from paceline.config.help import Help, helps_of
+from paceline.config.ranges import AnyOf, Number, Rule, Whole, rules_of
 from paceline.server import limits
 
 
@@ -126,15 +126,18 @@ _LIMITED: Mapping[str, Any] = {
 
 def _sampling_fields() -> dict[str, Any]:
     """Every other field of ``SamplingParams``, with its type as pydantic checks it and its description."""
-    hints, helps, rules = get_type_hints(SamplingParams), helps_of(SamplingParams), rules_of(SamplingParams)
+    hints, rules = get_type_hints(SamplingParams), rules_of(SamplingParams)
     return {
-        name: (
-            _LIMITED.get(name, hint) | None,
-            Field(None, description=f"{helps[name].whole} Allowed: {rules[name].allowed}."),
-        )
-        for name, hint in hints.items()
-        if name in helps and name not in SPELLED_OTHERWISE
+        name: (_LIMITED.get(name, hints[name]) | None, Field(None, description=_described(said, rules[name])))
+        for name, said in helps_of(SamplingParams).items()
+        if name not in SPELLED_OTHERWISE
     }
+
+
+def _described(said: Help, rule: Rule) -> str:
+    """The description of a field, with the range of a number."""
+    (only,) = rule.rules if isinstance(rule, AnyOf) else (rule,)
+    return f"{said.whole} Allowed: {rule.allowed}." if isinstance(only, (Whole, Number)) else said.whole
 
 
 if TYPE_CHECKING:
