@@ -10,7 +10,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from paceline.cli.console import json_is_ascii, note, report_error, stdout
-from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
+from paceline.cli.jobs import Failure, Job, JobResult, as_document, parse_lines, run_jobs
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
@@ -23,7 +23,7 @@ def generate(
     engine: EngineFlags,
     sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable.")] = None,
     prompts_file: Annotated[
         str | None,
         typer.Option(
@@ -33,9 +33,10 @@ def generate(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat every --prompt as a user's message.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a prompt, one a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a prompt, one a line.")] = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Run the good lines of a file in spite of bad ones (exit code 2).")
+        bool,
+        typer.Option("--keep-going", help="Run the valid lines of a file although others are invalid (exit code 2)."),
     ] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -68,12 +69,12 @@ def _lines(name: str) -> list[str]:
     return text.split("\n")
 
 
-def _show_json(number: int, result: Result) -> None:
+def _show_json(number: int, result: JobResult) -> None:
     _warn(result)
     typer.echo(json.dumps(as_document(number, result), ensure_ascii=json_is_ascii()))
 
 
-def _show_bare(_: int, result: Result) -> None:
+def _show_bare(_: int, result: JobResult) -> None:
     for output in _answers(result):
         _note_deadline(output)
         typer.echo(output.text)
@@ -84,7 +85,7 @@ def _note_deadline(output: CompletionOutput) -> None:
         note(f"cut by --time-budget after {len(output.token_ids)} tokens")
 
 
-def _show_titled(number: int, result: Result) -> None:
+def _show_titled(number: int, result: JobResult) -> None:
     answers = _answers(result)
     for output in answers:
         sample = f", answer {output.index + 1}" if len(answers) > 1 else ""
@@ -93,17 +94,17 @@ def _show_titled(number: int, result: Result) -> None:
 
 
 def _standing(output: CompletionOutput) -> str:
-    """What its rank comes from, and whether time cut it."""
+    """The log-probability that ranks the answer, and whether the time budget cut it."""
     mean = output.mean_logprob
     rank = "" if mean is None else f", mean log-probability {mean:.3f}"
     return rank + (", cut by the time budget" if output.finish_reason == "deadline" else "")
 
 
-def _answers(result: Result) -> list[CompletionOutput]:
+def _answers(result: JobResult) -> list[CompletionOutput]:
     _warn(result)
     return [] if isinstance(result, Failure) else result.outputs
 
 
-def _warn(result: Result) -> None:
+def _warn(result: JobResult) -> None:
     if isinstance(result, Failure):
         report_error(result.error)

@@ -32,7 +32,7 @@ _NOT_HERE = {"n", "best_of", "rank_by", "logprobs"}  # llm shows one answer and 
 
 
 class _Base(llm.Options):  # type: ignore[misc]
-    """Numbers where texts are wanted, such as ``num_speculative_tokens=4`` in Python, are taken as these texts."""
+    """Options that take numbers for texts, such as ``num_speculative_tokens=4`` in Python."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -52,13 +52,13 @@ def _with_items(kind: Any) -> Any:
 
 
 _COMMON = _fields(EngineFlags) | _fields(SamplingParams)
-_ANY_MODEL = Field(DEFAULT_MODEL, description="A hub name, a directory, a .gguf file or an embedded name.")
+_ANY_MODEL = Field(DEFAULT_MODEL, description="A hub name, a directory, a .gguf file or the name of a packaged model.")
 
 
 class PacelineModel(llm.Model):  # type: ignore[misc]
-    """One model; it stays loaded while prompts come that ask for the same engine.
+    """One model, which stays loaded while prompts have the same engine options.
 
-    source: which; None: the option ``model`` says it.
+    source: the model's name; None: the option ``model`` has it.
     """
 
     can_stream = True
@@ -72,7 +72,7 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
         self._loading = Lock()
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
-        """The answer's text as it grows; ``stream`` or not, for llm joins the pieces. Raises PacelineError."""
+        """Yield the answer's text as it grows; llm joins the pieces without ``stream``. Raises PacelineError."""
         given = {name: value for name, value in prompt.options if value is not None}
         params = _chosen(SamplingParams, given)
         if prompt.schema is not None:
@@ -88,7 +88,7 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
         _note(response, engine, answer)
 
     def _load(self, source: str, flags: EngineFlags) -> LLM:
-        """The engine there is, or another one in its place: the old one lives until its last answer has ended."""
+        """The loaded engine, replaced if the options differ; a replaced one lives until its last answer has ended."""
         with self._loading:
             if self._engine is None or self._engine[0] != (source, flags):
                 self._engine = None
@@ -108,14 +108,14 @@ def _chosen(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def _conversation(messages: list[Any]) -> list[dict[str, str]]:
-    """llm's messages as a chat template takes them. Raises ParameterError for parts that are no text."""
+    """llm's messages as a chat template takes them. Raises ParameterError for parts other than text."""
     for part in [part for message in messages for part in message.parts if not isinstance(part, TextPart)]:
         raise ParameterError("messages", type(part).__name__, "text: this model reads nothing else")
     return [{"role": each.role, "content": "".join(part.text for part in each.parts)} for each in messages]
 
 
 def _note(response: Any, engine: LLM, answer: CompletionOutput) -> None:
-    """What the answer cost, for ``llm -u`` and ``llm logs``."""
+    """Report the cost of the answer for ``llm -u`` and ``llm logs``."""
     metrics = answer.metrics
     counts = ("cached_tokens", "rounds", "drafted", "accepted")
     details = {name: getattr(metrics, name) for name in counts}
@@ -125,12 +125,12 @@ def _note(response: Any, engine: LLM, answer: CompletionOutput) -> None:
 
 @llm.hookimpl  # type: ignore[untyped-decorator]
 def register_models(register: Callable[[llm.Model], None]) -> None:
-    """llm asks whenever it looks for a model: it gets the same ones, with their engines."""
+    """Register the same models at each call, with their loaded engines."""
     for model in _models():
         register(model)
 
 
 @cache
 def _models() -> list[PacelineModel]:
-    """Every embedded model by its name, and one that is told which."""
+    """A model for each packaged one by its name, and one with the option ``model``."""
     return [*(PacelineModel(f"paceline/{name}", name) for name in EMBEDDED), PacelineModel("paceline")]

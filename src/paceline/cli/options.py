@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from paceline.integrations.ray.cluster import Recipe
     from paceline.llm import LLM
 
-Model = Annotated[str, typer.Argument(help="A hub name, a directory, a .gguf file or an embedded name.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No start line, no progress bar.")]
+Model = Annotated[str, typer.Argument(help="A hub name, a directory, a .gguf file or the name of a packaged model.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no start line and no progress bar.")]
 
 
 @described

@@ -26,13 +26,13 @@ WITHOUT = {
 def trace(
     engine: EngineFlags,
     sampling: SamplingParams,
-    output: Annotated[Path, typer.Argument(metavar="OUT.html", help="The page: one file that loads nothing.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.html", help="The HTML page, a single file.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt.")],
     model: Model = DEFAULT_MODEL,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show an answer token by token, and of each round the tree of draft tokens that was verified."""
+    """Show an answer token by token, with the tree of draft tokens that each round verified."""
     check_output("OUT.html", output)
     llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)
     from paceline.tools.bench import syntax

@@ -1,4 +1,4 @@
-"""``paceline train-draft``: a drafter for one's own target, trained on what the target itself writes."""
+"""``paceline train-draft``: a drafter for a target, trained on text that the target writes."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def train_draft(
     ] = 512,
     quiet: Quiet = False,
 ) -> None:
-    """Train a head or a draft model for a target: it writes its own data, with the precision that it is run with here.
+    """Train a head or a draft model for a target, on data that the target writes in this precision.
 
-    A run that was killed goes on with --resume, and ends as if nothing had been. A head is a checkpoint of the
-    speculators layout, a draft model one of transformers; the last line of stdout is the report as one JSON document.
-    Processes that torchrun starts learn together, on CPUs.
+    A run that was killed continues with --resume, with the same result. A head is saved in the speculators layout, a
+    draft model in that of transformers. The last line of stdout is the report as one JSON document. Processes that
+    torchrun starts train together, on CPUs.
     """
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
@@ -86,7 +86,7 @@ def _check_device(device: str) -> None:
 
 
 def check_output_directory(output: Path) -> None:
-    """Raise ParameterError unless everything can be written there."""
+    """Raise ParameterError unless all files can be written to the directory."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,14 +96,14 @@ def check_output_directory(output: Path) -> None:
 
 
 def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:
-    """Of an engine that writes data: plain decoding, prompts fed whatever the time."""
+    """Options of the engine that writes data: plain decoding, full prefill chunks."""
     plain: EngineOptions = {"drafter": None, "num_speculative_tokens": 0, "longest_pause": None}
     sizes: EngineOptions = {"max_batch_size": rows, "max_model_len": longest}
     return {**engine.options(), **plain, **sizes}
 
 
 def _follow(plan: Plan, model: str, options: EngineOptions, together: Fellows) -> None:
-    """What a process does that is not the first."""
+    """Train in a process other than the first."""
     from paceline.core.hardware import default_threads
     from paceline.tools.training.run import follow
     from paceline.tools.training.target import Target
@@ -137,7 +137,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
 
 
 def measuring(plan: Plan, model: str, options: EngineOptions) -> str:
-    """The command that measures what the drafter is worth, with the precision that it was trained for."""
+    """The command that measures the trained drafter, in the precision of its training."""
     drafter = "--draft-model" if plan.training.kind == "model" else "--head"
     line = ["paceline", "bench", "drafters", model, drafter, str(plan.output)]
     line += ["--dtype", options["dtype"], "--device", options["device"]]
@@ -196,13 +196,13 @@ class Bars:
 
 
 class Tenths:
-    """A line on stderr for each tenth of a part that is done: a log shows no bar."""
+    """Progress in a log: a line on stderr for each tenth of a part."""
 
     def __init__(self) -> None:
         self._done: dict[str, int] = {}
 
     def tell(self, part: str, share: float, about: str = "") -> None:
-        """share: of the part, from 0; beyond 1 it counts as 1."""
+        """Report progress. share: fraction of the part that is done, from 0; above 1 counts as 1."""
         tenths = min(10, int(10 * share))
         if tenths > self._done.get(part, 0):
             self._done[part] = tenths

@@ -1,4 +1,4 @@
-"""How an engine runs, and which options need which."""
+"""``EngineConfig``, and which options need which."""
 
 from __future__ import annotations
 
@@ -204,13 +204,15 @@ class EngineConfig:
             raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         self._check_acceptance()
         chains = self.speculation_width in ("auto", 1) or self.acceptance == DEFAULT_ACCEPTANCE
-        allowed = f"1 or 'auto' with acceptance={self.acceptance!r}, which knows chains alone; or acceptance='coupled'"
+        allowed = (
+            f"1 or 'auto' with acceptance={self.acceptance!r}, which supports chains only; or acceptance='coupled'"
+        )
         check(chains, "speculation_width", self.speculation_width, allowed)
         if self.tensor_parallel > 1:
             self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """What one process can and several that share a model cannot."""
+        """Raise ParameterError for options that ranks which share a model do not support."""
         one, ranks = "with tensor_parallel=1", f"with tensor_parallel={self.tensor_parallel}"
         whole = f"'auto', 'padded', 'split' or 'ragged' {ranks}: the CPU kernels run whole models"
         check(self.attention != "native", "attention", self.attention, whole)
@@ -225,13 +227,13 @@ class EngineConfig:
             check(given in known, "acceptance", given, "one of " + ", ".join(map(repr, known)))
             return
         rate = self.synthetic_acceptance
-        allowed = f"{SYNTHETIC}P, P a probability: for benchmarks alone"
+        allowed = f"{SYNTHETIC}P, P a probability: for benchmarks only"
         check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
-        allowed = "'coupled' or 'rejection'; for benchmarks, whose texts nobody wants, with benchmark=True"
+        allowed = "'coupled' or 'rejection'; a synthetic rule, for benchmarks only, needs benchmark=True"
         check(self.benchmark, "acceptance", given, allowed)
 
     def resolved(self, *, draft_model: bool, lookup: bool = True) -> EngineConfig:
-        """With the drafter that "auto" is. lookup: whether n-gram lookup may be had for nothing."""
+        """The configuration with "auto" replaced by a drafter. lookup: whether n-gram lookup costs no time here."""
         if self.drafter != "auto":
             return self
         lookup = lookup or self.num_speculative_tokens != EngineConfig.num_speculative_tokens
@@ -240,63 +242,61 @@ class EngineConfig:
 
     @property
     def reads_profile(self) -> bool:
-        """Whether its length policy makes use of one."""
+        """Whether the length policy reads a profile."""
         return self.drafter is not None and self._length is not None and self._length.reads_profile
 
     @property
     def asks_draft_model(self) -> bool:
-        """Whether the drafter runs one."""
+        """Whether the drafter needs a draft model."""
         return self.drafter_kind is not None and self.drafter_kind.needs_draft_model
 
     @property
     def draft_tokens(self) -> bool:
-        """Whether any round may have draft tokens; else it is plain decoding."""
+        """Whether rounds may have draft tokens; without them decoding is plain."""
         return self.drafter is not None and self.num_speculative_tokens != 0
 
     @property
     def looks_up(self) -> bool:
-        """Whether its drafter copies from text."""
+        """Whether the drafter copies from texts (n-gram lookup)."""
         return self.draft_tokens and self.drafter_kind is not None and self.drafter_kind.copies
 
     @property
     def drafter_kind(self) -> DrafterKind | None:
-        """What stands behind the drafter's name; None where nobody draft tokens, or it is not known yet who
-        ("auto").
-        """
+        """The drafter's class or object; None for plain decoding and for "auto", which is not resolved yet."""
         return None if self.drafter is None or self.drafter == "auto" else DRAFTERS.get(self.drafter)
 
     @property
     def _length(self) -> LengthKind | None:
-        """What stands behind the length policy's name; None for a number."""
+        """The length policy; None for a number of draft tokens."""
         given = self.num_speculative_tokens
         return None if isinstance(given, int) else LENGTHS.get(given)
 
     @property
     def max_draft_tokens(self) -> int:
-        """Of a row in a round."""
+        """Maximum draft tokens of a row in a round."""
         given = self.num_speculative_tokens
         return given if isinstance(given, int) else LENGTHS.get(given).max_draft_tokens
 
     @property
     def most_width(self) -> int:
-        """Draft tokens of a row for the same place; 1 where they are chains."""
+        """Maximum draft tokens of a row for the same position; 1 for chains."""
         kind = self.drafter_kind
         return 1 if not self.draft_tokens or kind is None else self.width_of(kind)
 
     def width_of(self, kind: DrafterKind) -> int:
-        """The same of a drafter, which may be a part of this engine's."""
+        """``most_width`` of a drafter, which may be a part of this engine's."""
         if kind.auto_width == 0 or self.acceptance != DEFAULT_ACCEPTANCE:
             return 1
         return kind.auto_width if self.speculation_width == "auto" else self.speculation_width
 
     @property
     def length_name(self) -> str:
-        """How many draft tokens a round, in a word: "k=4", "auto"."""
+        """The number of draft tokens a round, or the length policy's name: "k=4", "auto"."""
         given = self.num_speculative_tokens
         return f"k={given}" if isinstance(given, int) else given if isinstance(given, str) else given.name
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields; objects by their names."""
+        """The fields as a dictionary for JSON; objects by their names."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: value if value is None or isinstance(value, (str, int, float)) else value.name
@@ -305,7 +305,7 @@ class EngineConfig:
 
     @property
     def synthetic_acceptance(self) -> float | None:
-        """The chance with which every draft token is kept; None where draft tokens are judged by the target."""
+        """The probability of a synthetic acceptance rule; None if the target judges draft tokens."""
         if not self.acceptance.startswith(SYNTHETIC):
             return None
         try:
@@ -343,7 +343,7 @@ class EngineOptions(TypedDict, total=False):
 
 _DRAFTER = "a drafter: drafter other than None"
 _DRAFT_MODEL = "a drafter with a draft model: drafter='model' or 'hybrid'"
-LOOKS_UP = "n-gram lookup, which copies: drafter='ngram' or 'hybrid', and num_speculative_tokens other than 0"
+LOOKS_UP = "n-gram lookup: drafter='ngram' or 'hybrid', and num_speculative_tokens other than 0"
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _DRAFTER),
@@ -358,11 +358,11 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
 }
-"""What an engine must do for an option to have any effect, and how to say so."""
+"""Conditions under which an option has an effect, and their descriptions for errors."""
 
 
 def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
-    """Raise ParameterError for what was given, is not as it would be anyway, and changes nothing in this engine.
+    """Raise ParameterError for options that were given, differ from their defaults, and have no effect here.
 
     given: options of ``EngineConfig``, draft_model, reference_documents.
     """
@@ -380,7 +380,7 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
 def engine_config(options: EngineOptions, draft_model: Any = None, documents: Sequence[Any] = ()) -> EngineConfig:
     """The configuration of an engine with these models and options.
 
-    Raises ParameterError, also for what would have no effect.
+    Raises ParameterError, also for options that would have no effect.
     """
     config = EngineConfig(**options)
     if config.asks_draft_model and draft_model is None:

@@ -1,4 +1,4 @@
-"""How to continue a prompt."""
+"""``SamplingParams``: how to continue a prompt."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from paceline.config.ranges import (
 )
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
-"""The tokens of an answer so far, and the logits of the next one, [V] float32 -> the logits that it is drawn from."""
+"""(token ids of the answer so far, logits of the next token [V] float32) -> logits to draw from [V]."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A JSON schema, as an object or as its text; kept as text, so that nobody changes it under a running request."""
+    """Rule: a JSON schema, as an object or as its text; kept as text, which cannot change under a running request."""
 
     allowed: str = "a JSON schema, which is an object"
 
@@ -251,13 +251,13 @@ class SamplingParams:
         enough = f"a whole number from {self.n}, which is n, to {MAX_ANSWERS}"
         check(self.best_of is None or self.best_of >= self.n, "best_of", self.best_of, enough)
         if self.structured_outputs is not None:
-            free = "left alone with structured_outputs, which says itself when an answer ends"
+            free = "left out with structured_outputs, which decides when an answer ends"
             check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
             check(not self.ignore_eos, "ignore_eos", self.ignore_eos, free)
         self._check_restrictions()
 
     def _take_spellings(self) -> None:
-        """What vLLM's users write for nothing: top_k=-1, stop=None."""
+        """Accept vLLM's spellings of the defaults: top_k=-1, stop=None."""
         if is_whole(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         stop: object = self.stop
@@ -265,25 +265,27 @@ class SamplingParams:
             object.__setattr__(self, "stop", ())
 
     def _check_restrictions(self) -> None:
-        """Only one thing may say which tokens can come, so that some always can."""
+        """Allow only one kind of restriction with structured outputs, so that some token remains."""
         check(self.allowed_token_ids != (), "allowed_token_ids", (), "None for all tokens, or at least one of them")
         if self.structured_outputs is not None and self.restriction != "structured_outputs":
             given = getattr(self, self.restriction)
-            check(False, self.restriction, given, "left out with structured_outputs, which says itself what may come")
+            check(
+                False, self.restriction, given, "left out with structured_outputs, which decides which tokens may come"
+            )
 
     @property
     def restriction(self) -> str:
-        """The first field that says which tokens may come; "" where none does."""
+        """The first field that restricts which tokens may come; "" if none does."""
         fields = "bad_words", "allowed_token_ids", "logits_processors", "structured_outputs"
         return next((name for name in fields if getattr(self, name) not in (None, ())), "")
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
-        """``base``, or the defaults, with what was given instead; for everything that comes as JSON.
+        """``base``, or the defaults, with the given fields replaced; for parameters that come as JSON.
 
-        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is None for
-        seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
-        Raises ParameterError, also for what is no parameter.
+        Clients' spellings are accepted: token ids of logit_bias as strings, seed -1 for None, and empty stop strings,
+        which forms send for fields that are not filled in.
+        Raises ParameterError, also for unknown names.
         """
         check_names(cls, given)
         values: dict[str, Any] = {
@@ -297,19 +299,19 @@ class SamplingParams:
 
     @property
     def answers(self) -> int:
-        """How many are made."""
+        """Number of answers sampled for the prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranking(self) -> RankName | None:
-        """What the answers are ranked by; None: they keep the order of sampling."""
+        """The order of the answers; None is the order of sampling."""
         return "mean_logprob" if self.rank_by is None and self.answers > self.n else self.rank_by
 
     @property
     def scored(self) -> int | None:
-        """How many of the most likely tokens of each place are told, besides the drawn one's own log-probability.
+        """Number of most likely tokens whose log-probabilities are reported beside the drawn token's own.
 
-        None: nobody asks for any log-probability.
+        None: no log-probability is needed.
         """
         return 0 if self.logprobs is None and self.ranking is not None else self.logprobs
 
@@ -325,7 +327,7 @@ def _by_token(bias: object) -> object:
 
 
 def _token_id(key: object) -> object:
-    """A number spelled as JSON's keys are, one spelling each; what is none stays to be refused."""
+    """The token id that a JSON key spells in its only spelling; other keys stay as they are and are refused later."""
     spelled = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal() and str(int(key)) == key
     return int(key) if spelled else key  # type: ignore[call-overload]
 

@@ -1,4 +1,4 @@
-"""How the server listens and whom it serves."""
+"""``ServerConfig``: how the server listens and which requests it takes."""
 
 from __future__ import annotations
 
