@@ -139,13 +139,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "another url": (json.dumps(completion("x", "y") | {"url": "/v1/embeddings"}).encode(), "url: Input should be"),
     "a list as body": (json.dumps(completion("x", "y") | {"body": []}).encode(), "body: Input should be"),
     "more than that": (json.dumps(completion("x", "y") | {"extra": 1}).encode(), "unknown field 'extra'"),
-    "twice": (json.dumps(completion("good", "y")).encode(), "a line before has the custom_id 'good'"),
+    "twice": (json.dumps(completion("good", "y")).encode(), "an earlier line has the custom_id 'good'"),
     "half a character": (rb'{"custom_id": "\ud800"}', "not JSON"),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": (completion("x", "y", temprature=1), "unknown field 'temprature'"),
     "out of range": (completion("x", "y", top_p=2), "top_p"),
-    "as a stream": (completion("x", "y", stream=True), "leave stream out"),
+    "as a stream": (completion("x", "y", stream=True), "remove stream"),
     "another model": (completion("x", "y", model="gpt"), "'gpt' does not exist"),
     "too long": (completion("x", "y" * 600), "600 tokens"),
     "no messages": (chat("x", "y", messages=[]), "messages"),
@@ -156,7 +156,7 @@ PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"prompt": "x", "temprature": 1}, "temprature=1"),
     "no content": ({"messages": [{"role": "user"}]}, "role and content"),
     "a name that is none": ({"prompt": "x", "custom_id": []}, '"custom_id" is a string'),
-    "a name again": ({"prompt": "x", "custom_id": "good"}, "a line before"),
+    "a name again": ({"prompt": "x", "custom_id": "good"}, "an earlier line"),
     "no such token": ({"prompt": [100000]}, "100000"),
     "too long": ({"prompt": "x" * 600}, "600"),
     "huge number": ({"prompt": "x", "seed": 10**400}, "seed"),
@@ -241,7 +241,7 @@ def test_other_settings_and_other_lines_are_not_gone_on_with(paceline: Any, tiny
     assert "--resume: temperature=0.5 is not allowed: 1.0, with which out was begun" in other
     assert paceline(*job, *ENGINE, "--resume").exit_code == 0, "the seed is kept"
     write(source, [completion("a", "x"), completion("b", "z")])
-    assert "line 2 is another one now" in paceline(*job, *SEEDED, "--resume").stderr
+    assert "line 2 has changed" in paceline(*job, *SEEDED, "--resume").stderr
     write(source, [completion("a", "x"), completion("b", "y"), completion("c", "more")])
     assert paceline(*job, *SEEDED, "--resume").exit_code == 0
     assert sorted(texts(output)) == ["a", "b", "c"]
@@ -279,7 +279,7 @@ def test_a_file_has_one_writer_and_holds_answers_alone(tmp_path: Path) -> None:
         OutputFile("OUTPUT", tmp_path / "out")
     for line in ("[]", "{}", "x", '{"id": 5}', '{"id": "cmpl-1"}', '{"id": "batch_req_x_y"}'):
         (tmp_path / "other").write_text(line + "\n")
-        with pytest.raises(PacelineError, match="holds no answers"):
+        with pytest.raises(PacelineError, match="is not the output of a batch"):
             OutputFile("OUTPUT", tmp_path / "other")
         assert (tmp_path / "other").read_text() == line + "\n"
 

@@ -1,4 +1,4 @@
-"""Who may wait: a bounded queue of answers and of tokens, and when to try again."""
+"""Admission control: a bounded queue of sequences and tokens, and the Retry-After value when it is full."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from paceline.server import errors
 
-_REMEMBERED = 32  # answers whose ends say how fast the queue moves
-_LONGEST_WAIT = 60
+_REMEMBERED = 32  # finished sequences from whose times the queue's speed is estimated
+_MAX_RETRY_AFTER_S = 60
 
 
 class Work(NamedTuple):
-    """What a prompt asks of the engine: ``answers`` of at most ``made`` tokens each, and ``read`` tokens to read.
+    """Upper bound of what one prompt costs the engine.
 
-    scored: beside its answers, its own tokens are scored.
+    answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill,
+    counted twice if the prompt is also scored. scored: whether the prompt's own log-probabilities are computed.
     """
 
     answers: int
@@ -32,7 +33,7 @@ class Work(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What the engine's rows hold: the memory for it is there since the start."""
+    """Capacity of the engine's KV cache, allocated at the start: sequences, and tokens over all of them."""
 
     answers: int
     tokens: int
@@ -40,7 +41,7 @@ class Room(NamedTuple):
 
 @dataclass
 class _Units:
-    """Answers, or tokens: how many are inside, and whose they are."""
+    """Amount of one resource (sequences or tokens) that is admitted now, in total and per client."""
 
     name: str
     inside: int = 0
@@ -53,16 +54,19 @@ class _Units:
             del self.of_client[client]
 
     def has_room(self, client: str, units: int, limit: int, spare: int) -> bool:
-        """Up to the limit for everybody; beyond it, ``spare`` more for those who would not have an even share of it."""
+        """Return whether ``units`` more fit.
+
+        Up to ``limit`` any client is admitted. The ``spare`` units beyond it are for clients below an even share.
+        """
         after = self.inside + units
         share = limit / len(self.of_client.keys() | {client})
         return after <= limit or (after <= limit + spare and self.of_client[client] + units <= share)
 
 
 class Place:
-    """Room for the answers to a prompt, given back one by one as the engine is done with them.
+    """Admission granted to one prompt. It is released sequence by sequence as the engine finishes them.
 
-    The last one takes the prompt along, once that is scored.
+    The prompt's own tokens are released with the last sequence, or once the prompt is scored if that happens later.
     """
 
     def __init__(self, admission: Admission, client: str, work: Work) -> None:
@@ -71,17 +75,17 @@ class Place:
         self._unscored = work.scored
 
     def end(self, answers: int) -> None:
-        """So many more have ended."""
+        """Release ``answers`` finished sequences."""
         self._running = max(0, self._running - answers)
         self._give_back()
 
     def scored(self) -> None:
-        """The prompt is."""
+        """Record that the prompt's log-probabilities are computed."""
         self._unscored = False
         self._give_back()
 
     def close(self) -> None:
-        """All is done."""
+        """Release everything that is still admitted."""
         self._running, self._unscored = 0, False
         self._give_back()
 
@@ -93,12 +97,13 @@ class Place:
 
 
 class Admission:
-    """Counts answers and tokens from a request's arrival until the engine is done with them.
+    """Counts sequences and tokens from a request's arrival until the engine is done with them.
 
-    What fits into the engine's rows needs no more than a row to be free; ``max_waiting`` answers and
-    ``max_waiting_tokens`` tokens more may wait (None: as many tokens as so many answers can have). When all that is
-    taken, a quarter more is there for clients that hold less than an even share: one client can fill the queue while it
-    is alone, and still keeps nobody out. For the event loop only.
+    Requests that fit into the engine's rows only need a free row. Beyond those, ``max_waiting`` sequences and
+    ``max_waiting_tokens`` tokens may queue (None: enough tokens for ``max_waiting`` sequences of full length).
+    When the queue is full, another quarter of it is reserved for clients that hold less than an even share.
+    One client can therefore fill the queue while it is alone, but cannot lock others out.
+    Not thread-safe: call it from the event loop only.
     """
 
     def __init__(
@@ -110,15 +115,18 @@ class Admission:
 
     @property
     def inside(self) -> int:
-        """Answers that run or wait."""
+        """Sequences that run or wait."""
         return self._answers.inside
 
     def check(self, answers: int, room: Room) -> None:
-        """Raises ApiError (400) for a request with more answers than could ever be inside."""
+        """Raise ApiError (400) if a request has more sequences than this server can ever admit."""
         self._check_possible(answers, room.answers + self._max_waiting, "answers")
 
     def enter(self, client: str, works: Sequence[Work], room: Room) -> list[Place]:
-        """Room for all prompts of one request, or for none. Raises ApiError: 429, or 400 if it could never be had."""
+        """Admit all prompts of one request, or none.
+
+        Raises ApiError: 429 if they do not fit now, 400 if they could never fit.
+        """
         longest = math.ceil(room.tokens / room.answers)
         waiting_tokens = self._max_waiting * longest if self._max_tokens is None else self._max_tokens
         for units, wanted, rows, waiting in (
@@ -127,7 +135,7 @@ class Admission:
         ):
             self._check_possible(wanted, rows + waiting, units.name)
             if not units.has_room(client, wanted, rows + waiting, waiting // 4):
-                message = f"{units.inside} {units.name} run or wait already; try again later"
+                message = f"the queue is full: {units.inside} {units.name} run or wait; try again later"
                 raise errors.overloaded(message, self._retry_after())
         for work in works:
             self._answers.change(client, work.answers)
@@ -135,19 +143,19 @@ class Admission:
         return [Place(self, client, work) for work in works]
 
     def leave(self, client: str, answers: int, tokens: int) -> None:
-        """Places say so."""
+        """Release part of an admission. Only ``AdmissionTicket`` calls this."""
         self._answers.change(client, -answers)
         self._tokens.change(client, -tokens)
         self._ended.extend([self._clock()] * min(answers, _REMEMBERED))
 
     def _check_possible(self, wanted: int, limit: int, name: str) -> None:
         if wanted > limit:
-            message = f"{wanted} {name} were asked for in one request; this server takes at most {limit}"
+            message = f"one request asks for {wanted} {name}; this server takes at most {limit}"
             raise errors.invalid(message)
 
     def _retry_after(self) -> int:
-        """Seconds in which, at the recent pace, a quarter of those inside will have ended; at least one."""
+        """Seconds until a quarter of the admitted sequences will have finished at the recent rate; at least 1."""
         if len(self._ended) < 2:
             return 1
         seconds = self._clock() - self._ended[0]
-        return max(1, min(_LONGEST_WAIT, math.ceil(self.inside / 4 * seconds / len(self._ended))))
+        return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(self.inside / 4 * seconds / len(self._ended))))

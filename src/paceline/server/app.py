@@ -1,4 +1,4 @@
-"""The routes."""
+"""The ASGI application: routes, error handlers and the start and stop of the engine."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": errors.ErrorResponse, "description": text}
     for status, text in {
-        400: "The request cannot be served as it is; the message says why",
-        401: "No good API key",
+        400: "The request is invalid; the message says why",
+        401: "Missing or wrong API key",
         404: "No such model or path",
         408: "The body took too long to arrive",
-        413: "The body is too long",
-        415: "The body is not said to be JSON, or is encoded",
-        421: "The Host header has a name that this server is not known by",
-        422: "Not used: what is refused is refused with 400",
-        429: "The queue is full, or one address has its share; Retry-After says when to try again",
+        413: "The body is too large",
+        415: "The Content-Type is not JSON, or the body has a Content-Encoding",
+        421: "The Host header is not in the server's list of allowed hosts",
+        422: "Not used: invalid requests get 400",
+        429: "The queue is full, or this client is at its limit; Retry-After says when to retry",
         500: "The engine failed; the log says why",
         503: "Not ready yet, too busy, or shutting down",
         504: "Not finished within the request's timeout",
@@ -61,9 +61,11 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None] = lambda: None) -> FastAPI:
-    """The server as an ASGI application; ``load`` makes the model, in the engine's thread, when the server starts.
+    """Build the server as an ASGI application.
 
-    on_end is called, in that thread, if the engine cannot go on; ``app.state.context.service.failure`` says why.
+    load: builds the model; called in the engine's thread when the application starts.
+    on_end: called in the engine's thread if the engine cannot continue; ``app.state.context.service.failure`` holds the
+    exception.
     """
     context = Context(config, load, on_end)
     runner = None if config.batch_dir is None else Runner(context, Store(Path(config.batch_dir)))
@@ -85,7 +87,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     app.state.context = context
     app.router.route_class = route_class(context.bodies)
     app.add_middleware(Gate, config=config, meter=context.meter)
-    app.add_middleware(Tracing)  # around the gate
+    app.add_middleware(Tracing)  # the outermost layer: refused requests have an id, too
     _add_error_handlers(app, context)
     _add_generation(app, context)
     _add_texts(app, context)
@@ -99,57 +101,57 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
 def _add_generation(app: FastAPI, context: Context) -> None:
     @app.post("/v1/completions", response_model=replies.Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue texts."""
+        """Complete one or several prompts."""
         job = await CompletionJob.prepare(context, body, context.client_of(request))
         return await _respond(context, request, job.stream if body.stream else job.answer)
 
     @app.post("/v1/chat/completions", response_model=replies.Chat)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Continue a conversation."""
+        """Complete a conversation."""
         job = await ChatJob.prepare(context, body, context.client_of(request))
         return await _respond(context, request, job.stream if body.stream else job.answer)
 
 
 async def _respond(
-    context: Context, request: Request, play: Callable[[], Events] | Callable[[], Awaitable[bytes]]
+    context: Context, request: Request, respond: Callable[[], Events] | Callable[[], Awaitable[bytes]]
 ) -> Response:
-    """A stream of events, or one document; whoever hangs up frees the rows."""
-    played = play()
-    if not isinstance(played, Awaitable):
-        return EventStream(played, context.meter)
+    """Respond with a stream of events or with one document. A client that disconnects frees its rows."""
+    response = respond()
+    if not isinstance(response, Awaitable):
+        return EventStream(response, context.meter)
     try:
-        reply = await while_connected(request.receive, _await(played))
+        reply = await while_connected(request.receive, _await(response))
         return Response(reply, media_type="application/json")
     except ClientGoneError:
-        log.info("a client hung up")
-        return Response(status_code=499)  # nobody reads it
+        log.info("the client disconnected")
+        return Response(status_code=499)  # not sent: the connection is closed
 
 
-async def _await(played: Awaitable[bytes]) -> bytes:
-    return await played
+async def _await(response: Awaitable[bytes]) -> bytes:
+    return await response
 
 
 def document(reply: BaseModel, status: int = 200) -> Response:
-    """As JSON; fields that were not set are left out."""
+    """Return a JSON response. Fields that were not set are left out."""
     return Response(written(reply), status, media_type="application/json")
 
 
 def _add_texts(app: FastAPI, context: Context) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> Response:
-        """The one model that is served."""
+        """List the model that this server serves."""
         return document(replies.ModelList(object="list", data=[_card(context)]))
 
     @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
     async def model(name: str) -> Response:
-        """The model, by its name."""
+        """Describe the model by name."""
         context.check_model(name)
         return document(_card(context))
 
     @app.post("/v1/tokenize", response_model=replies.Tokens)
     @app.post("/tokenize", response_model=replies.Tokens)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """A text's tokens, or a conversation's."""
+        """Tokenize a text, or a conversation through the chat template."""
         context.check_model(body.model)
         if body.messages is None:
             tokens = await context.encode(body.prompt or "", body.add_special_tokens)
@@ -166,7 +168,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
 
     @app.get("/tokenizer_info", response_model=replies.TokenizerInfo)
     async def tokenizer_info() -> Response:
-        """The chat template and the special tokens that texts begin and end with."""
+        """The chat template and the special tokens, for clients that write prompts themselves."""
         tokenizer = context.tokenizer.huggingface
         template = tokenizer.chat_template
         names = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
@@ -182,14 +184,14 @@ def _add_texts(app: FastAPI, context: Context) -> None:
     @app.post("/v1/detokenize", response_model=replies.Text)
     @app.post("/detokenize", response_model=replies.Text)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of tokens, special ones by their names: what /tokenize takes back."""
+        """Turn token ids back into text. Special tokens appear by name, so that /tokenize accepts the result."""
         context.check_model(body.model)
         engine = context.llm.engine
         vocabulary = engine.models.target.vocab_size
         if len(body.tokens) > engine.max_model_len:
-            raise errors.invalid(f"at most {engine.max_model_len} tokens at a time, the model's length", "tokens")
+            raise errors.invalid(f"at most {engine.max_model_len} tokens, the model's context length", "tokens")
         if any(token >= vocabulary for token in body.tokens):
-            raise errors.invalid(f"token ids go from 0 to {vocabulary - 1}", "tokens")
+            raise errors.invalid(f"token ids must be between 0 and {vocabulary - 1}", "tokens")
         return document(replies.Text(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
 
 
@@ -209,33 +211,33 @@ def _add_operations(app: FastAPI, context: Context) -> None:
     @app.get("/ping", response_model=replies.Health, responses={503: {"model": replies.Health}})
     @app.get("/health", response_model=replies.Health, responses={503: {"model": replies.Health}})
     async def health() -> Response:
-        """200 once the model is loaded and warm, and while the engine goes on."""
+        """Return 200 once the model is loaded and warmed up, and as long as the engine makes progress."""
         state = context.service.health
         return document(replies.Health(status=state), 200 if state == "ready" else 503)
 
     @app.get("/version", response_model=replies.Version)
     async def version() -> Response:
-        """Which paceline this is."""
+        """The version of paceline."""
         return document(replies.Version(version=__version__))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(context.metrics(), media_type=PROMETHEUS)
 
     @app.get("/load", response_model=replies.Load)
     async def load() -> Response:
-        """How many answers run or wait, in vLLM's words."""
+        """Number of sequences that run or wait, under the same name as in vLLM."""
         return document(replies.Load(server_load=context.admission.inside))
 
     @app.get("/stats", response_model=Stats)
     async def stats() -> Response:
-        """How things stand now, for people and pages."""
+        """Current figures for people and dashboards."""
         return document(context.meter.stats())
 
 
 def _paths(app: FastAPI) -> str:
-    """All that is served and documented."""
+    """All documented paths, separated by commas."""
     routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
     return ", ".join(sorted({route.path for route in routes}))
 
@@ -253,7 +255,7 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
-            message += f"; there are {_paths(app)}"
+            message += f"; this server has {_paths(app)}"
         response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
         response.headers.update(error.headers or {})
         return response
@@ -261,4 +263,4 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return answer(errors.ApiError(500, "server_error", "an error in the server; its log says more"))
+        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"))

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations continued."""
+"""``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.server.streaming import Events
 
 @dataclass
 class ChatJob:
-    """One request, ready for the engine. structure: of its answers, not yet compiled."""
+    """One validated request, ready for the engine. structure: constraint of its answers, not yet compiled."""
 
     context: Context
     body: ChatRequest
@@ -48,21 +48,22 @@ class ChatJob:
 
     @classmethod
     async def prepare(cls, context: Context, body: ChatRequest, client: str) -> ChatJob:
-        """Raises ApiError."""
+        """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(body.answers)
         terms = Terms.of(body, client)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
         wanted = await context.in_thread(lambda: body.structure)
-        structure = replace(params, structured_outputs=wanted).structured_outputs  # beside parameters that fit it
+        # replace() checks that the structure fits the other parameters
+        structure = replace(params, structured_outputs=wanted).structured_outputs
         references = await _prediction(context, body)
         (request,) = await context.requests([tokens], params, terms, references)
         context.check_logprobs([request], params.logprobs)
         return cls(context, body, request, terms, structure)
 
     async def answer(self) -> bytes:
-        """Everything at once. Raises ApiError."""
+        """Generate all answers and return the whole response as JSON. Raises ApiError."""
         async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
@@ -90,7 +91,7 @@ class ChatJob:
         return document
 
     async def stream(self) -> Events:
-        """Documents as the engine makes them. Raises ApiError."""
+        """Yield server-sent events as tokens are generated. Raises ApiError."""
         begun: set[int] = set()
         tally = Tally(len(self.request.prompt_token_ids))
         async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
@@ -164,7 +165,7 @@ class ChatJob:
 
 
 async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
-    """Its tokens, if there is one: as they stand in the middle of a text. Raises ApiError."""
+    """Token ids of the prediction, without special tokens; an empty list if there is none. Raises ApiError."""
     if body.prediction is None:
         return []
     check_prediction(context.llm.config, ())
@@ -174,6 +175,6 @@ async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
 
 
 def _max_tokens(context: Context, body: ChatRequest, tokens: Sequence[int]) -> int:
-    """What was asked for, or whatever the prompt leaves of the model's length."""
+    """The requested maximum, or what the prompt leaves of the model's context length."""
     wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     return max(1, context.llm.engine.max_model_len - len(tokens)) if wanted is None else wanted

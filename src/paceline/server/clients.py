@@ -1,4 +1,4 @@
-"""Who asks: clients take turns where requests wait, and none of them has all the places."""
+"""Identity of a client: waiting requests of different clients take turns, and limits hold per client."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import ipaddress
 
 from fastapi import Request
 
-_HOME = 64  # bits of an IPv6 address that are one customer's: the others are free for the taking
+_HOME = 64  # prefix length in bits of one customer's IPv6 network
 
 
 def client_of(request: Request, has_keys: bool) -> str:
-    """One name for all requests with the same key; without keys, for all from the same address.
+    """Return one name for all requests with the same API key, or without keys from the same address.
 
-    The key has been found good. The address is the one that uvicorn reports: behind a proxy that it trusts
-    (FORWARDED_ALLOW_IPS), the one that the proxy forwards.
+    The caller has already verified the key. The address is the one that uvicorn reports: behind a trusted proxy
+    (FORWARDED_ALLOW_IPS) that is the forwarded address.
     """
     if has_keys:
         return key_name(request.headers.get("authorization", "").partition(" ")[2].strip())
@@ -22,7 +22,7 @@ def client_of(request: Request, has_keys: bool) -> str:
 
 
 def key_name(key: str) -> str:
-    """A name that does not tell the key."""
+    """Return a name derived from the key that does not reveal it."""
     return "key " + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 

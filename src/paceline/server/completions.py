@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts continued."""
+"""``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from paceline.server.streaming import Events
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as part of its answers."""
+    """A prompt that is repeated in front of each of its completions."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -46,7 +46,10 @@ class Echo:
 
 @dataclass
 class CompletionJob:
-    """One request, ready for the engine. tokens: of each prompt. echoes: of each prompt, if asked for."""
+    """One validated request, ready for the engine.
+
+    tokens: token ids per prompt. echoes: one per prompt if the request has ``echo``, else empty.
+    """
 
     context: Context
     body: CompletionRequest
@@ -62,7 +65,7 @@ class CompletionJob:
 
     @classmethod
     async def prepare(cls, context: Context, body: CompletionRequest, client: str) -> CompletionJob:
-        """Raises ApiError."""
+        """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(len(body.prompts) * body.answers)
         terms = Terms.of(body, client)
@@ -72,10 +75,10 @@ class CompletionJob:
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
         return cls(context, body, tokens, requests, terms)
 
-    # --- whole -------------------------------------------------------------------
+    # --- one response ------------------------------------------------------------
 
     async def answer(self) -> bytes:
-        """Everything at once. Raises ApiError."""
+        """Generate all completions and return the whole response as JSON. Raises ApiError."""
         async with self._generation() as generation:
             await self._make_echoes(generation)
             outputs = await generation.finish() or self._nothing()
@@ -102,11 +105,11 @@ class CompletionJob:
         return _max_tokens(self.body) == 0
 
     def _echoed(self, echoes: int) -> int:
-        """Entries of the first so many echoes, each repeated in every answer."""
+        """Tokens and log-probabilities in the first ``echoes`` echoes, which every completion repeats."""
         return sum(map(len, self.tokens[:echoes])) * (self.body.n or 1) * _entries(self.body)
 
     def _nothing(self) -> list[RequestOutput]:
-        """With max_tokens = 0 only the prompt is looked at."""
+        """Outputs of a request with max_tokens = 0, which returns only its prompt."""
         n = self.body.n or 1
         return [
             RequestOutput(
@@ -128,10 +131,10 @@ class CompletionJob:
                 choice.logprobs = joined(echo.logprobs, choice.logprobs)
         return choice
 
-    # --- as it comes -------------------------------------------------------------
+    # --- streaming ---------------------------------------------------------------
 
     async def stream(self) -> Events:
-        """Documents as the engine makes them. Raises ApiError."""
+        """Yield server-sent events as tokens are generated. Raises ApiError."""
         letters: dict[int, int] = {}
         async with self._generation() as generation:
             await self._make_echoes(generation)
@@ -140,7 +143,7 @@ class CompletionJob:
                     yield events
             outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._nothing()
         log_request(self.id, outputs, self.body.user)
-        if self._only_read:  # the engine is done with it, whenever the client reads it
+        if self._only_read:  # the engine has already finished, however slowly the client reads
             async for events in self._opening(letters):
                 yield events
             yield await self.context.events(lambda: self._endings(outputs), 0)
@@ -156,7 +159,7 @@ class CompletionJob:
             yield await self.context.events(chunks, update.entries)
 
     async def _opening(self, letters: dict[int, int]) -> Events:
-        """The echoed prompts, one after the other."""
+        """Events for the echoed prompts, one after the other."""
         for number in range(len(self.echoes)):
             echo = functools.partial(self._echo, number, letters)
             yield await self.context.events(echo, self._echoed(number + 1) - self._echoed(number))
@@ -191,7 +194,7 @@ class CompletionJob:
                     note_draft_tokens(documents[-1], self.body, [delta.ended])
         return documents
 
-    # --- parts -------------------------------------------------------------------
+    # --- building blocks ---------------------------------------------------------
 
     def _index(self, number: int, place: int) -> int:
         return number * (self.body.n or 1) + place
@@ -227,7 +230,7 @@ class CompletionJob:
             return
         pairs = zip(self.requests, self.body.prompts, strict=True)
         try:
-            async with asyncio.TaskGroup() as group:  # all prompts at once: they share passes
+            async with asyncio.TaskGroup() as group:  # all at once: the engine scores several prompts a forward pass
                 echoes = [group.create_task(self._make_echo(request, prompt)) for request, prompt in pairs]
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
@@ -250,7 +253,7 @@ class CompletionJob:
 
 
 def extras_of(delta: Delta) -> Extras:
-    """What "metrics": true adds."""
+    """The ``paceline`` field that "metrics": true adds to a choice."""
     extras = Extras(token_ids=list(delta.token_ids), kinds=list(delta.kinds), pieces=list(delta.pieces))
     if delta.ended is not None:
         extras.metrics = AnswerMetrics.of(delta.ended)
@@ -260,7 +263,7 @@ def extras_of(delta: Delta) -> Extras:
 def note_draft_tokens(
     document: Completion | Chat | ChatChunk, body: GenerationRequest, answers: Sequence[CompletionOutput]
 ) -> None:
-    """What "metrics": true adds to the reply itself, if that has one answer."""
+    """Add the ``metrics`` field to a document with one answer, if the request has "metrics": true."""
     if body.metrics and len(answers) == 1:
         document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
 
@@ -270,19 +273,19 @@ async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
 
 
 def _entries(body: CompletionRequest) -> int:
-    """Of one token: itself, and the likely ones beside it."""
+    """Log-probability entries per token: its own, and those of the likeliest tokens."""
     return 1 + (body.logprobs or 0)
 
 
 def _max_tokens(body: CompletionRequest) -> int:
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:
-        raise errors.invalid("max_tokens = 0 asks for nothing unless echo is true", "max_tokens")
+        raise errors.invalid("max_tokens = 0 needs echo = true", "max_tokens")
     return wanted
 
 
 def _pieces(context: Context, tokens: Sequence[int]) -> list[str]:
-    """The text that each token lets out."""
+    """The text that each token adds."""
     growing = Detokenizer(context.tokenizer)
     pieces = [growing.push(token) for token in tokens]
     pieces[-1] += growing.finish()

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine: admitted, timed, followed to its end, aborted when nobody waits."""
+"""One HTTP request in the engine: submission, updates, time limit, and abort when the client disconnects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected before the response was complete."""
 
 
 class Generation:
-    """The prompts of one request, each with its place. ``async with`` submits them; leaving it aborts what is not
-    finished.
+    """The prompts of one request in the engine.
 
-    Raises ApiError where it cannot be served.
+    ``async with`` submits them and aborts what is unfinished when it is left. Raises ApiError if the engine fails them.
     """
 
     def __init__(self, service: EngineService, asked: Iterable[tuple[Request, Place]], streaming: bool) -> None:
@@ -40,7 +39,7 @@ class Generation:
 
     @property
     def made(self) -> int:
-        """Tokens of all answers so far."""
+        """Tokens generated so far, over all answers."""
         return sum(ticket.made for ticket in self._tickets)
 
     async def __aenter__(self) -> Generation:
@@ -54,12 +53,12 @@ class Generation:
             self._service.abort(ticket.request.request_id)
 
     def scored(self) -> None:
-        """The log-probabilities of the prompts are there: their places end with their answers."""
+        """Release the admission of scored prompts: their log-probabilities are computed."""
         for ticket in self._tickets:
             ticket.place.scored()
 
     async def updates(self) -> AsyncIterator[Update]:
-        """News until everything is finished."""
+        """Yield updates until all prompts are finished. Raises ApiError if one fails."""
         while self._open:
             news = await self._inbox.get()
             if isinstance(news, errors.ApiError):
@@ -70,7 +69,7 @@ class Generation:
             yield news
 
     async def finish(self) -> list[RequestOutput]:
-        """All results, in the order of the prompts."""
+        """Wait for all prompts and return their outputs in order."""
         async for _ in self.updates():
             pass
         return [self.outputs[ticket.number] for ticket in self._tickets]
@@ -78,7 +77,7 @@ class Generation:
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """Raise ApiError (504) after so many seconds; None is forever."""
+    """Raise ApiError (504) after ``seconds``; None means no limit."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
@@ -89,7 +88,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client hangs up: ClientGoneError."""
+    """Return the result of ``work``. If the client disconnects first, cancel it and raise ClientGoneError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

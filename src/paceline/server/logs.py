@@ -1,4 +1,4 @@
-"""Log lines, for people or for machines. Whoever reads them, or does not, never holds up what writes them."""
+"""Log lines as text or JSON. A slow or blocked reader of stderr never delays the server."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from paceline.config import LogFormat
 
 LOGGERS = ("paceline", "uvicorn")
 REFUSALS = "paceline.server.refusals"
-AT_WILL = (REFUSALS, "uvicorn.error")  # loggers of lines that clients can cause
+AT_WILL = (REFUSALS, "uvicorn.error")  # loggers whose lines clients can cause
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
-_MOST_LINES = 4096  # that wait to be written; more are dropped
+_MOST_LINES = 4096  # queued; further lines are dropped
 _MOST_LETTERS = 16384  # of a line
-_BURST, _A_SECOND = 50, 10  # lines that others can cause at will
+_BURST, _A_SECOND = 50, 10  # lines that clients can cause: at once, and per second after that
 _STDERR = 2
 
-request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the HTTP request that is being served
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the HTTP request being served
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was passed as extra={"fields": {...}}, and which HTTP request it is about."""
+    """Fields passed as extra={"fields": {...}}, plus the id of the HTTP request."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     found = request_id.get()
     return fields if found is None else {**fields, "request_id": found}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what is passed as extra={"fields": {...}} become fields of it."""
+    """One JSON object per line. extra={"fields": {...}} adds fields to it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -55,7 +55,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, and the fields as name=value."""
+    """Time, level and message, then the fields as name=value."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT, "%H:%M:%S")
@@ -70,10 +70,10 @@ def _short(value: object) -> str:
 
 
 class Writer(logging.Handler):
-    """Writes lines to a file descriptor in a thread of its own.
+    """Writes lines to a file descriptor in its own thread.
 
-    While it cannot, lines wait, and when there are too many the latest are dropped. A full disk loses the lines that it
-    has no room for. What was dropped is counted, and said with the next line.
+    Lines queue while the descriptor blocks; when the queue is full, new lines are dropped. Lines that cannot be
+    written, for example on a full disk, are lost. The next line reports how many were dropped.
     """
 
     def __init__(self, descriptor: int = _STDERR) -> None:
@@ -89,7 +89,7 @@ class Writer(logging.Handler):
         self.put(f"{self.format(record)}\n")
 
     def put(self, text: str) -> None:
-        """Have this written, as it is."""
+        """Queue ``text`` to be written unchanged."""
         with self._changed:
             if len(self._lines) >= _MOST_LINES:
                 self._dropped += 1
@@ -101,7 +101,7 @@ class Writer(logging.Handler):
 
     def _say_dropped(self) -> str:
         dropped, self._dropped = self._dropped, 0
-        text = f"{dropped} log lines were dropped: nobody took them"
+        text = f"{dropped} log lines were dropped: stderr was blocked or full"
         record = logging.LogRecord("paceline.server", logging.WARNING, "", 0, text, (), None)
         return f"{self.format(record)}\n"
 
@@ -119,7 +119,7 @@ class Writer(logging.Handler):
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        except BlockingIOError:  # somebody made it non-blocking
+        except BlockingIOError:  # another process set the descriptor to non-blocking
             self._lose()
             time.sleep(0.01)
         except OSError:
@@ -130,23 +130,22 @@ class Writer(logging.Handler):
             self._dropped += 1
 
     def wait_until_written(self, seconds: float) -> bool:
-        """Whether all lines are out."""
+        """Wait at most ``seconds``; return whether all lines are written."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines and not self._writing, seconds)
 
 
 class Throttle(logging.Filter):
-    """For lines that clients can cause at will: so many at once and then so many a second of each kind.
+    """Rate limit for lines that clients can cause: a burst, then a fixed number per second, separately per kind.
 
-    A line's kind is its message before its arguments, and the status it tells of. How many were left out is said with
-    the next one.
+    A kind is a message before formatting together with an HTTP status. The next line of the kind reports how many were
+    left out.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._state: dict[
-            object, tuple[float, float, int]
-        ] = {}  # when it was last looked at, tokens left, lines left out
+        # per kind: time of the last line, lines still allowed, lines left out
+        self._state: dict[object, tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
@@ -164,7 +163,7 @@ class Throttle(logging.Filter):
 
 
 class Stream(io.TextIOBase):
-    """In the place of ``sys.stderr``: what libraries say there (warnings, bars) goes the same way as the log."""
+    """Replacement of ``sys.stderr``: sends what libraries print (warnings, progress bars) through the log's writer."""
 
     def __init__(self, writer: Writer, descriptor: int = _STDERR) -> None:
         self._writer, self._descriptor = writer, descriptor
@@ -186,7 +185,7 @@ class Stream(io.TextIOBase):
 
 @contextmanager
 def to_stderr(log_format: LogFormat) -> Iterator[None]:
-    """Send paceline's and uvicorn's lines to stderr, and nowhere else, and whatever else is said there with them."""
+    """Send the lines of paceline and uvicorn, and everything printed to stderr, through one writer to stderr."""
     handler, before = Writer(), sys.stderr
     _configure(handler, log_format)
     sys.stderr = Stream(handler)
@@ -208,7 +207,7 @@ def _configure(handler: Writer, log_format: LogFormat) -> None:
 
 
 def flush(seconds: float = 1.0) -> None:
-    """Give what was logged a moment to be written."""
+    """Wait up to ``seconds`` until the queued lines are written."""
     for handler in logging.getLogger(LOGGERS[0]).handlers:
         if isinstance(handler, Writer):
             handler.wait_until_written(seconds)

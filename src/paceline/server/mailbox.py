@@ -1,4 +1,4 @@
-"""News on their way from the engine, which waits for nobody, to clients that may be slow."""
+"""Queue of updates from the engine, which never waits, to clients that may read slowly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from paceline.server.delta import Update
 from paceline.server.errors import ApiError
 
 News = Update | ApiError
-UNREAD = 64  # pieces of news that are kept as they came
+UNREAD = 64  # updates that are queued without being merged
 
 
 class Mailbox:
-    """News of one request. What is not fetched in time is joined: whoever fetches late gets fewer and longer pieces.
+    """Updates of one request. When too many are queued, they are merged: a slow client gets fewer and longer updates.
 
-    So a client that does not read costs little more than its answers, whose length is bounded. For the event loop only.
+    The memory for a client that does not read is bounded by the length of its answers. Not thread-safe: call it from
+    the event loop only.
     """
 
     def __init__(self) -> None:
@@ -27,21 +28,21 @@ class Mailbox:
         return len(self._news)
 
     def put(self, news: News) -> None:
-        """Never waits."""
+        """Add an update. Never waits."""
         self._news.append(news)
         self._arrived.set()
         if len(self._news) > self._most:
             self._join()
 
     async def get(self) -> News:
-        """The oldest; waits for one."""
+        """Wait for and return the oldest update."""
         while not self._news:
             self._arrived.clear()
             await self._arrived.wait()
         return self._news.popleft()
 
     def _join(self) -> None:
-        """One update a prompt; errors after them, as they end everything. The next time after as many again."""
+        """Merge to one update per prompt, followed by the first error. Merge again at twice that number."""
         of_prompt: defaultdict[int, list[Update]] = defaultdict(list)
         failures = [news for news in self._news if isinstance(news, ApiError)]
         for news in self._news:

@@ -1,4 +1,4 @@
-"""Server-sent events: what is sent as it comes, and what happens when nobody listens any more."""
+"""Server-sent events."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Events = AsyncGenerator[bytes, None]
 
 
 class EventStream(Response):
-    """Sends events when they come. The generator is closed as soon as the client hangs up.
+    """Streams events as they are produced. The generator is closed as soon as the client disconnects.
 
-    What fails before the first event has its own status; what fails later is an event {"error": ...}, the last.
+    An error before the first event is a response with its own status. A later error is an event {"error": ...}.
     """
 
     media_type = "text/event-stream"
@@ -37,7 +37,7 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._run(scope, receive, send))
         except ClientGoneError:
-            log.info("a client hung up")
+            log.info("the client disconnected")
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False

@@ -1,4 +1,4 @@
-"""The structure of answers, compiled while the event loop goes on."""
+"""Compilation of structured outputs outside of the event loop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Made = Callable[[], Constraint]
 async def structured(
     llm: LLM, requests: Sequence[Request], wanted: StructuredOutputs | None, arrival: float
 ) -> Sequence[Request]:
-    """The requests with their answers held to a structure; None: as they are. Raises ApiError.
+    """Return the requests with a compiled constraint for their answers. Raises ApiError.
 
-    As they are, too, where their budget of time, which began at ``arrival``, is over before: they get no token.
+    wanted: the constraint, or None to return them unchanged. arrival: seconds on the clock of ``time.monotonic``.
+    If the requests' time budget ends before the compilation, they are returned unchanged: they get no token anyway.
     """
     if wanted is None:
         return requests
@@ -43,9 +44,9 @@ async def structured(
 
 
 async def _compiled(llm: LLM, wanted: StructuredOutputs) -> Made:
-    """In a thread that only waits for the process that works, and that nobody waits for at the server's end.
+    """Compile the constraint. Raises ApiError.
 
-    Given up as soon as nobody waits here. Raises ApiError.
+    A daemon thread waits for the compiling process. Cancelling this call stops the compilation.
     """
     given_up, loop = threading.Event(), asyncio.get_running_loop()
     found: asyncio.Future[Made] = loop.create_future()
@@ -62,9 +63,9 @@ async def _compiled(llm: LLM, wanted: StructuredOutputs) -> Made:
         made, error = None, None
         try:
             made = llm.structure(wanted, given_up.is_set)
-        except Exception as caught:  # noqa: BLE001 (of whatever kind: it is raised where it is waited for)
+        except Exception as caught:  # noqa: BLE001 (re-raised by the awaiting coroutine)
             error = caught
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(tell, made, error)
 
     threading.Thread(target=wait, name="structure", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A name for every HTTP request: in its answer's header ``X-Request-Id`` and in all log lines about it."""
+"""Request ids: in the response header ``X-Request-Id`` and in all log lines of the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLEAN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Tracing:
-    """Takes the client's own name for the request if it is short and clean, else makes one."""
+    """ASGI middleware that keeps the client's request id if it is short and plain, else creates one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What a line comes to: the same answer as over HTTP, or the same refusal."""
+"""Runs one line of a batch file: the same response or error as over HTTP."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _LATER = 429
 
 
 async def _at_once() -> None:
-    """There is room."""
+    """Return at once: the default of ``BatchContext.room``."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the lines of a batch have in common.
+    """What all lines of a batch share.
 
-    seed: from it and a line's custom_id comes the seed of a line that has none. client: whose lines they are. priority:
-    added to that of each line; higher values wait while lower ones do. room: waits until a line may be begun. timeout:
-    seconds, of lines that do not say it; None: the server's.
+    seed: base of the seeds of lines without one; see ``seed_of``. client: identity for fair queueing. priority: added
+    to each line's own; lower values run first. room: awaited before each line, until it may start. timeout: seconds for
+    lines without one (None: the server's default).
     """
 
     context: Context
@@ -51,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Refused:
-    """A line that could not even be read; custom_id: if that much is known."""
+    """A line that is not a valid request. custom_id: the line's, if it could be read."""
 
     line: Line
     error: errors.ApiError
@@ -66,7 +66,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class ApiChore:
-    """A line in OpenAI's form."""
+    """A line in OpenAI's format."""
 
     batch: Batch
     line: Line
@@ -83,7 +83,7 @@ class ApiChore:
         return Outcome(self._document(200, request_id, reply), failed=False)
 
     async def _answer(self) -> tuple[str, bytes]:
-        """The answer's id and the answer. Raises ApiError."""
+        """Return the response's id and the response as JSON. Raises ApiError."""
         context = self.batch.context
         await self.batch.room()
         prepare = _PREPARE[self.request.url]
@@ -91,9 +91,9 @@ class ApiChore:
         return job.id, await job.answer()
 
     def _settle(self, body: GenerationRequest) -> None:
-        """What a batch decides for its lines. Raises ApiError."""
+        """Apply the batch's defaults to a line's request. Raises ApiError."""
         if body.stream:
-            raise errors.invalid("lines of a batch are answered whole; leave stream out", "stream")
+            raise errors.invalid("lines of a batch cannot be streamed; remove stream", "stream")
         if body.seed in (None, -1):
             body.seed = seed_of(self.batch.seed, f"id {self.request.custom_id}")
         if body.timeout is None:
@@ -127,7 +127,7 @@ _PREPARE = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
 
 
 def read_chore(batch: Batch, names: Names, line: Line, data: object) -> ApiChore:
-    """A line that said ``data``. Raises ApiError."""
+    """Validate one parsed line. Raises ApiError."""
     request = checked(BatchLine, data)
     names.take(request.custom_id)
     return ApiChore(batch, line, request)
@@ -136,7 +136,10 @@ def read_chore(batch: Batch, names: Names, line: Line, data: object) -> ApiChore
 async def unanswered(
     lines: Iterator[Line], read: Callable[[Line, object], Chore], output: OutputFile
 ) -> AsyncIterator[Chore]:
-    """What is left to do, read line by line. All lines are read: each must know the names of those before it."""
+    """Yield a task for each line that has no output yet.
+
+    Lines that have output are validated too, because ``read`` checks that ids are unique.
+    """
 
     def following() -> tuple[Line, Chore] | None:
         line = next(lines, None)
@@ -149,7 +152,7 @@ async def unanswered(
 
 
 def read_line(read: Callable[[Line, object], Chore], line: Line) -> Chore:
-    """What is to be done for a line, a refusal if it says nothing that can be."""
+    """Return a task for the line, or ``RefusedLine`` if it is not a valid request."""
     data = None
     try:
         data = parsed(line.text())
@@ -160,12 +163,12 @@ def read_line(read: Callable[[Line, object], Chore], line: Line) -> Chore:
 
 
 def is_the_end(error: errors.ApiError) -> bool:
-    """Whether the engine has stopped, or is about to: nothing is answered any more, and no line is at fault."""
+    """Return whether the error means that the engine stops: the batch ends, and the line is not at fault."""
     return error.status == 503
 
 
 async def answered(work: Callable[[], Awaitable[T]]) -> T:
-    """What it gives, tried again and again while there is no room for it now. Raises ApiError, whatever goes wrong."""
+    """Await ``work()`` and return its result; retry while the queue is full. Raises ApiError for any other error."""
     while True:
         try:
             return await work()
@@ -175,5 +178,5 @@ async def answered(work: Callable[[], Awaitable[T]]) -> T:
                 raise refusal from error
             await asyncio.sleep(refusal.retry_after or 1)
         except Exception as error:
-            log.exception("a line of a batch failed")
-            raise errors.ApiError(500, "server_error", "an error in paceline; its log says more") from error
+            log.exception("a batch line failed")
+            raise errors.ApiError(500, "server_error", "internal error; see the log") from error

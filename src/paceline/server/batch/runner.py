@@ -1,4 +1,4 @@
-"""Batches over HTTP, played behind all other requests; a restart goes on where the server was ended."""
+"""Runs batches behind all interactive requests. After a restart it resumes unfinished batches."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from paceline.server.context import Context
 from paceline.server.quotas import read_key
 
 log = logging.getLogger("paceline.server")
-ANYBODY = "anybody"  # who owns everything where there are no keys
-BEHIND = 2**31  # added to a line's priority: what requests can ask for is less
+ANYBODY = "anybody"  # owner of all files of a server without keys
+BEHIND = 2**31  # added to a line's priority; larger than any that requests can set
 _WINDOW = 86400
 _LINES_PER_ROW = 2
 _KINDS = ("output", "error")
-_PAUSE = 0.05  # seconds between two looks whether there is room
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds for space on the disk; each is twice the one before
-_GIVE_UP = 86400  # seconds without space, as long as a batch may take
+_PAUSE = 0.05  # seconds between two checks for free capacity
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between retries on a full disk; the pause doubles
+_GIVE_UP = 86400  # seconds of retries on a full disk, the longest that a batch may take
 
 
 class Runner:
-    """Plays one batch of each owner at a time, the oldest first. For the event loop."""
+    """Runs one batch per owner at a time, oldest first. Not thread-safe: call it from the event loop only."""
 
     def __init__(self, context: Context, store: Store) -> None:
         self._context, self.store = context, store
@@ -57,7 +57,7 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Go on with all that have not ended, but for those of keys that are good no more."""
+        """Resume all unfinished batches, except those of keys that are no longer valid."""
         keys = self._context.config.api_keys
         owners = {key_name(read_key(key).secret) for key in keys} if keys else {ANYBODY}
         for kept in self.store.batches.values():
@@ -65,7 +65,7 @@ class Runner:
                 self._begin(kept)
 
     async def stop(self) -> None:
-        """Leave all as they are; ``start`` goes on with them."""
+        """Stop and leave batches as they are; the next ``start`` resumes them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -77,10 +77,10 @@ class Runner:
         task = self._tasks[name] = asyncio.create_task(self._run(kept), name=name)
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
-    # --- what clients ask for ----------------------------------------------------
+    # --- called by routes --------------------------------------------------------
 
     async def create(self, owner: str, request: BatchRequest) -> BatchObject:
-        """Raises ApiError."""
+        """Create and start a batch. Raises ApiError."""
         self.store.file(owner, request.input_file_id)
         now = int(time.time())
         document = BatchObject(
@@ -100,7 +100,7 @@ class Runner:
         return document
 
     async def cancel(self, owner: str, name: str) -> BatchObject:
-        """What was answered so far is kept. Raises ApiError."""
+        """Cancel a batch. Responses that exist are kept. Raises ApiError."""
         kept = self.store.batch(owner, name)
         document = kept.document
         if document.status in ("validating", "in_progress"):
@@ -109,24 +109,24 @@ class Runner:
                 task.cancel()
             await self.store.save(kept)
         elif document.status not in ("cancelling", "cancelled"):
-            raise errors.invalid(f"the batch is {document.status}, and nothing of it is left to cancel", "batch_id")
+            raise errors.invalid(f"the batch is {document.status} and cannot be cancelled", "batch_id")
         return document
 
-    # --- how it goes -------------------------------------------------------------
+    # --- the life of a batch -----------------------------------------------------
 
     async def _run(self, kept: KeptBatch) -> None:
         try:
-            with suppress(OSError):  # it is counted again before anything is done
-                await self._count(kept)  # its turn may come late
+            with suppress(OSError):  # it is counted again before it runs
+                await self._count(kept)  # now, because its turn may come late
             async with self._turns[kept.owner]:
                 await self._end(kept)
         except asyncio.CancelledError:
             if kept.document.status != "cancelling":
-                raise  # the server ends
+                raise  # the server shuts down
             await self._end(kept)
 
     async def _end(self, kept: KeptBatch) -> None:
-        """All steps to the batch's end; one that goes wrong fails the batch, but for the end of the engine."""
+        """Take the batch through all its steps. An error fails the batch, unless the engine has stopped."""
         try:
             while is_open(kept):
                 await self._step_with_space(kept)
@@ -136,11 +136,11 @@ class Runner:
             log.exception("batch %s failed", kept.document.id)
             _blame(kept.document, error)
             _mark(kept.document, "failed")
-            with suppress(OSError, PacelineError):  # a later server finds it as it was, and tries again
+            with suppress(OSError, PacelineError):  # the batch stays open on disk, and the next start retries it
                 await self._save(kept)
 
     async def _step_with_space(self, kept: KeptBatch) -> None:
-        """A step, again and again while the disk is full; the batch says so meanwhile."""
+        """Run a step; retry while the disk is full, and show that in the batch's errors meanwhile."""
         pause, since, faults = _FIRST_WAIT, time.monotonic(), kept.document.errors
         while True:
             try:
@@ -158,7 +158,10 @@ class Runner:
             pause = min(2 * pause, _LONGEST_WAIT)
 
     async def _step(self, kept: KeptBatch) -> None:
-        """From one status to the next, on disk. Raises ApiError when the engine ends or the disk is full, OSError."""
+        """Advance to the next status and save it.
+
+        Raises ApiError if the engine stops or the disk is full, OSError for other errors of the disk.
+        """
         document = kept.document
         if document.status == "validating":
             await self._validate(kept)
@@ -183,9 +186,9 @@ class Runner:
         _mark(document, "finalizing" if faults else "in_progress")
 
     async def _play(self, kept: KeptBatch) -> None:
-        """All lines that are left, or as many as there is time for.
+        """Run the lines without output until all have some or the batch expires.
 
-        Raises ApiError when the engine ends or the disk is full.
+        Raises ApiError if the engine stops or the disk is full.
         """
         document = kept.document
         await self._ready()
@@ -211,7 +214,7 @@ class Runner:
             await self._play_lines(kept, lines, output)
 
     async def _count(self, kept: KeptBatch) -> None:
-        """What was answered so far, by an earlier server, too."""
+        """Count the lines with output, including those of an earlier run."""
         answers, counts = self.store.answers(kept.document.id), kept.document.request_counts
         if answers.exists():
             counts.completed, counts.failed = await asyncio.to_thread(_counted, answers)
@@ -225,7 +228,7 @@ class Runner:
             counts.failed += outcome.failed
             counts.completed += not outcome.failed
             if output.size > limits.MAX_FILES_BYTES:
-                raise errors.invalid(f"the answers are longer than {limits.MAX_FILES_BYTES} bytes", code="too_long")
+                raise errors.invalid(f"the output exceeds {limits.MAX_FILES_BYTES} bytes", code="too_long")
 
         await play_all(
             unanswered(lines_of(lines, context.config.max_body_bytes), read, output),
@@ -239,13 +242,13 @@ class Runner:
             await asyncio.sleep(_PAUSE)
 
     async def _room(self) -> None:
-        """Half of the places in which requests wait are left to others, whatever their priority."""
+        """Wait until less than half of the queue is taken: the other half is left to interactive requests."""
         context = self._context
         while context.admission.inside >= context.room.answers + context.config.max_waiting // 2:
             await asyncio.sleep(_PAUSE)
 
     async def _finish(self, kept: KeptBatch) -> None:
-        """The answers become files: those that are good, and those that are errors."""
+        """Turn the output into files: one with responses, one with errors."""
         document = kept.document
         if self.store.answers(document.id).exists():
             names = [_name(document.id, kind) for kind in _KINDS]
@@ -253,12 +256,12 @@ class Runner:
             try:
                 await self._make_files(kept, names, parts)
             finally:
-                for part in parts:  # one without lines, or one for which the disk had no space
+                for part in parts:  # a file without lines, or one that did not fit on the disk
                     part.unlink(missing_ok=True)
         _mark(document, _ending(document))
 
     async def _make_files(self, kept: KeptBatch, names: list[str], parts: list[Path]) -> None:
-        """One of good answers and one of errors, where there are any. Raises ApiError (507)."""
+        """Write the file of responses and the file of errors, each if it has lines. Raises ApiError (507)."""
         document = kept.document
         counts = await asyncio.to_thread(_split, self.store.answers(document.id), *parts)
         document.request_counts.completed, document.request_counts.failed = counts
@@ -284,20 +287,20 @@ def _mark(document: BatchObject, status: Status) -> None:
 
 
 def _blame(document: BatchObject, error: Exception) -> None:
-    """Say why the batch has failed, or waits."""
+    """Set the batch's error: why it failed, or why it waits."""
     if isinstance(error, errors.ApiError) and is_full(error):
         fault = BatchFault(code="disk_full", message=str(error))
     elif isinstance(error, PacelineError):
         fault = BatchFault(code="batch_failed", message=str(error))
     elif isinstance(error, OSError):
-        fault = BatchFault(code="batch_failed", message=f"the server's disk: {error.strerror}")
+        fault = BatchFault(code="batch_failed", message=f"error of the server's disk: {error.strerror}")
     else:
-        fault = BatchFault(code="batch_failed", message="an error in the server; its log says more")
+        fault = BatchFault(code="batch_failed", message="internal error; see the server's log")
     document.errors = BatchFaults(data=[fault])
 
 
 def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[BatchFault]]:
-    """How many lines a file has, and what is wrong with the first bad ones: all must be requests to one endpoint."""
+    """Validate an input file. Returns its number of lines and the first errors; all lines must use one endpoint."""
     total, names, faults = 0, Names(), list[BatchFault]()
     with path.open("rb") as file:
         for line in lines_of(file, limit):
@@ -317,7 +320,7 @@ def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[Ba
 
 
 def _look(line: Line, names: Names, endpoint: Url) -> None:
-    """Raises ApiError."""
+    """Validate one line. Raises ApiError."""
     request = checked(BatchLine, parsed(line.text()))
     names.take(request.custom_id)
     if request.url != endpoint:
@@ -325,26 +328,29 @@ def _look(line: Line, names: Names, endpoint: Url) -> None:
 
 
 def _name(batch: str, kind: str) -> str:
-    """The same however often the batch is finished."""
+    """Return the file's id, which is the same whenever the batch is finished again."""
     return "file-" + hashlib.blake2b(f"{batch} {kind}".encode(), digest_size=12).hexdigest()
 
 
 def _is_good(line: bytes) -> bool:
-    """Of a line that ``ApiChore`` wrote. Within JSON's strings no quote stands alone: nobody's text looks like this."""
+    """Return whether a line that ``ApiTask`` wrote is a response.
+
+    The searched text has bare quotes, which are escaped inside of JSON strings, so no generated text can contain it.
+    """
     return b',"response":{"status_code":200,' in line
 
 
 def _counted(answers: Path) -> tuple[int, int]:
-    """Good lines and bad ones; one that was being written when the server ended is neither."""
+    """Count responses and errors. A last line that was cut off counts as neither."""
     with answers.open("rb") as file:
         good = [_is_good(line) for line in file if line.endswith(b"\n")]
     return sum(good), len(good) - sum(good)
 
 
 def _split(answers: Path, good: Path, bad: Path) -> tuple[int, int]:
-    """Copies of the good lines and of the bad ones, on disk; how many there are of each."""
+    """Copy responses and errors to two files on disk. Returns the number of each."""
     counts = [0, 0]
-    with OutputFile("batch_dir", answers):  # a line that was being written is cut off
+    with OutputFile("batch_dir", answers):  # removes a last line that was cut off
         pass
     with full_disk_named(), answers.open("rb") as file, good.open("wb") as output, bad.open("wb") as faults:
         for line in file:

@@ -13,7 +13,7 @@ export class Monitor {
     this.onState = onState;
     this.model = null;
     this.batch = new Chart(parent, { id: "batch", title: "Batch, rows", top: 1 });
-    this.k = new Chart(parent, { id: "k", title: "Guesses a round, k", top: 4 });
+    this.k = new Chart(parent, { id: "k", title: "Draft tokens per round, k", top: 4 });
     this.acceptance = new Chart(parent, { id: "acceptance", title: "Acceptance", top: 1, show: percent });
     this.pace = new Chart(parent, { id: "pace", title: "Tokens/s", top: 10, show: (value) => value.toFixed(0) });
   }
