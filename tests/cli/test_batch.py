@@ -20,7 +20,7 @@ import pytest
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.lines import count_lines, lines_of, seed_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.window import Outcome, Scribe, play_all
+from paceline.server.batch.window import LineResult, LineWriter, run_all
 from polling import wait_until
 
 ENGINE = ("--dtype", "float32", "--max-batch-size", "4", "--threads", "1", "--served-model-name", "tiny", "--quiet")
@@ -332,28 +332,28 @@ class Counted:
         for index in range(number):
             self.alive += 1
             self.most = max(self.most, self.alive)
-            yield self.Chore(self, index)
+            yield self.LineTask(self, index)
 
-    class Chore:
+    class LineTask:
         def __init__(self, owner: Counted, index: int) -> None:
             self.owner, self.index = owner, index
 
-        async def play(self) -> Outcome:
+        async def run(self) -> LineResult:
             for _ in range(self.owner.random.randrange(8)):
                 await asyncio.sleep(0)
-            return Outcome(str(self.index).encode(), False)
+            return LineResult(str(self.index).encode(), False)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_no_more_lines_are_in_memory_than_the_window_has(in_order: bool) -> None:
     counted, written = Counted(), bytearray()
 
-    def tell(_: Outcome) -> None:
+    def tell(_: LineResult) -> None:
         counted.alive -= 1
 
     async def run() -> None:
-        scribe = Scribe(written.extend)
-        await play_all(counted.chores(500), scribe, window=8, in_order=in_order, tell=tell)
+        scribe = LineWriter(written.extend)
+        await run_all(counted.chores(500), scribe, window=8, in_order=in_order, on_result=tell)
 
     asyncio.run(run())
     numbers = [int(line) for line in bytes(written).split()]
@@ -367,21 +367,21 @@ def test_what_ends_the_batch_is_raised_as_it_is() -> None:
         yield Bad()
 
     class Bad:
-        async def play(self) -> Outcome:
+        async def run(self) -> LineResult:
             raise PacelineError("the disk is full")
 
     with pytest.raises(PacelineError, match="the disk is full"):
-        asyncio.run(play_all(chores(), Scribe(lambda _: None), window=2))
+        asyncio.run(run_all(chores(), LineWriter(lambda _: None), window=2))
 
 
 def test_no_answer_breaks_its_line_however_lines_are_told_apart() -> None:
     written = bytearray()
 
     async def run() -> None:
-        scribe = Scribe(written.extend)
+        scribe = LineWriter(written.extend)
         for text in ("a\x85b", "c\u2028d\u2029e", "é\u3000ß"):
             scribe.put(json.dumps(text, ensure_ascii=False).encode())
-        await scribe.settle()
+        await scribe.flush()
 
     asyncio.run(run())
     lines = written.decode().splitlines()

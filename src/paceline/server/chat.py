@@ -11,7 +11,7 @@ from paceline.config import StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.server.completions import extras_of, note_draft_tokens
-from paceline.server.context import Context, Tally, Terms, log_request, usage_of
+from paceline.server.context import Context, RequestOptions, Tally, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.predictions import check_prediction, details_of
@@ -38,7 +38,7 @@ class ChatJob:
     context: Context
     body: ChatRequest
     request: Request
-    terms: Terms
+    options: RequestOptions
     structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
@@ -51,20 +51,20 @@ class ChatJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(body.answers)
-        terms = Terms.of(body, client)
+        options = RequestOptions.of(body, client)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
         structure = replace(params, structured_outputs=wanted).structured_outputs
         references = await _prediction(context, body)
-        (request,) = await context.requests([tokens], params, terms, references)
+        (request,) = await context.requests([tokens], params, options, references)
         context.check_logprobs([request], params.logprobs)
-        return cls(context, body, request, terms, structure)
+        return cls(context, body, request, options, structure)
 
     async def answer(self) -> bytes:
         """Generate all answers and return the whole response as JSON. Raises ApiError."""
-        async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
+        async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
@@ -94,7 +94,7 @@ class ChatJob:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         begun: set[int] = set()
         tally = Tally(len(self.request.prompt_token_ids))
-        async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
+        async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
             async for update in generation.updates():
                 yield await self.context.events(functools.partial(self._chunks, update, begun, tally), update.entries)
             output = generation.outputs[0]

@@ -14,7 +14,7 @@ from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
-from paceline.server.context import Context, Tally, Terms, log_request, usage_of
+from paceline.server.context import Context, RequestOptions, Tally, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.generation import Generation
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
@@ -55,7 +55,7 @@ class CompletionJob:
     body: CompletionRequest
     tokens: list[list[int]]
     requests: list[Request]
-    terms: Terms
+    options: RequestOptions
     id: str = field(init=False)
     created: int = field(init=False)
     echoes: list[Echo] = field(default_factory=list)
@@ -68,12 +68,12 @@ class CompletionJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(len(body.prompts) * body.answers)
-        terms = Terms.of(body, client)
+        options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
         tokens = [await _encode(context, prompt) for prompt in body.prompts]
-        requests = await context.requests(tokens, params, terms)
+        requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
-        return cls(context, body, tokens, requests, terms)
+        return cls(context, body, tokens, requests, options)
 
     # --- one response ------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class CompletionJob:
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
         scored = bool(self.body.echo) and self.body.logprobs is not None
-        return self.context.generate(self.requests, self.terms, only_read=self._only_read, scored=scored)
+        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored)
 
     @property
     def _only_read(self) -> bool:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestOptions:
     """How a request is served.
 
     client: identity for fair queueing. arrival: seconds on the clock of ``time.monotonic``. timeout: seconds until the
@@ -62,8 +62,8 @@ class Terms:
     streaming: bool
 
     @staticmethod
-    def of(body: GenerationRequest, client: str) -> Terms:
-        return Terms(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
+    def of(body: GenerationRequest, client: str) -> RequestOptions:
+        return RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
 
 
 class Context:
@@ -186,27 +186,31 @@ class Context:
         self.admission.check(answers, self.room)
 
     async def requests(
-        self, prompts: Sequence[list[int]], params: SamplingParams, terms: Terms, references: Sequence[list[int]] = ()
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        options: RequestOptions,
+        references: Sequence[list[int]] = (),
     ) -> list[Request]:
         """Build and check the engine's requests. Raises ApiError.
 
         references: token ids of texts that answers may repeat, shared by all prompts.
         """
-        make = functools.partial(self._request, params=params, terms=terms, references=references)
+        make = functools.partial(self._request, params=params, options=options, references=references)
         return await _run_in(self._texts, lambda: [make(prompt) for prompt in prompts])
 
     def _request(
-        self, prompt: list[int], params: SamplingParams, terms: Terms, references: Sequence[list[int]]
+        self, prompt: list[int], params: SamplingParams, options: RequestOptions, references: Sequence[list[int]]
     ) -> Request:
         name = self.new_id("prompt")
         request = self.llm.request(
             prompt,
             params,
             references=references,
-            arrival=terms.arrival,
+            arrival=options.arrival,
             request_id=name,
-            client=terms.client,
-            priority=terms.priority,
+            client=options.client,
+            priority=options.priority,
         )
         self.llm.engine.check(request)
         return request
@@ -237,7 +241,7 @@ class Context:
     async def generate(
         self,
         requests: Sequence[Request],
-        terms: Terms,
+        options: RequestOptions,
         *,
         only_read: bool = False,
         scored: bool = False,
@@ -249,15 +253,15 @@ class Context:
         structure: constraint of the answers, compiled before they are submitted. Raises ApiError.
         """
         works = [self._work(each, only_read, scored) for each in requests]
-        with self.quotas.hold(terms.client, sum(work.tokens for work in works)) as bill:
-            places = self.admission.enter(terms.client, works, self.room)
-            seconds = self.config.request_timeout if terms.timeout is None else terms.timeout
+        with self.quotas.hold(options.client, sum(work.tokens for work in works)) as bill:
+            places = self.admission.enter(options.client, works, self.room)
+            seconds = self.config.request_timeout if options.timeout is None else options.timeout
             generation = None
             try:
                 async with time_limit(seconds):
-                    held = await structured(self.llm, requests, structure, terms.arrival)
+                    held = await structured(self.llm, requests, structure, options.arrival)
                     generation = Generation(
-                        self.service, [] if only_read else zip(held, places, strict=True), terms.streaming
+                        self.service, [] if only_read else zip(held, places, strict=True), options.streaming
                     )
                     async with generation:
                         yield generation

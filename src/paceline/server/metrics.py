@@ -71,16 +71,16 @@ class Stats(BaseModel):
 
 
 @dataclass
-class Pace:
+class TokenTimes:
     """Delivered tokens of each answer of a request, and the time of the last delivery in seconds."""
 
     tokens: list[int]
     at: list[float]
 
     @staticmethod
-    def of(output: RequestOutput) -> Pace:
+    def of(output: RequestOutput) -> TokenTimes:
         n = len(output.candidates)
-        return Pace([0] * n, [0.0] * n)
+        return TokenTimes([0] * n, [0.0] * n)
 
 
 class Meter:
@@ -150,7 +150,7 @@ class Meter:
         self._peak.set(math.nan)
         self._step = gauge("engine_step_seconds", "Seconds since the engine's current step began; 0 if idle.")
 
-    def know(self, arithmetic: Arithmetic) -> None:
+    def set_arithmetic(self, arithmetic: Arithmetic) -> None:
         """Set the target's operation count and the machine's peak, for the utilisation."""
         self._arithmetic = arithmetic
         operations, peak = arithmetic.operations, arithmetic.peak.operations_per_second
@@ -183,7 +183,7 @@ class Meter:
 
     # --- called in the engine's thread -------------------------------------------
 
-    def queues(self, engine: Engine) -> None:
+    def update_gauges(self, engine: Engine) -> None:
         """Update the queue and cache gauges. Called after every engine step."""
         scheduler = engine.scheduler
         rows = len(scheduler.running) + len(scheduler.prefilling)
@@ -199,7 +199,7 @@ class Meter:
         for held_for in ("rows", "prefixes", "scored"):
             self._bytes_gauge.labels(held_for).set(getattr(filled, held_for))
 
-    def round(self, engine: Engine) -> None:
+    def record_round(self, engine: Engine) -> None:
         """Record the last round. Called after every step; does nothing if the step ran no round."""
         if engine.last_verdict is None:
             return
@@ -234,7 +234,7 @@ class Meter:
         """Count a round that raised an exception."""
         self._failures.inc()
 
-    def gained(self, pace: Pace, output: RequestOutput) -> None:
+    def record_output(self, pace: TokenTimes, output: RequestOutput) -> None:
         """Record a request's new tokens and finished answers."""
         now = self._clock()
         for answer in output.candidates:
@@ -249,7 +249,7 @@ class Meter:
             for sequence, ms in (("first", latency.first), ("last", latency.last), ("all", latency.all)):
                 self._tpot.labels(sequence).observe(ms / 1000)
 
-    def _observe_tokens(self, pace: Pace, answer: CompletionOutput, fresh: int, now: float) -> None:
+    def _observe_tokens(self, pace: TokenTimes, answer: CompletionOutput, fresh: int, now: float) -> None:
         place, measured = answer.index, answer.metrics
         self._generation_tokens.inc(fresh)
         if pace.tokens[place] == 0:

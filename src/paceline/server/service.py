@@ -27,7 +27,7 @@ from paceline.server import errors
 from paceline.server.admission import Place
 from paceline.server.delta import Growth, Update
 from paceline.server.mailbox import Mailbox, News
-from paceline.server.metrics import Meter, Pace
+from paceline.server.metrics import Meter, TokenTimes
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -64,7 +64,7 @@ class Ticket:
 class _Live:
     ticket: Ticket
     growth: Growth
-    pace: Pace
+    pace: TokenTimes
     ended: int = 0  # number of finished sequences
 
 
@@ -219,8 +219,8 @@ class EngineService:
         self._capture_ahead()
         arithmetic = arithmetic_of(target, self.engine.threads, _PEAK_SECONDS)
         log.info("utilisation is relative to %s", arithmetic.peak)
-        self.meter.know(arithmetic)
-        self.meter.queues(self.engine)
+        self.meter.set_arithmetic(arithmetic)
+        self.meter.update_gauges(self.engine)
         gc.collect()  # takes about 0.2 s after loading: not during the first requests
         self.state = "ready"
         log.info("ready")
@@ -262,7 +262,7 @@ class EngineService:
             self._round()
         if self._scorings:
             self._score_some()
-        self.meter.queues(self.engine)
+        self.meter.update_gauges(self.engine)
 
     def _round(self) -> None:
         try:
@@ -274,7 +274,7 @@ class EngineService:
             self._fail([output.request_id for output in self.engine.clear_begun()], errors.round_failed())
             self.meter.round_failed()
             return
-        self.meter.round(self.engine)
+        self.meter.record_round(self.engine)
         self._pass_on(changed)
 
     def _pass_on(self, changed: Sequence[RequestOutput]) -> None:
@@ -289,7 +289,7 @@ class EngineService:
             self._deliver(news, ended)
 
     def _news(self, live: _Live, output: RequestOutput) -> News | None:
-        self.meter.gained(live.pace, output)
+        self.meter.record_output(live.pace, output)
         if output.finished:
             del self._live[output.request_id]
         elif not live.ticket.streaming:
@@ -323,7 +323,7 @@ class EngineService:
             self._deliver([(ticket, errors.failed(error))])
             return
         ticket.output = output
-        self._live[output.request_id] = _Live(ticket, Growth(output), Pace.of(output))
+        self._live[output.request_id] = _Live(ticket, Growth(output), TokenTimes.of(output))
 
     def _abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)

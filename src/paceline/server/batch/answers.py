@@ -12,9 +12,9 @@ from pydantic_core import to_json
 
 from paceline.errors import PacelineError
 from paceline.server import errors
-from paceline.server.batch.lines import BatchLine, Line, Names, seed_of
+from paceline.server.batch.lines import BatchLine, CustomIds, InputLine, seed_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.window import Chore, Outcome
+from paceline.server.batch.window import LineResult, LineTask
 from paceline.server.bodies import checked, parsed
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
@@ -33,7 +33,7 @@ async def _at_once() -> None:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchContext:
     """What all lines of a batch share.
 
     seed: base of the seeds of lines without one; see ``seed_of``. client: identity for fair queueing. priority: added
@@ -53,34 +53,34 @@ class Batch:
 class Refused:
     """A line that is not a valid request. custom_id: the line's, if it could be read."""
 
-    line: Line
+    line: InputLine
     error: errors.ApiError
     custom_id: str | None = None
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         message = f"{self.line.where}: {self.error}"
         fault = {"code": self.error.code or "invalid_line", "message": message, "param": self.error.param}
         document = {"id": self.line.name, "custom_id": self.custom_id, "response": None, "error": fault}
-        return Outcome(to_json(document), failed=True)
+        return LineResult(to_json(document), failed=True)
 
 
 @dataclass(frozen=True)
-class ApiChore:
+class ApiTask:
     """A line in OpenAI's format."""
 
-    batch: Batch
-    line: Line
+    batch: BatchContext
+    line: InputLine
     request: BatchLine
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         try:
             request_id, reply = await answered(self._answer)
         except errors.ApiError as error:
             if is_the_end(error):
                 raise
             request_id = self.batch.context.new_id("req")
-            return Outcome(self._document(error.status, request_id, to_json(error.body)), failed=True)
-        return Outcome(self._document(200, request_id, reply), failed=False)
+            return LineResult(self._document(error.status, request_id, to_json(error.body)), failed=True)
+        return LineResult(self._document(200, request_id, reply), failed=False)
 
     async def _answer(self) -> tuple[str, bytes]:
         """Return the response's id and the response as JSON. Raises ApiError."""
@@ -126,32 +126,32 @@ async def _chat(context: Context, data: object, settle: Settle, client: str) -> 
 _PREPARE = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
 
 
-def read_chore(batch: Batch, names: Names, line: Line, data: object) -> ApiChore:
+def read_task(batch: BatchContext, names: CustomIds, line: InputLine, data: object) -> ApiTask:
     """Validate one parsed line. Raises ApiError."""
     request = checked(BatchLine, data)
     names.take(request.custom_id)
-    return ApiChore(batch, line, request)
+    return ApiTask(batch, line, request)
 
 
 async def unanswered(
-    lines: Iterator[Line], read: Callable[[Line, object], Chore], output: OutputFile
-) -> AsyncIterator[Chore]:
+    lines: Iterator[InputLine], read: Callable[[InputLine, object], LineTask], output: OutputFile
+) -> AsyncIterator[LineTask]:
     """Yield a task for each line that has no output yet.
 
     Lines that have output are validated too, because ``read`` checks that ids are unique.
     """
 
-    def following() -> tuple[Line, Chore] | None:
+    def following() -> tuple[InputLine, LineTask] | None:
         line = next(lines, None)
         return None if line is None else (line, read_line(read, line))
 
     while (found := await asyncio.to_thread(following)) is not None:
-        line, chore = found
+        line, task = found
         if not output.has(line):
-            yield chore
+            yield task
 
 
-def read_line(read: Callable[[Line, object], Chore], line: Line) -> Chore:
+def read_line(read: Callable[[InputLine, object], LineTask], line: InputLine) -> LineTask:
     """Return a task for the line, or ``RefusedLine`` if it is not a valid request."""
     data = None
     try:

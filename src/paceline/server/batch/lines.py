@@ -29,7 +29,7 @@ class BatchLine(Strict):
 
 
 @dataclass(frozen=True)
-class Line:
+class InputLine:
     """A non-empty input line.
 
     index: its position among the non-empty lines, from 0. number: its position among all lines, from 1. content: None
@@ -66,7 +66,7 @@ def parse_name(name: object) -> tuple[int, str]:
     return int(index), digest
 
 
-def lines_of(file: BinaryIO, limit: int) -> Iterator[Line]:
+def lines_of(file: BinaryIO, limit: int) -> Iterator[InputLine]:
     """Yield all non-empty lines lazily. Content of a line over ``limit`` bytes is dropped, its digest kept."""
     index = 0
     for number in itertools.count(1):
@@ -74,7 +74,7 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[Line]:
         if not size:
             return
         if content is None or content.strip():
-            yield Line(index, number, content, digest, limit)
+            yield InputLine(index, number, content, digest, limit)
             index += 1
 
 
@@ -117,7 +117,7 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") >> 1  # 63 bits, the range of seeds
 
 
-class Names:
+class CustomIds:
     """Checks that each custom_id occurs once. Keeps only digests."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.disk import full_disk_named
-from paceline.server.batch.lines import Line, parse_name
+from paceline.server.batch.lines import InputLine, parse_name
 
 
 class OutputFile:
@@ -62,7 +62,7 @@ class OutputFile:
         """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
-    def has(self, line: Line) -> bool:
+    def has(self, line: InputLine) -> bool:
         """Return whether the line has output. Raises ParameterError if that output is for another line."""
         digest = self.done.get(line.index)
         if digest is not None and digest != line.digest:

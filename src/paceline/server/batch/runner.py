@@ -17,7 +17,7 @@ from typing import BinaryIO
 from paceline.config import MAX_SECONDS
 from paceline.errors import PacelineError
 from paceline.server import errors, limits
-from paceline.server.batch.answers import Batch, is_the_end, read_chore, unanswered
+from paceline.server.batch.answers import BatchContext, is_the_end, read_task, unanswered
 from paceline.server.batch.disk import full_disk_named, is_full
 from paceline.server.batch.documents import (
     BatchCounts,
@@ -28,10 +28,10 @@ from paceline.server.batch.documents import (
     KeptBatch,
     Status,
 )
-from paceline.server.batch.lines import BatchLine, Line, Names, Url, lines_of
+from paceline.server.batch.lines import BatchLine, CustomIds, InputLine, Url, lines_of
 from paceline.server.batch.output import OutputFile
 from paceline.server.batch.store import Store, is_open, new_batch_id
-from paceline.server.batch.window import Outcome, Scribe, play_all
+from paceline.server.batch.window import LineResult, LineWriter, run_all
 from paceline.server.bodies import checked, parsed
 from paceline.server.clients import key_name
 from paceline.server.context import Context
@@ -221,20 +221,20 @@ class Runner:
 
     async def _play_lines(self, kept: KeptBatch, lines: BinaryIO, output: OutputFile) -> None:
         context, counts = self._context, kept.document.request_counts
-        batch = Batch(context, kept.seed, kept.owner, BEHIND, self._room, MAX_SECONDS)
-        read = functools.partial(read_chore, batch, Names())
+        batch = BatchContext(context, kept.seed, kept.owner, BEHIND, self._room, MAX_SECONDS)
+        read = functools.partial(read_task, batch, CustomIds())
 
-        def tell(outcome: Outcome) -> None:
+        def tell(outcome: LineResult) -> None:
             counts.failed += outcome.failed
             counts.completed += not outcome.failed
             if output.size > limits.MAX_FILES_BYTES:
                 raise errors.invalid(f"the output exceeds {limits.MAX_FILES_BYTES} bytes", code="too_long")
 
-        await play_all(
+        await run_all(
             unanswered(lines_of(lines, context.config.max_body_bytes), read, output),
-            Scribe(output.append),
+            LineWriter(output.append),
             window=_LINES_PER_ROW * context.room.answers,
-            tell=tell,
+            on_result=tell,
         )
 
     async def _ready(self) -> None:
@@ -301,7 +301,7 @@ def _blame(document: BatchObject, error: Exception) -> None:
 
 def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[BatchFault]]:
     """Validate an input file. Returns its number of lines and the first errors; all lines must use one endpoint."""
-    total, names, faults = 0, Names(), list[BatchFault]()
+    total, names, faults = 0, CustomIds(), list[BatchFault]()
     with path.open("rb") as file:
         for line in lines_of(file, limit):
             total += 1
@@ -319,7 +319,7 @@ def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[Ba
     return total, faults
 
 
-def _look(line: Line, names: Names, endpoint: Url) -> None:
+def _look(line: InputLine, names: CustomIds, endpoint: Url) -> None:
     """Validate one line. Raises ApiError."""
     request = checked(BatchLine, parsed(line.text()))
     names.take(request.custom_id)

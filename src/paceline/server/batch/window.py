@@ -13,22 +13,22 @@ _LINE_ENDS = {letter.encode(): b"\\u%04x" % ord(letter) for letter in "\x85\u202
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LineResult:
     """Output of a line. content: the output line without its line break. failed: whether it is an error."""
 
     content: bytes
     failed: bool
 
 
-class Chore(Protocol):
+class LineTask(Protocol):
     """The work of one input line."""
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         """Return the output line. Raises only errors that end the whole batch."""
         ...
 
 
-class Scribe:
+class LineWriter:
     """Appends lines to a file. Lines that arrive during a write are combined into the next one."""
 
     def __init__(self, append: Callable[[bytes], None]) -> None:
@@ -42,7 +42,7 @@ class Scribe:
             content = content.replace(spelled, escaped)
         self._pending.append(content + b"\n")
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """Return once all queued lines are on disk."""
         async with self._turn:
             if self._pending:
@@ -60,13 +60,13 @@ async def _to_its_end(work: Coroutine[object, object, None]) -> None:
         raise
 
 
-async def play_all(
-    chores: AsyncIterator[Chore],
-    scribe: Scribe,
+async def run_all(
+    tasks: AsyncIterator[LineTask],
+    writer: LineWriter,
     *,
     window: int,
     in_order: bool = False,
-    tell: Callable[[Outcome], None] = lambda _: None,
+    on_result: Callable[[LineResult], None] = lambda _: None,
 ) -> None:
     """Run all tasks, at most ``window`` at a time. A task counts until its result is on disk.
 
@@ -78,28 +78,28 @@ async def play_all(
     before.set()
     try:
         async with asyncio.TaskGroup() as group:
-            async for chore in chores:
+            async for task in tasks:
                 await room.acquire()
                 written = asyncio.Event()
-                group.create_task(_play(chore, scribe, before if in_order else None, written, room, tell))
+                group.create_task(_play(task, writer, before if in_order else None, written, room, on_result))
                 before = written
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
 
 
 async def _play(
-    chore: Chore,
-    scribe: Scribe,
+    task: LineTask,
+    writer: LineWriter,
     before: asyncio.Event | None,
     written: asyncio.Event,
     room: asyncio.Semaphore,
-    tell: Callable[[Outcome], None],
+    on_result: Callable[[LineResult], None],
 ) -> None:
-    outcome = await chore.play()
+    result = await task.run()
     if before is not None:
         await before.wait()
-    scribe.put(outcome.content)
+    writer.put(result.content)
     written.set()
-    await scribe.settle()
-    tell(outcome)
+    await writer.flush()
+    on_result(result)
     room.release()
