@@ -125,11 +125,11 @@ def test_what_was_written_at_any_byte_is_gone_on_with(paceline: Any, tiny: str, 
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "no JSON": (b"{custom_id: 1}", "not JSON"),
+    "no JSON": (b"{custom_id: 1}", "not valid JSON"),
     "no object": (b"[1, 2]", "line 2: body"),
     "nothing in it": (b"{}", "custom_id: Field required"),
-    "no text": (b'{"custom_id": "\xff\xfe"}', "not JSON"),
-    "not a number": (b'{"custom_id": "x", "method": NaN}', "not JSON"),
+    "no text": (b'{"custom_id": "\xff\xfe"}', "not valid JSON"),
+    "not a number": (b'{"custom_id": "x", "method": NaN}', "not valid JSON"),
     "deep": (b"[" * 30000 + b"]" * 30000, "line 2"),
     "long": (b'"' + b"x" * (5 * 2**20) + b'"', "line 2 is longer than 4194304 bytes"),
     "many parts": (b"[" + b"{}," * 40000 + b"{}]", "too many parts"),
@@ -140,7 +140,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a list as body": (json.dumps(completion("x", "y") | {"body": []}).encode(), "body: Input should be"),
     "more than that": (json.dumps(completion("x", "y") | {"extra": 1}).encode(), "unknown field 'extra'"),
     "twice": (json.dumps(completion("good", "y")).encode(), "an earlier line has the custom_id 'good'"),
-    "half a character": (rb'{"custom_id": "\ud800"}', "not JSON"),
+    "half a character": (rb'{"custom_id": "\ud800"}', "not valid JSON"),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": (completion("x", "y", temprature=1), "unknown field 'temprature'"),

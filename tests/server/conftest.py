@@ -32,10 +32,10 @@ def offline(tiny: str) -> LLM:
 def unhurried(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow rounds down to those of a large model: a request that is not ended early takes many seconds."""
     engine = live.context.llm.engine
-    play = engine.step
+    engine_step = engine.step
 
     def step() -> list[RequestOutput]:
         time.sleep(0.05)
-        return play()
+        return engine_step()
 
     monkeypatch.setattr(engine, "step", step)

@@ -14,13 +14,13 @@ import pytest
 from paceline.config import ServerConfig
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.server import errors, replies
-from paceline.server.admission import Admission, Place, Room, Work
+from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
 from paceline.server.completions import CompletionJob
-from paceline.server.delta import Growth, Update
+from paceline.server.delta import OutputCursor, Update
 from paceline.server.documents import written, written_in_pieces
-from paceline.server.mailbox import UNREAD, Mailbox
+from paceline.server.mailbox import MAX_UNREAD, Mailbox
 from paceline.server.protocol import CompletionRequest
-from paceline.server.service import Ticket
+from paceline.server.service import Submission
 from paceline.server.streaming import EventStream
 from polling import PATIENCE, wait_until
 from server_support import Live, start
@@ -28,12 +28,12 @@ from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOM = Room(answers=4, tokens=400)
+LIMITS = AdmissionLimits(answers=4, tokens=400)
 
 
-def enter(admission: Admission, client: str, answers: int = 1, made: int = 10, read: int = 10) -> Place:
-    (place,) = admission.enter(client, [Work(answers, made, read)], ROOM)
-    return place
+def enter(admission: Admission, client: str, answers: int = 1, made: int = 10, read: int = 10) -> AdmissionTicket:
+    (ticket,) = admission.enter(client, [PromptCost(answers, made, read)], LIMITS)
+    return ticket
 
 
 def refused(admission: Admission, client: str, *numbers: int) -> int:
@@ -42,7 +42,7 @@ def refused(admission: Admission, client: str, *numbers: int) -> int:
     return caught.value.status
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- admission --------------------------------------------------------------------------------------------------------
 
 
 def test_one_client_can_fill_the_queue_but_cannot_lock_others_out() -> None:
@@ -51,44 +51,44 @@ def test_one_client_can_fill_the_queue_but_cannot_lock_others_out() -> None:
     assert refused(admission, "greedy") == 429
     held += [enter(admission, "modest") for _ in range(3)]  # a quarter of 12 more
     assert refused(admission, "modest") == refused(admission, "third") == 429
-    for place in held[:3]:
-        place.close()
-    assert refused(admission, "greedy") == 429, "the places that it gave up are for those with less"
+    for ticket in held[:3]:
+        ticket.close()
+    assert refused(admission, "greedy") == 429, "what it released is reserved for clients with less"
     enter(admission, "modest")
 
 
 def test_admissions_are_released_sequence_by_sequence_and_only_once() -> None:
     admission = Admission(max_waiting=0)
-    place = enter(admission, "a", 4)
-    place.end(3)
+    ticket = enter(admission, "a", 4)
+    ticket.end(3)
     assert admission.inside == 1
     enter(admission, "a", 3).close()
     for _ in range(3):
-        place.end(5)
-        place.close()
+        ticket.end(5)
+        ticket.close()
     assert admission.inside == 0
-    assert refused(admission, "a", 5) == 400, "so many can never be inside"
+    assert refused(admission, "a", 5) == 400, "more than this server can ever admit"
     enter(admission, "a", 4)
 
 
 @pytest.mark.parametrize("first", ["answers", "scores"])
 def test_a_scored_prompt_stays_admitted_until_it_is_scored(first: str) -> None:
     admission = Admission(max_waiting=0)
-    (place,) = admission.enter("a", [Work(2, 10, 30, scored=True)], ROOM)
+    (ticket,) = admission.enter("a", [PromptCost(2, 10, 30, scored=True)], LIMITS)
     if first == "scores":
-        place.scored()
+        ticket.scored()
         assert admission.inside == 2
-        place.end(2)
+        ticket.end(2)
     else:
-        place.end(1)
-        place.end(1)
+        ticket.end(1)
+        ticket.end(1)
         assert admission.inside == 1
-        place.scored()
+        ticket.scored()
     assert admission.inside == 0
-    place.close()
+    ticket.close()
     enter(admission, "a", 4, 90, 40).close()  # all tokens were released, too
-    (place,) = admission.enter("a", [Work(2, 10, 30, scored=True)], ROOM)
-    place.close()
+    (ticket,) = admission.enter("a", [PromptCost(2, 10, 30, scored=True)], LIMITS)
+    ticket.close()
     assert admission.inside == 0
 
 
@@ -97,10 +97,10 @@ def test_tokens_are_limited_like_sequences() -> None:
     enter(admission, "a", 4, 100, 40)
     assert refused(admission, "a", 1, 60, 1) == 429
     assert refused(admission, "a", 1, 400, 101) == 400
-    place = enter(admission, "a", 2, 10, 40)
-    place.end(1)
-    assert refused(admission, "a", 1, 5, 10) == 429, "the prompt is there as long as one answer is"
-    place.end(1)
+    ticket = enter(admission, "a", 2, 10, 40)
+    ticket.end(1)
+    assert refused(admission, "a", 1, 5, 10) == 429, "the prompt counts until its last sequence ends"
+    ticket.end(1)
     enter(admission, "a", 1, 5, 10)
 
 
@@ -144,7 +144,7 @@ def test_scored_prompts_queue_like_others_and_use_no_cache_while_waiting(live: L
         with live.asking("/v1/completions", body):
             wait_until(lambda: admission.inside == 8 and live.waiting)
         wait_until(lambda: admission.inside == 0)
-        assert live.waiting, "what was asked of the engine is still there"
+        assert live.waiting, "the engine still has the request"
     live.wait_until_idle()
     wait_until(lambda: not service._scorings)
 
@@ -184,9 +184,9 @@ def test_admission_ends_with_the_engine_even_if_the_client_does_not_read(
     context, lengths, inboxes, submit = live.context, list[int](), list[Mailbox](), live.context.service.submit
     body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)
 
-    def noted(ticket: Ticket) -> None:
-        inboxes.append(ticket.inbox)
-        submit(ticket)
+    def noted(submission: Submission) -> None:
+        inboxes.append(submission.inbox)
+        submit(submission)
 
     async def never_read() -> None:
         job = await CompletionJob.prepare(context, body, "client")
@@ -211,20 +211,20 @@ def test_admission_ends_with_the_engine_even_if_the_client_does_not_read(
 
     monkeypatch.setattr(context.service, "submit", noted)
     asyncio.run_coroutine_threadsafe(never_read(), context.service._loop).result(2 * PATIENCE)
-    assert 0 < max(lengths) <= UNREAD
+    assert 0 < max(lengths) <= MAX_UNREAD
     live.wait_until_idle()
 
 
 def test_unread_updates_are_merged_without_loss() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         box, outputs = Mailbox(), [_output(f"{n}") for n in range(2)]
-        growths = [Growth(output) for output in outputs]
+        cursors = [OutputCursor(output) for output in outputs]
         for token in range(1000):
             for number, output in enumerate(outputs):
                 for answer in output.outputs:
                     _gain(answer, token, last=token == 999)
-                box.put(Update(number, growths[number].news(), output if token == 999 else None))
-            assert len(box) <= UNREAD
+                box.put(Update(number, cursors[number].take_new(), output if token == 999 else None))
+            assert len(box) <= MAX_UNREAD
         box.put(errors.round_failed())
         found: dict[tuple[int, int], list[int]] = {}
         texts: Counter[str] = Counter()
@@ -237,7 +237,7 @@ def test_unread_updates_are_merged_without_loss() -> None:
         assert len(found) == 4
         assert set(texts.values()) == {2000}
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def _output(name: str) -> RequestOutput:
@@ -295,7 +295,7 @@ def test_long_replies_equal_short_ones(live: Live, monkeypatch: pytest.MonkeyPat
     assert choices(True)
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
+# --- fairness ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_a_hundred_requests_of_one_key_delay_another_key_by_one_turn(
             wait_until(lambda: keyed.waiting == 101)
             assert keyed.context.admission.inside == 101
         assert {each.result().status_code for each in (*many, single)} == {200}
-    assert [name.split()[-1] for name in begun].index("2") <= 1, "one turn of the other, no more"
+    assert [name.split()[-1] for name in begun].index("2") <= 1, "at most one turn of the other key"
     assert len({name.split()[1] for name in begun}) == 2
     keyed.wait_until_idle()
 

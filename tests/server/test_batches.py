@@ -28,11 +28,11 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
 from paceline.server import limits
-from paceline.server.batch.forms import FormReader, Part
-from paceline.server.batch.runner import BEHIND, Runner
-from paceline.server.batch.store import Store
+from paceline.server.batch.forms import FormPart, FormReader
+from paceline.server.batch.runner import BATCH_PRIORITY, BatchRunner
+from paceline.server.batch.store import BatchStore
 from paceline.server.errors import ApiError
-from paceline.server.security import Upload
+from paceline.server.security import UploadReceiver
 from polling import PATIENCE, wait_until
 from served import Served
 from server_support import Live, start
@@ -148,11 +148,11 @@ def test_files_are_listed_by_age_and_deleted(live: Live) -> None:
 
 BAD_FILES: dict[str, tuple[list[Any], str, int | None]] = {
     "nothing": ([b"\n\n"], "no lines", None),
-    "no JSON": ([line("a"), b"{"], "not JSON", 2),
+    "no JSON": ([line("a"), b"{"], "not valid JSON", 2),
     "twice": ([line("a"), line("a")], "an earlier line has the custom_id 'a'", 2),
     "another endpoint": ([line("a", url=CHATS)], "the batch is for /v1/completions", 1),
     "plain": ([{"prompt": "x"}], "custom_id: Field required", 1),
-    "no text": ([b"\xff\xfe"], "not JSON", 1),
+    "no text": ([b"\xff\xfe"], "not valid JSON", 1),
     "deep": ([b"[" * 3000], "", 1),
 }
 
@@ -219,7 +219,7 @@ FORM = 'multipart/form-data; boundary="b"'
 GOOD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
 
 
-def parts_of(kind: str, body: bytes, size: int) -> tuple[list[Part], bytes]:
+def parts_of(kind: str, body: bytes, size: int) -> tuple[list[FormPart], bytes]:
     """Parse a form in pieces of ``size`` bytes; return its fields and the content of its files."""
     contents: list[bytes] = []
     reader = FormReader(kind, contents.append)
@@ -282,7 +282,7 @@ def test_a_form_is_parsed_in_constant_memory() -> None:
     for _ in range(100):
         reader.feed(b"\r" * 10**4)
     assert 10**6 - sum(written) < 100
-    with pytest.raises(ApiError, match="no file"):
+    with pytest.raises(ApiError, match="not a file"):
         FormReader(FORM, written.append).feed(GOOD.replace(b'; filename="f"', b"").replace(b"x", b"x" * 5000))  # type: ignore[arg-type]
 
 
@@ -326,14 +326,14 @@ def test_an_upload_whose_client_disconnects_leaves_nothing(live: Live) -> None:
 
 def test_uploads_in_progress_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_FILES_BYTES", 150)
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
 
     async def receive() -> None:
-        async with store.arriving("one") as first, store.arriving("one") as second:
+        async with store.receive_file("one") as first, store.receive_file("one") as second:
             await first.take(first.write, b"x" * 100)
             with pytest.raises(ApiError, match="delete some"):
                 await second.take(second.write, b"x" * 100)
-            async with store.arriving("two") as other:
+            async with store.receive_file("two") as other:
                 await other.take(other.write, b"x" * 100)
             await first.keep("first")
 
@@ -345,11 +345,11 @@ def test_uploads_in_progress_count_towards_the_limit(tmp_path: Path, monkeypatch
 
 def test_concurrent_uploads_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_FILES", 2)
-    store, all_tried = Store(tmp_path), asyncio.Barrier(5)
+    store, all_tried = BatchStore(tmp_path), asyncio.Barrier(5)
 
     async def receive() -> bool:
         try:
-            async with store.arriving("one"):
+            async with store.receive_file("one"):
                 await all_tried.wait()
                 return True
         except ApiError:
@@ -375,7 +375,7 @@ def test_an_uploads_timeout_grows_with_its_length(live: Live) -> None:
         return {"type": "http.request", "body": b"", "more_body": True}
 
     async def read() -> None:
-        waiting = Upload(config, receive)
+        waiting = UploadReceiver(config, receive)
         for _ in range(3):
             await waiting.next_message()
         with pytest.raises(ApiError, match="did not arrive") as refusal:
@@ -436,7 +436,7 @@ def test_the_number_of_files_and_batches_is_limited(keyed: Live, monkeypatch: py
             api.files.delete(names[0])
     ended(api, first.id)
     later = [ended(api, begin_with(api, names[1]).id).id for _ in range(2)]
-    assert [each.id for each in api.batches.list().data] == later[::-1], "the oldest made room"
+    assert [each.id for each in api.batches.list().data] == later[::-1], "the oldest was dropped"
 
 
 @contextmanager
@@ -477,7 +477,7 @@ def test_a_batch_waits_while_the_disk_is_full_and_completes_afterwards(live: Liv
             input_file_id=name, endpoint=COMPLETIONS, completion_window="24h", extra_body={"seed": 7}
         )
         wait_until(lambda: waits_for_space(api, batch.id, status))
-        assert not [left for left in files_in(live) if left.endswith(".part")], "it takes no room while it waits"
+        assert not [left for left in files_in(live) if left.endswith(".part")], "it occupies no row while it waits"
     batch = ended(api, batch.id)
     assert (batch.status, batch.errors) == ("completed", None)
     assert (batch.request_counts.completed, batch.request_counts.failed) == (12, 1)
@@ -515,7 +515,7 @@ def test_a_disk_error_fails_the_batch_and_is_reported(live: Live, monkeypatch: p
 
     api = official(live.url)
     name = upload(api, [line("a")])
-    monkeypatch.setattr("paceline.server.batch.runner._split", broken)
+    monkeypatch.setattr("paceline.server.batch.runner._split_output", broken)
     batch = ended(api, begin_with(api, name).id)
     assert batch.status == "failed"
     assert "Input/output error" in batch.errors.data[0].message
@@ -590,29 +590,29 @@ def test_without_a_batch_directory_the_error_names_the_flag(tiny: str) -> None:
 
 
 def test_a_batch_directory_is_used_by_one_server(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     with pytest.raises(ParameterError, match="no other server"):
-        Store(tmp_path)
+        BatchStore(tmp_path)
     store.close()
     (tmp_path / "files" / "x.part").write_text("half")
-    (tmp_path / "files" / "y.data").write_text("nobody's")
-    Store(tmp_path).close()
+    (tmp_path / "files" / "y.data").write_text("an orphan")
+    BatchStore(tmp_path).close()
     assert list((tmp_path / "files").iterdir()) == []
     (tmp_path / "batches" / "x.json").write_text("{}")
     with pytest.raises(ParameterError, match="a document that this server wrote"):
-        Store(tmp_path)
+        BatchStore(tmp_path)
     with pytest.raises(ParameterError, match="batch_dir"):
-        Store(Path("/dev/null/x"))
+        BatchStore(Path("/dev/null/x"))
 
 
 @contextmanager
 def slow_rounds(live: Live) -> Iterator[None]:
     """Slow rounds down to those of a large model."""
-    engine, play = live.context.llm.engine, Engine.step
+    engine, engine_step = live.context.llm.engine, Engine.step
 
     def step() -> list[RequestOutput]:
         time.sleep(0.02)
-        return play(engine)
+        return engine_step(engine)
 
     engine.step = step  # type: ignore[method-assign]
     try:
@@ -647,10 +647,10 @@ def test_interactive_requests_run_before_a_batch(live: Live) -> None:
     with slow_rounds(live):
         batch = begin(api, [line(str(number), max_tokens=32, ignore_eos=True) for number in range(100)])
         wait_until(waiting)
-        assert min(waiting(), default=BEHIND) >= BEHIND
+        assert min(waiting(), default=BATCH_PRIORITY) >= BATCH_PRIORITY
         reply = api.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body={"priority": 2**31 - 1})
         assert reply.choices
-        assert api.batches.retrieve(batch.id).status == "in_progress", "it did not wait for all of it"
+        assert api.batches.retrieve(batch.id).status == "in_progress", "it did not wait for the whole batch"
         api.batches.cancel(batch.id)
     ended(api, batch.id)
     live.wait_until_idle()
@@ -669,9 +669,9 @@ def test_an_expired_batch_keeps_its_output(live: Live, monkeypatch: pytest.Monke
 def test_a_restarted_server_resumes_batches(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(200)]
     config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
-    name, counts, play = "", [], Engine.step
+    name, counts, engine_step = "", [], Engine.step
     with monkeypatch.context() as patched:  # for the whole test: at full speed one run could finish all lines
-        patched.setattr(Engine, "step", lambda engine: (time.sleep(0.05), play(engine))[1])
+        patched.setattr(Engine, "step", lambda engine: (time.sleep(0.05), engine_step(engine))[1])
         for _ in range(3):
             for live in start(config, tiny):
                 api = official(live.url)
@@ -696,8 +696,8 @@ def test_resumed_batches_report_their_counts_while_they_wait(
     """The first server is killed, so that the count on disk is older than the output."""
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(60)]
     config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
-    play = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), play(engine))[1])
+    engine_step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), engine_step(engine))[1])
     for live in start(config, tiny):
         api = official(live.url)
         name = begin(api, lines).id
@@ -707,7 +707,9 @@ def test_resumed_batches_report_their_counts_while_they_wait(
     assert document["document"]["status"] == "in_progress"
     document["document"]["request_counts"]["completed"] = 0
     stopped.write_text(json.dumps(document))
-    monkeypatch.setattr(Runner, "_ready", lambda _self: asyncio.sleep(3600))  # as if the engine were loading
+    monkeypatch.setattr(
+        BatchRunner, "_wait_until_ready", lambda _self: asyncio.sleep(3600)
+    )  # as if the engine were loading
     for live in start(config, tiny):
         wait_until(lambda: official(live.url).batches.retrieve(name).request_counts.completed > 1)  # noqa: B023
 

@@ -25,7 +25,7 @@ from paceline.cli.main import app
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.ending import EXIT_STUCK
-from paceline.server.logs import JsonFormatter, Throttle, Writer, request_id
+from paceline.server.logs import JsonFormatter, LogWriter, Throttle, request_id
 from paceline.server.sockets import listen
 from polling import PATIENCE, wait_until
 from server_support import Live, asking, start
@@ -58,7 +58,7 @@ def make():
     if hangs == "loading":
         time.sleep(1000)
     llm = load(model)
-    play, add = llm.engine.step, llm.engine.add
+    engine_step, add = llm.engine.step, llm.engine.add
     asked = []
 
     def watched(request):
@@ -68,7 +68,7 @@ def make():
     def step():
         if asked:
             time.sleep(1000)  # as native code does: without the interpreter's lock
-        return play()
+        return engine_step()
 
     llm.engine.add, llm.engine.step = watched, step
     return llm
@@ -137,11 +137,11 @@ def test_one_signal_ends_loading_and_a_full_disk_does_not(tiny: str) -> None:
 
 def test_health_reports_a_stalled_engine_until_it_continues(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for live in start(ServerConfig(port=0, stall_timeout=0.1), tiny):
-        go_on, play = threading.Event(), live.context.llm.engine.step
+        go_on, engine_step = threading.Event(), live.context.llm.engine.step
 
-        def step(go_on: threading.Event = go_on, play: Any = play) -> Any:
+        def step(go_on: threading.Event = go_on, engine_step: Any = engine_step) -> Any:
             go_on.wait(2 * PATIENCE)
-            return play()
+            return engine_step()
 
         monkeypatch.setattr(live.context.llm.engine, "step", step)
         asked = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "a", "max_tokens": 2}))
@@ -175,7 +175,7 @@ def test_a_port_in_use_is_reported_before_loading() -> None:
         result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert f"port={port}" in result.output
-    assert "listens on 127.0.0.1 there already" in result.output
+    assert "another process listens on 127.0.0.1 there" in result.output
 
 
 def test_all_addresses_of_a_name_get_the_same_port() -> None:
@@ -214,9 +214,9 @@ def record(text: str = "a line", **fields: Any) -> logging.LogRecord:
 
 
 def test_log_lines_are_dropped_and_counted_while_stderr_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.server.logs._MOST_LINES", 100)
+    monkeypatch.setattr("paceline.server.logs._MAX_LINES", 100)
     reader, full = full_pipe()
-    writer = Writer(full)
+    writer = LogWriter(full)
     for number in range(5000):
         writer.emit(record(f"{number} " + 200 * "x"))
     assert not writer.wait_until_written(0.05)
@@ -244,7 +244,7 @@ def read_all(descriptor: int) -> str:
 
 def test_log_lines_that_do_not_fit_on_the_disk_are_counted() -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
-        writer = Writer(full.fileno())
+        writer = LogWriter(full.fileno())
         writer.emit(record())
         assert writer.wait_until_written(PATIENCE)
         assert writer._dropped == 1

@@ -39,7 +39,7 @@ def test_a_client_that_disconnects_frees_its_row(live: Live) -> None:
     with live.asking("/v1/completions", LONG | plain):
         wait_until(lambda: live.context.llm.engine.scheduler.running)
     live.wait_until_idle()
-    assert live.metric("request_success_total") == ended, "none of them came to its own end"
+    assert live.metric("request_success_total") == ended, "no answer finished by itself"
 
 
 def test_an_exception_in_a_round_fails_its_requests_and_the_server_continues(

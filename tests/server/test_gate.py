@@ -14,8 +14,8 @@ import pytest
 
 from paceline.config import ServerConfig
 from paceline.server.errors import ApiError
-from paceline.server.security import Hosts
-from paceline.server.shares import Shares
+from paceline.server.security import AllowedHosts
+from paceline.server.shares import SharedLimit
 from paceline.server.sockets import listen
 from polling import wait_until
 from server_support import Live, start
@@ -172,14 +172,14 @@ def test_an_unread_stream_is_closed_even_if_it_fits_into_socket_buffers(hasty: L
     request = post("/v1/completions", len(body), "Content-Type: application/json") + body
     engine, ended = hasty.context.llm.engine, hasty.metric("request_success_total")
     with pytest.MonkeyPatch.context() as patched, socket.socket() as client:
-        patched.setattr(engine, "step", lambda play=engine.step: (time.sleep(0.05), play())[1])
+        patched.setattr(engine, "step", lambda engine_step=engine.step: (time.sleep(0.05), engine_step())[1])
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = hasty.url.removeprefix("http://").split(":")
         client.connect((host, int(port)))
         client.sendall(request)
         wait_until(lambda: hasty.context.admission.inside)
         hasty.wait_until_idle()
-    assert hasty.metric("request_success_total") == ended, "it came to its own end"
+    assert hasty.metric("request_success_total") == ended, "the answer finished by itself"
 
 
 # --- half-closed clients ----------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_half_closed_client_that_disconnects_frees_its_row(live: Live) -> None
         wait_until(lambda: live.context.llm.engine.scheduler.running)
         assert client.recv(65536).startswith(b"HTTP/1.1 102")
     live.wait_until_idle()
-    assert live.metric("request_success_total") == ended, "it came to its own end"
+    assert live.metric("request_success_total") == ended, "the answer finished by itself"
 
 
 def test_a_half_closed_client_gets_all_pipelined_responses(live: Live) -> None:
@@ -331,7 +331,7 @@ def test_encoded_bodies_are_refused(narrow: Live) -> None:
 
 
 def test_shared_limit_holds_in_total_and_per_client() -> None:
-    shares = Shares(10, 6)
+    shares = SharedLimit(10, 6)
     assert shares.take("a", 6) is None
     assert shares.take("a") == "client"
     assert shares.take("b", 5) == "server"
@@ -356,7 +356,7 @@ def test_dns_rebinding_does_not_reach_a_server_without_keys(live: Live) -> None:
     "host", ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7", ""]
 )
 def test_host_names_that_cannot_be_rebound_are_admitted(host: str) -> None:
-    Hosts(ServerConfig()).check(host.encode())
+    AllowedHosts(ServerConfig()).check(host.encode())
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_host_names_that_cannot_be_rebound_are_admitted(host: str) -> None:
 )
 def test_allowed_host_names(config: ServerConfig, host: str, passes: bool) -> None:
     with nullcontext() if passes else pytest.raises(ApiError, match="--allowed-hosts"):
-        Hosts(config).check(host.encode())
+        AllowedHosts(config).check(host.encode())
 
 
 def test_pages_of_other_sites_can_neither_read_nor_send_json(live: Live) -> None:

@@ -106,7 +106,7 @@ def warm(served: Served) -> None:
     wait_until_idle(served)
 
 
-# --- 17 ---------------------------------------------------------------------------------------------------------------
+# --- too many answers -------------------------------------------------------------------------------------------------
 
 
 def test_too_many_answers_or_prompts(served: Served) -> None:
@@ -131,7 +131,7 @@ def test_too_many_answers_or_prompts(served: Served) -> None:
     assert found[400] >= 5 * 5
 
 
-# --- 20 ---------------------------------------------------------------------------------------------------------------
+# --- long bodies ------------------------------------------------------------------------------------------------------
 
 
 def long_bodies() -> list[bytes]:
@@ -172,7 +172,7 @@ def test_long_bodies_of_invalid_items(served: Served) -> None:
             assert found.keys() <= {400, 404, 429}, found
 
 
-# --- 21 ---------------------------------------------------------------------------------------------------------------
+# --- unread streams ---------------------------------------------------------------------------------------------------
 
 
 def connected(served: Served, request: bytes, source: tuple[str, int] = ATTACKER, window: int = 4096) -> socket.socket:
@@ -204,16 +204,18 @@ def test_unread_streams(served: Served) -> None:
     """Each stream is about 9 MB, more than all buffers on the way; five of them take the whole queue."""
     body = {"prompt": "word " * 1800, "n": 8, "max_tokens": 40, "stream": True, "logprobs": 20, "echo": True}
     request = http("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
-    with unharmed(served, "streams that nobody reads"), ExitStack() as stack:
+    with unharmed(served, "unread streams"), ExitStack() as stack:
         clients = [stack.enter_context(connected(served, request)) for _ in range(5)]
         wait_until(lambda: post(served, "/v1/completions", SEEDED, 120) != 429, "the places are not given back", 120)
         assert post(served, "/v1/completions", SEEDED, 120) == 200
         wait_until_idle(served)
         time.sleep(5)  # longer than the send timeout
-        assert not any(everything(client).endswith(b"0\r\n\r\n") for client in clients), "cut off, not completed"
+        assert not any(everything(client).endswith(b"0\r\n\r\n") for client in clients), (
+            "the server closed it before the end"
+        )
 
 
-# --- 23 ---------------------------------------------------------------------------------------------------------------
+# --- connections and bodies -------------------------------------------------------------------------------------------
 
 
 def test_endless_connections_and_bodies(served: Served) -> None:
@@ -226,7 +228,7 @@ def test_endless_connections_and_bodies(served: Served) -> None:
             assert post(served, "/v1/completions", SEEDED) == 200
 
 
-# --- 18, 19 -----------------------------------------------------------------------------------------------------------
+# --- structured outputs -----------------------------------------------------------------------------------------------
 
 
 def structured(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -288,7 +290,7 @@ def test_structures_that_compile_forever(served: Served) -> None:
         assert pause.result() < 2.5
 
 
-# --- malformed --------------------------------------------------------------------------------------------------------
+# --- malformed requests -----------------------------------------------------------------------------------------------
 
 FIELDS = {
     "prompt": ("a",), "messages": ([{"role": "user", "content": "a"}],), "n": (1,), "max_tokens": (2,),

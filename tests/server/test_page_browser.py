@@ -105,7 +105,7 @@ def test_stop_ends_the_answers_and_frees_their_rows(page: Page, live: Live) -> N
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".progress").first).to_contain_text("stopped")
     live.wait_until_idle()
-    assert live.metric("request_success_total") == ended, "none of them came to its own end"
+    assert live.metric("request_success_total") == ended, "no answer finished by itself"
     expect(page.locator("#error")).to_be_hidden()
 
 
@@ -131,7 +131,7 @@ def test_the_form_sets_num_speculative_tokens(page: Page, choice: str, k: str | 
     fill(page, n=1)
     page.locator(".segments label", has_text=choice).click()
     if k is not None:
-        page.get_by_label("k, guesses a round").fill(k)
+        page.get_by_label("k, draft tokens per round").fill(k)
     page.get_by_role("button", name="Generate").click()
     expect(page.locator(".answer.ended")).to_have_count(1)
     assert (kinds(page) != {"plain"}) == drafts

@@ -89,7 +89,7 @@ def test_the_last_chunk_of_a_stream_counts_the_prediction(live: Live, right: str
     )
     whole = client.create(**given, prediction=content(right))
     used = [usage.model_copy(update={"prompt_tokens_details": None}) for usage in (chunks[-1].usage, whole.usage)]
-    assert used[0] == used[1], "but for what the first had read"
+    assert used[0] == used[1], "except for the tokens cached by the first"
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 0
 
 

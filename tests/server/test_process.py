@@ -65,7 +65,7 @@ def test_one_signal_lets_requests_finish_and_logs_and_metrics_report_it(served: 
     (refused,) = [line for line in served.log if line["message"] == "refused"]
     assert refused["status"] == 400
     assert "n" in refused["why"]
-    assert any("ending" in line["message"] for line in served.log)
+    assert any("shutting down" in line["message"] for line in served.log)
 
 
 def read_until_cut(stream: httpx.Response, served: Served) -> None:
@@ -73,7 +73,7 @@ def read_until_cut(stream: httpx.Response, served: Served) -> None:
     lines = stream.iter_lines()
     next(lines)
     served.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: any("ending" in line["message"] for line in served.log))
+    wait_until(lambda: any("shutting down" in line["message"] for line in served.log))
     served.process.send_signal(signal.SIGTERM)
     list(lines)
 

@@ -68,7 +68,7 @@ def test_the_token_bucket_refills_with_time_and_returns_unused_tokens() -> None:
     assert use(30, 30) == 30
     now[0] += 30
     assert use(30, 30) == 0
-    assert use(1000, 0) == 60, "more than a minute's: when nothing else was used for a minute"
+    assert use(1000, 0) == 60, "more than a minute's tokens: needs a full bucket"
     now[0] += 60
     assert use(1000, 90) == 0
     assert use(1, 1) == 31
@@ -92,7 +92,7 @@ def test_a_keys_limit_does_not_affect_other_keys(keyed: Live, monkeypatch: pytes
         return reply.status_code, reply.headers.get("retry-after")
 
     assert ask("slow", max_tokens=6) == (200, None)
-    assert ask("slow", max_tokens=8) == (429, "6"), "of which 10 are used and 12 would be"
+    assert ask("slow", max_tokens=8) == (429, "6"), "10 of 20 are used, and 12 more are needed"
     assert ask("free", max_tokens=60) == ask("few") == (200, None)
     assert ask("few max_requests=1")[0] == ask("slow max_tokens_per_minute=20")[0] == 401
     account = keyed.context.quotas._accounts[key_name("few")]

@@ -45,7 +45,7 @@ def recipe(section: str, language: str) -> str:
     return str(code)
 
 
-def play(section: str, live: Live, capsys: pytest.CaptureFixture[str]) -> str:
+def run_python(section: str, live: Live, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a section's Python code and return its output."""
     code = recipe(section, "python").replace(HERE, live.url)
     exec(compile(code, section, "exec"), {})
@@ -84,13 +84,13 @@ def test_openai(live: Live) -> None:
 
 def test_langchain(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     need("langchain-openai", "langchain_openai")
-    said, answer = play("LangChain", live, capsys), answered(live)
+    said, answer = run_python("LangChain", live, capsys), answered(live)
     assert said == f"{answer}\n{answer}"
 
 
 def test_litellm(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     need("litellm", "litellm")
-    assert play("LiteLLM", live, capsys) == answered(live) + "\n"
+    assert run_python("LiteLLM", live, capsys) == answered(live) + "\n"
 
 
 TASK = """
@@ -146,7 +146,7 @@ def test_aiperf(live: Live, tiny: str, tmp_path: Path) -> None:
     figures = aiperf_figures(tmp_path)
     assert figures["request_count"]["avg"] == 8
     told = {name: figures[name]["avg"] for name in figures if name.startswith(("spec_decode", "total_spec_decode"))}
-    assert told, "aiperf found nothing about guesses"
+    assert told, "aiperf found no acceptance figures"
     rate = told["spec_decode_overall_draft_acceptance_rate"]
     accepted, drafted = after.values()
     assert drafted > 0

@@ -29,7 +29,7 @@ def user(text: str) -> dict[str, str]:
 
 def test_cached_tokens_of_a_next_turn_appear_in_usage_metrics_and_streams(live: Live) -> None:
     hits = live.metric("prefix_cache_hits_total")
-    messages = [user("a question that nobody has asked here before")]
+    messages = [user("a question that is new to this server")]
     first = post(live, CHAT, messages=messages)
     assert cached(first) == 0
     messages += [first["choices"][0]["message"], user("and?")]
@@ -52,7 +52,7 @@ def post_stream(live: Live, **body: Any) -> Any:
 
 
 def test_cached_tokens_of_several_answers_and_prompts(live: Live) -> None:
-    prompts = ["one text that is long enough to be copied", "another text that nobody has sent before"]
+    prompts = ["one text that is long enough to be copied", "another text that is new to this server"]
     options = {"n": 3, "temperature": 1.0}
     assert cached(post(live, COMPLETIONS, prompt=prompts, **options)) == 0
     assert cached(post(live, COMPLETIONS, prompt=prompts, **options)) == sum(len(prompt) - 1 for prompt in prompts)

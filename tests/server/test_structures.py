@@ -38,7 +38,7 @@ def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
         while not (stopped() or released.is_set()):
             time.sleep(0.01)
         told.append("given up")
-        raise StructureError("nobody waits")
+        raise StructureError("stopped")
 
     monkeypatch.setattr(live.context.llm, "structure", structure)
     yield told

@@ -52,7 +52,7 @@ def test_vllm_names_have_the_same_values(vllm: Live) -> None:
     first = found["paceline:spec_decode_num_accepted_tokens_per_pos_total", frozenset({("position", "0")})]
     assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", labels | {("position", "0")}] == first > 0
     assert found["vllm:request_success_total", labels | {("finished_reason", "length")}] == 2
-    assert found["vllm:request_time_per_output_token_seconds_count", labels] == 1, "the mean alone, once a request"
+    assert found["vllm:request_time_per_output_token_seconds_count", labels] == 1, "only the mean, once per request"
 
 
 def test_vllm_names_are_opt_in(live: Live) -> None:

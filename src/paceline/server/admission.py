@@ -15,7 +15,7 @@ _REMEMBERED = 32  # finished sequences from whose times the queue's speed is est
 _MAX_RETRY_AFTER_S = 60
 
 
-class Work(NamedTuple):
+class PromptCost(NamedTuple):
     """Upper bound of what one prompt costs the engine.
 
     answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill,
@@ -32,7 +32,7 @@ class Work(NamedTuple):
         return self.read + self.answers * self.made
 
 
-class Room(NamedTuple):
+class AdmissionLimits(NamedTuple):
     """Capacity of the engine's KV cache, allocated at the start: sequences, and tokens over all of them."""
 
     answers: int
@@ -53,7 +53,7 @@ class _Units:
         if not self.of_client[client]:
             del self.of_client[client]
 
-    def has_room(self, client: str, units: int, limit: int, spare: int) -> bool:
+    def fits(self, client: str, units: int, limit: int, spare: int) -> bool:
         """Return whether ``units`` more fit.
 
         Up to ``limit`` any client is admitted. The ``spare`` units beyond it are for clients below an even share.
@@ -63,16 +63,16 @@ class _Units:
         return after <= limit or (after <= limit + spare and self.of_client[client] + units <= share)
 
 
-class Place:
+class AdmissionTicket:
     """Admission granted to one prompt. It is released sequence by sequence as the engine finishes them.
 
     The prompt's own tokens are released with the last sequence, or once the prompt is scored if that happens later.
     """
 
-    def __init__(self, admission: Admission, client: str, work: Work) -> None:
-        self._admission, self._client, self._work = admission, client, work
-        self._running = self._inside = work.answers
-        self._unscored = work.scored
+    def __init__(self, admission: Admission, client: str, cost: PromptCost) -> None:
+        self._admission, self._client, self._cost = admission, client, cost
+        self._running = self._inside = cost.answers
+        self._unscored = cost.scored
 
     def end(self, answers: int) -> None:
         """Release ``answers`` finished sequences."""
@@ -93,7 +93,7 @@ class Place:
         inside = max(self._running, int(self._unscored))
         done, self._inside = self._inside - inside, inside
         if done:
-            self._admission.leave(self._client, done, done * self._work.made + (0 if inside else self._work.read))
+            self._admission.leave(self._client, done, done * self._cost.made + (0 if inside else self._cost.read))
 
 
 class Admission:
@@ -118,29 +118,29 @@ class Admission:
         """Sequences that run or wait."""
         return self._answers.inside
 
-    def check(self, answers: int, room: Room) -> None:
+    def check(self, answers: int, limits: AdmissionLimits) -> None:
         """Raise ApiError (400) if a request has more sequences than this server can ever admit."""
-        self._check_possible(answers, room.answers + self._max_waiting, "answers")
+        self._check_possible(answers, limits.answers + self._max_waiting, "answers")
 
-    def enter(self, client: str, works: Sequence[Work], room: Room) -> list[Place]:
+    def enter(self, client: str, costs: Sequence[PromptCost], limits: AdmissionLimits) -> list[AdmissionTicket]:
         """Admit all prompts of one request, or none.
 
         Raises ApiError: 429 if they do not fit now, 400 if they could never fit.
         """
-        longest = math.ceil(room.tokens / room.answers)
+        longest = math.ceil(limits.tokens / limits.answers)
         waiting_tokens = self._max_waiting * longest if self._max_tokens is None else self._max_tokens
         for units, wanted, rows, waiting in (
-            (self._answers, sum(work.answers for work in works), room.answers, self._max_waiting),
-            (self._tokens, sum(work.tokens for work in works), room.tokens, waiting_tokens),
+            (self._answers, sum(cost.answers for cost in costs), limits.answers, self._max_waiting),
+            (self._tokens, sum(cost.tokens for cost in costs), limits.tokens, waiting_tokens),
         ):
             self._check_possible(wanted, rows + waiting, units.name)
-            if not units.has_room(client, wanted, rows + waiting, waiting // 4):
+            if not units.fits(client, wanted, rows + waiting, waiting // 4):
                 message = f"the queue is full: {units.inside} {units.name} run or wait; try again later"
                 raise errors.overloaded(message, self._retry_after())
-        for work in works:
-            self._answers.change(client, work.answers)
-            self._tokens.change(client, work.tokens)
-        return [Place(self, client, work) for work in works]
+        for cost in costs:
+            self._answers.change(client, cost.answers)
+            self._tokens.change(client, cost.tokens)
+        return [AdmissionTicket(self, client, cost) for cost in costs]
 
     def leave(self, client: str, answers: int, tokens: int) -> None:
         """Release part of an admission. Only ``AdmissionTicket`` calls this."""

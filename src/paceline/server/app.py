@@ -18,8 +18,8 @@ from paceline.config import ServerConfig
 from paceline.errors import PacelineError
 from paceline.server import errors, replies
 from paceline.server.batch.routes import add_batches
-from paceline.server.batch.runner import Runner
-from paceline.server.batch.store import Store
+from paceline.server.batch.runner import BatchRunner
+from paceline.server.batch.store import BatchStore
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
@@ -68,7 +68,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     exception.
     """
     context = Context(config, load, on_end)
-    runner = None if config.batch_dir is None else Runner(context, Store(Path(config.batch_dir)))
+    runner = None if config.batch_dir is None else BatchRunner(context, BatchStore(Path(config.batch_dir)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -148,8 +148,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         context.check_model(name)
         return document(_card(context))
 
-    @app.post("/v1/tokenize", response_model=replies.Tokens)
-    @app.post("/tokenize", response_model=replies.Tokens)
+    @app.post("/v1/tokenize", response_model=replies.TokenizedText)
+    @app.post("/tokenize", response_model=replies.TokenizedText)
     async def tokenize(body: TokenizeRequest) -> Response:
         """Tokenize a text, or a conversation through the chat template."""
         context.check_model(body.model)
@@ -158,8 +158,10 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         else:
             tokens = await context.encode_chat([message.plain() for message in body.messages])
 
-        def found() -> replies.Tokens:
-            result = replies.Tokens(count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens)
+        def found() -> replies.TokenizedText:
+            result = replies.TokenizedText(
+                count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens
+            )
             if body.return_token_strs:
                 result.token_strs = [context.spelling.text_of(token) for token in tokens]
             return result
@@ -181,8 +183,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
             )
         )
 
-    @app.post("/v1/detokenize", response_model=replies.Text)
-    @app.post("/detokenize", response_model=replies.Text)
+    @app.post("/v1/detokenize", response_model=replies.DetokenizedText)
+    @app.post("/detokenize", response_model=replies.DetokenizedText)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Turn token ids back into text. Special tokens appear by name, so that /tokenize accepts the result."""
         context.check_model(body.model)
@@ -192,7 +194,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
             raise errors.invalid(f"at most {engine.max_model_len} tokens, the model's context length", "tokens")
         if any(token >= vocabulary for token in body.tokens):
             raise errors.invalid(f"token ids must be between 0 and {vocabulary - 1}", "tokens")
-        return document(replies.Text(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
+        return document(replies.DetokenizedText(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
 
 
 def _card(context: Context) -> replies.ModelCard:
@@ -215,20 +217,20 @@ def _add_operations(app: FastAPI, context: Context) -> None:
         state = context.service.health
         return document(replies.Health(status=state), 200 if state == "ready" else 503)
 
-    @app.get("/version", response_model=replies.Version)
+    @app.get("/version", response_model=replies.ServerVersion)
     async def version() -> Response:
         """The version of paceline."""
-        return document(replies.Version(version=__version__))
+        return document(replies.ServerVersion(version=__version__))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
         return Response(context.metrics(), media_type=PROMETHEUS)
 
-    @app.get("/load", response_model=replies.Load)
+    @app.get("/load", response_model=replies.ServerLoad)
     async def load() -> Response:
         """Number of sequences that run or wait, under the same name as in vLLM."""
-        return document(replies.Load(server_load=context.admission.inside))
+        return document(replies.ServerLoad(server_load=context.admission.inside))
 
     @app.get("/stats", response_model=Stats)
     async def stats() -> Response:

@@ -11,7 +11,7 @@ from paceline.config import StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.server.completions import extras_of, note_draft_tokens
-from paceline.server.context import Context, RequestOptions, Tally, log_request, usage_of
+from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.predictions import check_prediction, details_of
@@ -25,7 +25,7 @@ from paceline.server.replies import (
     ChatLogprobs,
     ChatMessage,
     Usage,
-    finish_word,
+    openai_finish_reason,
     stop_reason,
 )
 from paceline.server.streaming import Events
@@ -93,20 +93,22 @@ class ChatJob:
     async def stream(self) -> Events:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         begun: set[int] = set()
-        tally = Tally(len(self.request.prompt_token_ids))
+        stream_usage = StreamUsage(len(self.request.prompt_token_ids))
         async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
             async for update in generation.updates():
-                yield await self.context.events(functools.partial(self._chunks, update, begun, tally), update.entries)
+                yield await self.context.events(
+                    functools.partial(self._chunks, update, begun, stream_usage), update.entries
+                )
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
             usage = await self._usage(output)
             yield await self.context.events(lambda: [self._chunk([], usage)], 0)
 
-    def _chunks(self, update: Update, begun: set[int], tally: Tally) -> list[ChatChunk]:
+    def _chunks(self, update: Update, begun: set[int], stream_usage: StreamUsage) -> list[ChatChunk]:
         documents = []
         for delta in update.deltas:
-            usage = tally.add(delta)
+            usage = stream_usage.add(delta)
             if self._shows(delta):
                 piece = self._piece(delta, begun)
                 documents.append(self._chunk([piece], usage if self.body.continuous_usage else None))
@@ -118,7 +120,7 @@ class ChatJob:
         return bool(delta.text or delta.ended or self.body.metrics or self.body.logprobs)
 
     def _whole(self, place: int, answer: CompletionOutput) -> ChatChoice:
-        word = finish_word(answer)
+        word = openai_finish_reason(answer)
         assert word is not None
         choice = ChatChoice(
             index=place,
@@ -140,7 +142,7 @@ class ChatJob:
             index=delta.index,
             delta=said,
             logprobs=self._logprobs(delta.logprobs),
-            finish_reason=None if delta.ended is None else finish_word(delta.ended),
+            finish_reason=None if delta.ended is None else openai_finish_reason(delta.ended),
         )
         if delta.ended is not None:
             choice.stop_reason = stop_reason(delta.ended)

@@ -7,7 +7,7 @@ import ipaddress
 
 from fastapi import Request
 
-_HOME = 64  # prefix length in bits of one customer's IPv6 network
+_NETWORK_BITS = 64  # prefix length in bits of one customer's IPv6 network
 
 
 def client_of(request: Request, has_keys: bool) -> str:
@@ -18,7 +18,7 @@ def client_of(request: Request, has_keys: bool) -> str:
     """
     if has_keys:
         return key_name(request.headers.get("authorization", "").partition(" ")[2].strip())
-    return "address " + _home(request.client.host if request.client else "")
+    return "address " + _network(request.client.host if request.client else "")
 
 
 def key_name(key: str) -> str:
@@ -26,11 +26,11 @@ def key_name(key: str) -> str:
     return "key " + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def _home(host: str) -> str:
+def _network(host: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host
     if address.version == 4:
         return host
-    return str(ipaddress.ip_network((address.packed, _HOME), strict=False))
+    return str(ipaddress.ip_network((address.packed, _NETWORK_BITS), strict=False))

@@ -23,7 +23,7 @@ from paceline.engine.engine import Request
 from paceline.errors import PacelineError
 from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
-from paceline.server.admission import Admission, Room, Work
+from paceline.server.admission import Admission, AdmissionLimits, PromptCost
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
 from paceline.server.documents import event, written, written_in_pieces
@@ -136,20 +136,20 @@ class Context:
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return a conversation's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
-        letters = sum(len(message["content"]) for message in messages)
-        return await self._on_text(letters, self.tokenizer.chat, messages)
+        characters = sum(len(message["content"]) for message in messages)
+        return await self._on_text(characters, self.tokenizer.chat, messages)
 
-    async def _on_text(self, letters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``work`` on a text of ``letters`` characters in the thread for its length."""
-        max_characters = await self.in_thread(lambda: self._most_letters)
-        if letters > max_characters:
-            message = f"the text has {letters} characters; prompts of this model have at most {max_characters}"
+    async def _on_text(self, characters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``work`` on a text of ``characters`` characters in the thread for its length."""
+        max_characters = await self.in_thread(lambda: self._max_characters)
+        if characters > max_characters:
+            message = f"the text has {characters} characters; prompts of this model have at most {max_characters}"
             raise errors.invalid(message, code="context_length_exceeded")
-        pool = self._texts if letters <= _LONG_TEXT else self._long_texts
+        pool = self._texts if characters <= _LONG_TEXT else self._long_texts
         return await _run_in(pool, functools.partial(work, *args, **kwargs))
 
     @functools.cached_property
-    def _most_letters(self) -> int:
+    def _max_characters(self) -> int:
         """Upper bound of the characters of a prompt that fits into the model's context."""
         return self.llm.engine.max_model_len * max(len(spelling or "") for spelling in self.tokenizer.tokens())
 
@@ -172,10 +172,10 @@ class Context:
         )
 
     @property
-    def room(self) -> Room:
+    def admission_limits(self) -> AdmissionLimits:
         """Capacity of the engine's rows."""
         rows = self.llm.config.max_batch_size
-        return Room(rows, rows * self.llm.engine.max_model_len)
+        return AdmissionLimits(rows, rows * self.llm.engine.max_model_len)
 
     def client_of(self, request: HttpRequest) -> str:
         """Identity of the client for fair queueing and limits."""
@@ -183,7 +183,7 @@ class Context:
 
     def check_answers(self, answers: int) -> None:
         """Raise ApiError (400) if the request has more sequences than the server can ever admit."""
-        self.admission.check(answers, self.room)
+        self.admission.check(answers, self.admission_limits)
 
     async def requests(
         self,
@@ -225,14 +225,14 @@ class Context:
         """
         if top is None:
             return
-        places = sum(
-            work.answers * (work.made + read * len(request.prompt_token_ids))
+        positions = sum(
+            cost.answers * (cost.made + read * len(request.prompt_token_ids))
             for request in requests
-            for work in [self._work(request, only_read=not made, scored=False)]
+            for cost in [self._cost(request, only_read=not made, scored=False)]
         )
-        if places * (1 + top) > MAX_LOGPROB_ENTRIES:
+        if positions * (1 + top) > MAX_LOGPROB_ENTRIES:
             message = (
-                f"{places * (1 + top)} log-probabilities were requested; one reply has at most "
+                f"{positions * (1 + top)} log-probabilities were requested; one reply has at most "
                 f"{MAX_LOGPROB_ENTRIES}; reduce logprobs, max_tokens, n or the number of prompts"
             )
             raise errors.invalid(message, "logprobs")
@@ -252,28 +252,28 @@ class Context:
         only_read: nothing is generated (max_tokens = 0). scored: the prompts' log-probabilities are computed, too.
         structure: constraint of the answers, compiled before they are submitted. Raises ApiError.
         """
-        works = [self._work(each, only_read, scored) for each in requests]
-        with self.quotas.hold(options.client, sum(work.tokens for work in works)) as bill:
-            places = self.admission.enter(options.client, works, self.room)
+        costs = [self._cost(each, only_read, scored) for each in requests]
+        with self.quotas.hold(options.client, sum(cost.tokens for cost in costs)) as key_usage:
+            tickets = self.admission.enter(options.client, costs, self.admission_limits)
             seconds = self.config.request_timeout if options.timeout is None else options.timeout
             generation = None
             try:
                 async with time_limit(seconds):
-                    held = await structured(self.llm, requests, structure, options.arrival)
+                    constrained = await structured(self.llm, requests, structure, options.arrival)
                     generation = Generation(
-                        self.service, [] if only_read else zip(held, places, strict=True), options.streaming
+                        self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
                     )
                     async with generation:
                         yield generation
             finally:
-                bill.used = sum(work.read for work in works) + (0 if generation is None else generation.made)
-                for place in places:
-                    place.close()
+                key_usage.used = sum(cost.read for cost in costs) + (0 if generation is None else generation.made)
+                for ticket in tickets:
+                    ticket.close()
 
-    def _work(self, request: Request, only_read: bool, scored: bool) -> Work:
+    def _cost(self, request: Request, only_read: bool, scored: bool) -> PromptCost:
         size, params = len(request.prompt_token_ids), request.params
         made = 0 if only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
-        return Work(params.answers, made, size * (scored + (not only_read)), scored)
+        return PromptCost(params.answers, made, size * (scored + (not only_read)), scored)
 
     def close(self) -> None:
         """Stop the worker threads. Pending work is cancelled."""
@@ -290,7 +290,7 @@ async def _run_in(pool: Executor, work: Callable[[], T]) -> T:
 
 
 @dataclass
-class Tally:
+class StreamUsage:
     """Token usage of a stream so far."""
 
     prompt_tokens: int

@@ -85,7 +85,7 @@ def _chained(parts: Iterable[Sequence[T]]) -> list[T]:
 
 
 @dataclass
-class Growth:
+class OutputCursor:
     """Position up to which each answer of a request has been delivered."""
 
     output: RequestOutput
@@ -97,11 +97,11 @@ class Growth:
         n = len(self.output.candidates)
         self.tokens, self.letters, self.ended = [0] * n, [0] * n, [False] * n
 
-    def news(self) -> list[Delta]:
+    def take_new(self) -> list[Delta]:
         """Return what was added since the last call."""
-        return [self._take(answer) for answer in self.output.candidates if self._has_news(answer)]
+        return [self._take(answer) for answer in self.output.candidates if self._has_new(answer)]
 
-    def _has_news(self, answer: CompletionOutput) -> bool:
+    def _has_new(self, answer: CompletionOutput) -> bool:
         return not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])
 
     def _take(self, answer: CompletionOutput) -> Delta:

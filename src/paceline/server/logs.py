@@ -19,13 +19,13 @@ from paceline.config import LogFormat
 
 LOGGERS = ("paceline", "uvicorn")
 REFUSALS = "paceline.server.refusals"
-AT_WILL = (REFUSALS, "uvicorn.error")  # loggers whose lines clients can cause
+CLIENT_LOGGERS = (REFUSALS, "uvicorn.error")  # loggers whose lines clients can cause
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
-_MOST_LINES = 4096  # queued; further lines are dropped
-_MOST_LETTERS = 16384  # of a line
-_BURST, _A_SECOND = 50, 10  # lines that clients can cause: at once, and per second after that
+_MAX_LINES = 4096  # queued; further lines are dropped
+_MAX_CHARACTERS = 16384  # of a line
+_BURST, _PER_SECOND = 50, 10  # lines that clients can cause: at once, and per second after that
 _STDERR = 2
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the HTTP request being served
@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage()[:_MOST_LETTERS],
+            "message": record.getMessage()[:_MAX_CHARACTERS],
             **_fields(record),
         }
         if record.exc_info:
@@ -62,14 +62,14 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
         tail = "".join(f" {name}={_short(value)}" for name, value in _fields(record).items() if value is not None)
-        return super().formatMessage(record)[:_MOST_LETTERS] + tail
+        return super().formatMessage(record)[:_MAX_CHARACTERS] + tail
 
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
-class Writer(logging.Handler):
+class LogWriter(logging.Handler):
     """Writes lines to a file descriptor in its own thread.
 
     Lines queue while the descriptor blocks; when the queue is full, new lines are dropped. Lines that cannot be
@@ -91,15 +91,15 @@ class Writer(logging.Handler):
     def put(self, text: str) -> None:
         """Queue ``text`` to be written unchanged."""
         with self._changed:
-            if len(self._lines) >= _MOST_LINES:
+            if len(self._lines) >= _MAX_LINES:
                 self._dropped += 1
                 return
             if self._dropped:
-                self._lines.append(self._say_dropped())
+                self._lines.append(self._report_dropped())
             self._lines.append(text)
             self._changed.notify_all()
 
-    def _say_dropped(self) -> str:
+    def _report_dropped(self) -> str:
         dropped, self._dropped = self._dropped, 0
         text = f"{dropped} log lines were dropped: stderr was blocked or full"
         record = logging.LogRecord("paceline.server", logging.WARNING, "", 0, text, (), None)
@@ -120,12 +120,12 @@ class Writer(logging.Handler):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except BlockingIOError:  # another process set the descriptor to non-blocking
-            self._lose()
+            self._count_dropped()
             time.sleep(0.01)
         except OSError:
-            self._lose()
+            self._count_dropped()
 
-    def _lose(self) -> None:
+    def _count_dropped(self) -> None:
         with self._changed:
             self._dropped += 1
 
@@ -152,7 +152,7 @@ class Throttle(logging.Filter):
             return True
         kind = str(record.msg), getattr(record, "fields", {}).get("status")
         at, tokens, left_out = self._state.get(kind, (record.created, float(_BURST), 0))
-        tokens = min(_BURST, tokens + max(0.0, record.created - at) * _A_SECOND)
+        tokens = min(_BURST, tokens + max(0.0, record.created - at) * _PER_SECOND)
         if tokens < 1:
             self._state[kind] = record.created, tokens, left_out + 1
             return False
@@ -162,10 +162,10 @@ class Throttle(logging.Filter):
         return True
 
 
-class Stream(io.TextIOBase):
+class StderrStream(io.TextIOBase):
     """Replacement of ``sys.stderr``: sends what libraries print (warnings, progress bars) through the log's writer."""
 
-    def __init__(self, writer: Writer, descriptor: int = _STDERR) -> None:
+    def __init__(self, writer: LogWriter, descriptor: int = _STDERR) -> None:
         self._writer, self._descriptor = writer, descriptor
 
     def write(self, text: str) -> int:
@@ -186,9 +186,9 @@ class Stream(io.TextIOBase):
 @contextmanager
 def to_stderr(log_format: LogFormat) -> Iterator[None]:
     """Send the lines of paceline and uvicorn, and everything printed to stderr, through one writer to stderr."""
-    handler, before = Writer(), sys.stderr
+    handler, before = LogWriter(), sys.stderr
     _configure(handler, log_format)
-    sys.stderr = Stream(handler)
+    sys.stderr = StderrStream(handler)
     try:
         yield
     finally:
@@ -196,18 +196,18 @@ def to_stderr(log_format: LogFormat) -> Iterator[None]:
         flush()
 
 
-def _configure(handler: Writer, log_format: LogFormat) -> None:
+def _configure(handler: LogWriter, log_format: LogFormat) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
-    for name in AT_WILL:
+    for name in CLIENT_LOGGERS:
         logging.getLogger(name).filters = [Throttle()]
 
 
 def flush(seconds: float = 1.0) -> None:
     """Wait up to ``seconds`` until the queued lines are written."""
     for handler in logging.getLogger(LOGGERS[0]).handlers:
-        if isinstance(handler, Writer):
+        if isinstance(handler, LogWriter):
             handler.wait_until_written(seconds)

@@ -8,8 +8,8 @@ from collections import defaultdict, deque
 from paceline.server.delta import Update
 from paceline.server.errors import ApiError
 
-News = Update | ApiError
-UNREAD = 64  # updates that are queued without being merged
+MailboxItem = Update | ApiError
+MAX_UNREAD = 64  # updates that are queued without being merged
 
 
 class Mailbox:
@@ -20,33 +20,33 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._news: deque[News] = deque()
+        self._items: deque[MailboxItem] = deque()
         self._arrived = asyncio.Event()
-        self._most = UNREAD
+        self._most = MAX_UNREAD
 
     def __len__(self) -> int:
-        return len(self._news)
+        return len(self._items)
 
-    def put(self, news: News) -> None:
+    def put(self, item: MailboxItem) -> None:
         """Add an update. Never waits."""
-        self._news.append(news)
+        self._items.append(item)
         self._arrived.set()
-        if len(self._news) > self._most:
+        if len(self._items) > self._most:
             self._join()
 
-    async def get(self) -> News:
+    async def get(self) -> MailboxItem:
         """Wait for and return the oldest update."""
-        while not self._news:
+        while not self._items:
             self._arrived.clear()
             await self._arrived.wait()
-        return self._news.popleft()
+        return self._items.popleft()
 
     def _join(self) -> None:
         """Merge to one update per prompt, followed by the first error. Merge again at twice that number."""
         of_prompt: defaultdict[int, list[Update]] = defaultdict(list)
-        failures = [news for news in self._news if isinstance(news, ApiError)]
-        for news in self._news:
-            if isinstance(news, Update):
-                of_prompt[news.number].append(news)
-        self._news = deque([*map(Update.joined, of_prompt.values()), *failures[:1]])
-        self._most = max(UNREAD, 2 * len(self._news))
+        failures = [item for item in self._items if isinstance(item, ApiError)]
+        for item in self._items:
+            if isinstance(item, Update):
+                of_prompt[item.number].append(item)
+        self._items = deque([*map(Update.joined, of_prompt.values()), *failures[:1]])
+        self._most = max(MAX_UNREAD, 2 * len(self._items))

@@ -33,7 +33,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 6
 _GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 5.0)
 _RECENT_ROUNDS = 64
 _RECENT_SECONDS = 10.0
-_MOST_LETTERS = 200  # of an error message in the log, which may repeat what the client sent
+_MAX_CHARACTERS = 200  # of an error message in the log, which may repeat what the client sent
 
 
 class RoundRecord(NamedTuple):
@@ -234,25 +234,25 @@ class Meter:
         """Count a round that raised an exception."""
         self._failures.inc()
 
-    def record_output(self, pace: TokenTimes, output: RequestOutput) -> None:
+    def record_output(self, times: TokenTimes, output: RequestOutput) -> None:
         """Record a request's new tokens and finished answers."""
         now = self._clock()
         for answer in output.candidates:
-            fresh = len(answer.token_ids) - pace.tokens[answer.index]
+            fresh = len(answer.token_ids) - times.tokens[answer.index]
             if fresh > 0:
-                self._observe_tokens(pace, answer, fresh, now)
-            if answer.finished and pace.at[answer.index] >= 0:
-                pace.at[answer.index] = -1.0  # counted already
+                self._observe_tokens(times, answer, fresh, now)
+            if answer.finished and times.at[answer.index] >= 0:
+                times.at[answer.index] = -1.0  # counted already
                 self._observe_end(answer)
         latency = Latency.of(answer.metrics for answer in output.candidates) if output.finished else None
         if latency is not None:
             for sequence, ms in (("first", latency.first), ("last", latency.last), ("all", latency.all)):
                 self._tpot.labels(sequence).observe(ms / 1000)
 
-    def _observe_tokens(self, pace: TokenTimes, answer: CompletionOutput, fresh: int, now: float) -> None:
+    def _observe_tokens(self, times: TokenTimes, answer: CompletionOutput, fresh: int, now: float) -> None:
         place, measured = answer.index, answer.metrics
         self._generation_tokens.inc(fresh)
-        if pace.tokens[place] == 0:
+        if times.tokens[place] == 0:
             self._prompt_tokens.inc(measured.prompt_tokens if place == 0 else 0)
             self._asked_of_cache.inc(measured.prompt_tokens)
             self._found_in_cache.inc(measured.cached_tokens)
@@ -261,8 +261,8 @@ class Meter:
                 self._queue.observe(measured.first_scheduled - measured.arrival_time)
         else:
             for _ in range(fresh):
-                self._itl.observe((now - pace.at[place]) / fresh)
-        pace.tokens[place], pace.at[place] = len(answer.token_ids), now
+                self._itl.observe((now - times.at[place]) / fresh)
+        times.tokens[place], times.at[place] = len(answer.token_ids), now
 
     def _observe_end(self, answer: CompletionOutput) -> None:
         self._answers.labels(answer.finish_reason).inc()
@@ -293,7 +293,7 @@ class Meter:
     def refused(self, error: ApiError) -> None:
         """Count and log an error response."""
         self._errors.labels(error.status).inc()
-        fields = {"status": error.status, "code": error.code, "why": str(error)[:_MOST_LETTERS]}
+        fields = {"status": error.status, "code": error.code, "why": str(error)[:_MAX_CHARACTERS]}
         refusals.info("refused", extra={"fields": fields})
 
     def stats(self) -> Stats:
@@ -313,7 +313,7 @@ class Meter:
                 acceptance_rate=acceptance,
                 mean_acceptance_length=length,
                 saved_by_sibling=sum(round_.saved for round_ in recent) / rows if rows else None,
-                tokens_per_second=_pace(recent) if self._running else 0.0,
+                tokens_per_second=_tokens_per_second(recent) if self._running else 0.0,
                 utilisation=self._utilisation(recent),
                 rounds=self._rounds,
             )
@@ -342,7 +342,7 @@ def _acceptance(rounds: list[RoundRecord]) -> tuple[float | None, float | None]:
     return accepted / drafted if drafted else None, 1 + accepted / rows if rows else None
 
 
-def _pace(rounds: list[RoundRecord]) -> float:
+def _tokens_per_second(rounds: list[RoundRecord]) -> float:
     """Tokens per second over the rounds."""
     if len(rounds) < 2:
         return 0.0

@@ -43,7 +43,7 @@ def read_key(line: str) -> ApiKey:
 
 
 @dataclass
-class Bill:
+class TokenUsage:
     """Tokens that a request has used. The request sets it before it ends."""
 
     used: int = 0
@@ -58,16 +58,16 @@ class _Account:
         self._left = float(key.max_tokens_per_minute or 0)
 
     @contextmanager
-    def hold(self, tokens: int) -> Iterator[Bill]:
+    def hold(self, tokens: int) -> Iterator[TokenUsage]:
         self._check(tokens)
         self._requests += 1
         self._left -= tokens
-        bill = Bill()
+        usage = TokenUsage()
         try:
-            yield bill
+            yield usage
         finally:
             self._requests -= 1
-            self._left += tokens - bill.used
+            self._left += tokens - usage.used
 
     def _check(self, tokens: int) -> None:
         max_requests, per_minute = self._key.max_requests, self._key.max_tokens_per_minute
@@ -94,14 +94,14 @@ class Quotas:
         self._accounts = {key_name(key.secret): _Account(key, clock) for key in keys if key != ApiKey(key.secret)}
 
     @contextmanager
-    def hold(self, client: str, tokens: int) -> Iterator[Bill]:
+    def hold(self, client: str, tokens: int) -> Iterator[TokenUsage]:
         """Reserve ``tokens`` of the client's key for the block; return the unused ones at its end.
 
         Raises ApiError (429) if the key is at its limit.
         """
         account = self._accounts.get(client)
         if account is None:
-            yield Bill()
+            yield TokenUsage()
             return
-        with account.hold(tokens) as bill:
-            yield bill
+        with account.hold(tokens) as usage:
+            yield usage

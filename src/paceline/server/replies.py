@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from paceline.core.outputs import CompletionOutput, TokenKind
 
-FinishWord = Literal["stop", "length"]
+OpenAIFinishReason = Literal["stop", "length"]
 
 
 class CompletionTokensDetails(BaseModel):
@@ -89,7 +89,7 @@ class SpeculativeDecoding(BaseModel):
     @staticmethod
     def of(answer: CompletionOutput) -> SpeculativeDecoding | None:
         """Return None if nothing was drafted."""
-        kept, drafted = kept_by_round(answer.token_kinds), answer.metrics.drafted
+        kept, drafted = accepted_per_round(answer.token_kinds), answer.metrics.drafted
         if not kept:
             return None
         return SpeculativeDecoding(
@@ -102,7 +102,7 @@ class SpeculativeDecoding(BaseModel):
         )
 
 
-def kept_by_round(kinds: Sequence[TokenKind]) -> list[int]:
+def accepted_per_round(kinds: Sequence[TokenKind]) -> list[int]:
     """Return the accepted draft tokens of each round that drafted.
 
     The last round may end with an accepted token, if the answer was cut there.
@@ -154,7 +154,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishWord | None
+    finish_reason: OpenAIFinishReason | None
     stop_reason: str | int | None = None
     paceline: Extras | None = None
 
@@ -212,7 +212,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord
+    finish_reason: OpenAIFinishReason
     stop_reason: str | int | None = None
     paceline: Extras | None = None
 
@@ -223,7 +223,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord | None
+    finish_reason: OpenAIFinishReason | None
     stop_reason: str | int | None = None
     paceline: Extras | None = None
 
@@ -269,7 +269,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class Tokens(BaseModel):
+class TokenizedText(BaseModel):
     """Response of ``/tokenize``."""
 
     count: int
@@ -289,19 +289,19 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
 
 
-class Text(BaseModel):
+class DetokenizedText(BaseModel):
     """Response of ``/detokenize``."""
 
     prompt: str
 
 
-class Version(BaseModel):
+class ServerVersion(BaseModel):
     """Response of ``/version``."""
 
     version: str
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     """Response of ``/load``."""
 
     server_load: int
@@ -313,7 +313,7 @@ class Health(BaseModel):
     status: str
 
 
-def finish_word(answer: CompletionOutput) -> FinishWord | None:
+def openai_finish_reason(answer: CompletionOutput) -> OpenAIFinishReason | None:
     """Map to OpenAI's two finish reasons. A deadline counts as "length"; ``stop_reason`` tells them apart."""
     if answer.finish_reason is None:
         return None

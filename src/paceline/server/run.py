@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from paceline.config import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
-from paceline.server.connections import MAX_HEADER_BYTES, Connection, Lobby
+from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable
 from paceline.server.ending import watch_signals
 from paceline.server.service import EngineService
-from paceline.server.sockets import ACCEPTED_AT_ONCE, hear, listen
+from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",  # the only tested loop; connections.py relies on it
-                http=cast(Any, functools.partial(Connection, Lobby(config))),
+                http=cast(Any, functools.partial(Connection, ConnectionTable(config))),
                 ws="none",
                 backlog=ACCEPTED_AT_ONCE,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        hear(sockets or [])
+        enlarge_backlog(sockets or [])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the shutdown. ``ending`` enforces its time limit and handles the second signal."""

@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
-from paceline.server.connections import most_requests
+from paceline.server.connections import max_concurrent_requests
 from paceline.server.generation import ClientGoneError
 from paceline.server.heads import checked_head, header
 from paceline.server.metrics import Meter
 from paceline.server.quotas import read_key
-from paceline.server.shares import Shares
+from paceline.server.shares import SharedLimit
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reachable without a key: for load balancers and browsers
 UPLOADS = "/v1/files"  # input files of batches
@@ -59,7 +59,7 @@ def read_keys(path: Path) -> list[str]:
     return keys
 
 
-class Hosts:
+class AllowedHosts:
     """The host names that requests may use, as protection against DNS rebinding.
 
     A foreign web page can let its own domain resolve to this machine, and browsers then treat this server as part of
@@ -107,9 +107,11 @@ class Gate:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, meter: Meter) -> None:
         self._app, self._config, self._meter = app, config, meter
-        self._keys, self._hosts = KeyRing(config.api_keys), Hosts(config)
-        self._requests = Shares(most_requests(config.max_connections), most_requests(config.max_connections_per_client))
-        self._bytes = Shares(config.max_bodies_bytes, config.max_bodies_bytes // 2)
+        self._keys, self._hosts = KeyRing(config.api_keys), AllowedHosts(config)
+        self._requests = SharedLimit(
+            max_concurrent_requests(config.max_connections), max_concurrent_requests(config.max_connections_per_client)
+        )
+        self._bytes = SharedLimit(config.max_bodies_bytes, config.max_bodies_bytes // 2)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -163,7 +165,7 @@ class Gate:
         long.
         """
         if self._is_upload(scope):
-            await self._app(scope, Upload(self._config, receive).next_message, send)
+            await self._app(scope, UploadReceiver(self._config, receive).next_message, send)
             return
         body = _Body(self._bytes, client, self._config.max_body_bytes)
         try:
@@ -190,7 +192,7 @@ class Gate:
 class _Body:
     """A body that is being received. Its bytes count towards the memory limits."""
 
-    def __init__(self, shares: Shares, client: str, limit: int) -> None:
+    def __init__(self, shares: SharedLimit, client: str, limit: int) -> None:
         self._shares, self._client, self._limit = shares, client, limit
         self._charged = 0
         self.data = bytearray()
@@ -217,7 +219,7 @@ class _Body:
         self._shares.give(self._client, self._charged)
 
 
-class Upload:
+class UploadReceiver:
     """An uploaded file that the application receives piece by piece, within limits of size and time."""
 
     def __init__(self, config: ServerConfig, receive: Receive) -> None:
@@ -258,7 +260,7 @@ async def _in_time(seconds: float, since: float | None = None) -> AsyncIterator[
         raise errors.ApiError(408, errors.INVALID, message, code=errors.BODY_TIMEOUT) from None
 
 
-def _take(shares: Shares, client: str, units: int, name: str) -> None:
+def _take(shares: SharedLimit, client: str, units: int, name: str) -> None:
     """Take ``units`` of a limit. Raises ApiError: 503 if all clients together are at it, 429 if this one is."""
     full = shares.take(client, units)
     if full is not None:

@@ -24,9 +24,9 @@ from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
 from paceline.server import errors
-from paceline.server.admission import Place
-from paceline.server.delta import Growth, Update
-from paceline.server.mailbox import Mailbox, News
+from paceline.server.admission import AdmissionTicket
+from paceline.server.delta import OutputCursor, Update
+from paceline.server.mailbox import Mailbox, MailboxItem
 from paceline.server.metrics import Meter, TokenTimes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _PEAK_SECONDS = 0.05  # time to measure the processor's peak; a benchmark takes 
 
 
 @dataclass
-class Ticket:
+class Submission:
     """A prompt submitted to the engine, with its admission and the mailbox for its updates.
 
     streaming: deliver updates after every round instead of once at the end.
@@ -49,7 +49,7 @@ class Ticket:
 
     number: int
     request: Request
-    place: Place
+    ticket: AdmissionTicket
     inbox: Mailbox
     streaming: bool
     output: RequestOutput | None = None
@@ -61,10 +61,10 @@ class Ticket:
 
 
 @dataclass
-class _Live:
-    ticket: Ticket
-    growth: Growth
-    pace: TokenTimes
+class _LiveRequest:
+    submission: Submission
+    cursor: OutputCursor
+    times: TokenTimes
     ended: int = 0  # number of finished sequences
 
 
@@ -118,7 +118,7 @@ class EngineService:
         self._step_began: float | None = None  # seconds on the clock of time.monotonic; None while idle
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._scorings: dict[Text, asyncio.Future[list[TokenLogprob]]] = {}
         self._llm: LLM | None = None
         self._stopping = False
@@ -154,9 +154,9 @@ class EngineService:
             return "stalled"
         return self.state
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, submission: Submission) -> None:
         """Queue a prompt. Its ``request_id`` must be unique."""
-        self._inbox.put(lambda: self._add(ticket))
+        self._inbox.put(lambda: self._add(submission))
 
     def abort(self, request_id: str) -> None:
         """Free a request's rows before the next round. No further updates are delivered."""
@@ -275,38 +275,42 @@ class EngineService:
             self.meter.round_failed()
             return
         self.meter.record_round(self.engine)
-        self._pass_on(changed)
+        self._deliver_round(changed)
 
-    def _pass_on(self, changed: Sequence[RequestOutput]) -> None:
+    def _deliver_round(self, changed: Sequence[RequestOutput]) -> None:
         """Deliver all updates of a round in one call to the event loop.
 
         Admissions are released without waiting for clients.
         """
         live = [(each, output) for output in changed if (each := self._live.get(output.request_id)) is not None]
-        ended = [(each.ticket.place, count) for each, output in live if (count := _newly_ended(each, output))]
-        news = [(each.ticket, item) for each, output in live if (item := self._news(each, output)) is not None]
-        if news or ended:
-            self._deliver(news, ended)
+        ended = [(each.submission.ticket, count) for each, output in live if (count := _newly_finished(each, output))]
+        updates = [
+            (each.submission, item) for each, output in live if (item := self._update_for(each, output)) is not None
+        ]
+        if updates or ended:
+            self._deliver(updates, ended)
 
-    def _news(self, live: _Live, output: RequestOutput) -> News | None:
-        self.meter.record_output(live.pace, output)
+    def _update_for(self, live: _LiveRequest, output: RequestOutput) -> MailboxItem | None:
+        self.meter.record_output(live.times, output)
         if output.finished:
             del self._live[output.request_id]
-        elif not live.ticket.streaming:
+        elif not live.submission.streaming:
             return None
         if output.error is not None:
             return errors.failed(output.error)
-        deltas = live.growth.news() if live.ticket.streaming else []
-        return Update(live.ticket.number, deltas, output if output.finished else None)
+        deltas = live.cursor.take_new() if live.submission.streaming else []
+        return Update(live.submission.number, deltas, output if output.finished else None)
 
-    def _deliver(self, news: list[tuple[Ticket, News]], ended: Sequence[tuple[Place, int]] = ()) -> None:
+    def _deliver(
+        self, updates: list[tuple[Submission, MailboxItem]], ended: Sequence[tuple[AdmissionTicket, int]] = ()
+    ) -> None:
         def put() -> None:
-            for place, count in ended:
-                place.end(count)
-            for ticket, item in news:
+            for ticket, count in ended:
+                ticket.end(count)
+            for submission, item in updates:
                 if isinstance(item, errors.ApiError):
-                    ticket.place.close()
-                ticket.inbox.put(item)
+                    submission.ticket.close()
+                submission.inbox.put(item)
 
         self._call(put)
 
@@ -314,16 +318,16 @@ class EngineService:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, submission: Submission) -> None:
         try:
-            output = self.engine.add(ticket.request)
+            output = self.engine.add(submission.request)
         except Exception as error:
             if not isinstance(error, PacelineError):
-                log.exception("the engine refused request %s", ticket.request.request_id)
-            self._deliver([(ticket, errors.failed(error))])
+                log.exception("the engine refused request %s", submission.request.request_id)
+            self._deliver([(submission, errors.failed(error))])
             return
-        ticket.output = output
-        self._live[output.request_id] = _Live(ticket, Growth(output), TokenTimes.of(output))
+        submission.output = output
+        self._live[output.request_id] = _LiveRequest(submission, OutputCursor(output), TokenTimes.of(output))
 
     def _abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
@@ -331,7 +335,7 @@ class EngineService:
 
     def _fail(self, request_ids: Sequence[str], error: errors.ApiError) -> None:
         failed = [live for name in request_ids if (live := self._live.pop(name, None)) is not None]
-        self._deliver([(live.ticket, error) for live in failed])
+        self._deliver([(live.submission, error) for live in failed])
 
     def _fail_all(self, error: errors.ApiError) -> None:
         names = list(self._live)
@@ -399,7 +403,7 @@ class EngineService:
         self._call(settle)
 
 
-def _newly_ended(live: _Live, output: RequestOutput) -> int:
+def _newly_finished(live: _LiveRequest, output: RequestOutput) -> int:
     """Return how many sequences have finished since the last call."""
     before, live.ended = live.ended, sum(answer.finished for answer in output.candidates)
     return live.ended - before

@@ -8,7 +8,7 @@ from typing import Literal
 Full = Literal["server", "client"]  # which limit is reached
 
 
-class Shares:
+class SharedLimit:
     """Counts units (requests or bytes) in total and per client. Not thread-safe: call it from the event loop only."""
 
     def __init__(self, total: int, each: int) -> None:

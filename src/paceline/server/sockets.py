@@ -39,7 +39,7 @@ def listen(config: ServerConfig) -> list[socket.socket]:
     return sockets
 
 
-def hear(sockets: list[socket.socket]) -> None:
+def enlarge_backlog(sockets: list[socket.socket]) -> None:
     """Enlarge the kernel's queue of new connections."""
     for each in sockets:
         each.listen(_BACKLOG)

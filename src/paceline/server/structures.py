@@ -19,7 +19,7 @@ from paceline.server import errors
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-Made = Callable[[], Constraint]
+ConstraintFactory = Callable[[], Constraint]
 
 
 async def structured(
@@ -35,38 +35,39 @@ async def structured(
     budgets = [budget for each in requests if (budget := each.params.time_budget) is not None]
     try:
         async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
-            made = await _compiled(llm, wanted)
+            factory = await _compile(llm, wanted)
     except TimeoutError:
         return requests
     return [
-        replace(each, params=replace(each.params, structured_outputs=wanted), make_constraint=made) for each in requests
+        replace(each, params=replace(each.params, structured_outputs=wanted), make_constraint=factory)
+        for each in requests
     ]
 
 
-async def _compiled(llm: LLM, wanted: StructuredOutputs) -> Made:
+async def _compile(llm: LLM, wanted: StructuredOutputs) -> ConstraintFactory:
     """Compile the constraint. Raises ApiError.
 
     A daemon thread waits for the compiling process. Cancelling this call stops the compilation.
     """
     given_up, loop = threading.Event(), asyncio.get_running_loop()
-    found: asyncio.Future[Made] = loop.create_future()
+    found: asyncio.Future[ConstraintFactory] = loop.create_future()
 
-    def tell(made: Made | None, error: Exception | None) -> None:
+    def deliver(factory: ConstraintFactory | None, error: Exception | None) -> None:
         if found.cancelled():
             return
         if error is not None:
             found.set_exception(error)
-        elif made is not None:
-            found.set_result(made)
+        elif factory is not None:
+            found.set_result(factory)
 
     def wait() -> None:
-        made, error = None, None
+        factory, error = None, None
         try:
-            made = llm.structure(wanted, given_up.is_set)
+            factory = llm.structure(wanted, given_up.is_set)
         except Exception as caught:  # noqa: BLE001 (re-raised by the awaiting coroutine)
             error = caught
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, made, error)
+            loop.call_soon_threadsafe(deliver, factory, error)
 
     threading.Thread(target=wait, name="structure", daemon=True).start()
     try:

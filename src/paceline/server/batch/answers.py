@@ -25,11 +25,11 @@ from paceline.server.protocol import ChatRequest, CompletionRequest, GenerationR
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
-_LATER = 429
+_QUEUE_FULL = 429
 
 
 async def _at_once() -> None:
-    """Return at once: the default of ``BatchContext.room``."""
+    """Return at once: the default of ``BatchContext.wait_for_capacity``."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class BatchContext:
     """What all lines of a batch share.
 
     seed: base of the seeds of lines without one; see ``seed_of``. client: identity for fair queueing. priority: added
-    to each line's own; lower values run first. room: awaited before each line, until it may start. timeout: seconds for
-    lines without one (None: the server's default).
+    to each line's own; lower values run first. wait_for_capacity: awaited before each line
+    starts. timeout: seconds for lines without one (None: the server's default).
     """
 
     context: Context
     seed: int
     client: str = "batch"
     priority: int = 0
-    room: Callable[[], Awaitable[None]] = _at_once
+    wait_for_capacity: Callable[[], Awaitable[None]] = _at_once
     timeout: float | None = None
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedLine:
     """A line that is not a valid request. custom_id: the line's, if it could be read."""
 
     line: InputLine
@@ -85,12 +85,12 @@ class ApiTask:
     async def _answer(self) -> tuple[str, bytes]:
         """Return the response's id and the response as JSON. Raises ApiError."""
         context = self.batch.context
-        await self.batch.room()
+        await self.batch.wait_for_capacity()
         prepare = _PREPARE[self.request.url]
-        job = await prepare(context, self.request.body, self._settle, self.batch.client)
+        job = await prepare(context, self.request.body, self._apply_defaults, self.batch.client)
         return job.id, await job.answer()
 
-    def _settle(self, body: GenerationRequest) -> None:
+    def _apply_defaults(self, body: GenerationRequest) -> None:
         """Apply the batch's defaults to a line's request. Raises ApiError."""
         if body.stream:
             raise errors.invalid("lines of a batch cannot be streamed; remove stream", "stream")
@@ -106,21 +106,23 @@ class ApiTask:
         return b'%s,"response":%s,"error":null}' % (to_json(fields)[:-1], response)
 
 
-Settle = Callable[[GenerationRequest], None]
+ApplyDefaults = Callable[[GenerationRequest], None]
 
 
-async def _read(context: Context, kind: type[R], data: object, settle: Settle) -> R:
+async def _read(context: Context, kind: type[R], data: object, apply_defaults: ApplyDefaults) -> R:
     body = await asyncio.get_running_loop().run_in_executor(context.bodies, checked, kind, data)
-    settle(body)
+    apply_defaults(body)
     return body
 
 
-async def _completion(context: Context, data: object, settle: Settle, client: str) -> CompletionJob | ChatJob:
-    return await CompletionJob.prepare(context, await _read(context, CompletionRequest, data, settle), client)
+async def _completion(
+    context: Context, data: object, apply_defaults: ApplyDefaults, client: str
+) -> CompletionJob | ChatJob:
+    return await CompletionJob.prepare(context, await _read(context, CompletionRequest, data, apply_defaults), client)
 
 
-async def _chat(context: Context, data: object, settle: Settle, client: str) -> CompletionJob | ChatJob:
-    return await ChatJob.prepare(context, await _read(context, ChatRequest, data, settle), client)
+async def _chat(context: Context, data: object, apply_defaults: ApplyDefaults, client: str) -> CompletionJob | ChatJob:
+    return await ChatJob.prepare(context, await _read(context, ChatRequest, data, apply_defaults), client)
 
 
 _PREPARE = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
@@ -159,7 +161,7 @@ def read_line(read: Callable[[InputLine, object], LineTask], line: InputLine) ->
         return read(line, data)
     except errors.ApiError as error:
         custom_id = data.get("custom_id") if isinstance(data, dict) else None
-        return Refused(line, error, errors.shortened(custom_id, MAX_LABEL) if isinstance(custom_id, str) else None)
+        return RefusedLine(line, error, errors.shortened(custom_id, MAX_LABEL) if isinstance(custom_id, str) else None)
 
 
 def is_the_end(error: errors.ApiError) -> bool:
@@ -174,7 +176,7 @@ async def answered(work: Callable[[], Awaitable[T]]) -> T:
             return await work()
         except PacelineError as error:
             refusal = errors.from_paceline(error)
-            if refusal.status != _LATER:
+            if refusal.status != _QUEUE_FULL:
                 raise refusal from error
             await asyncio.sleep(refusal.retry_after or 1)
         except Exception as error:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.config import MAX_COUNT
 from paceline.server import limits
-from paceline.server.batch.lines import Url
+from paceline.server.batch.lines import Endpoint
 from paceline.server.protocol import Label, Strict
 
 Purpose = Literal["batch", "batch_output"]
@@ -75,7 +75,7 @@ class BatchObject(BaseModel):
 
     id: str
     object: Literal["batch"] = "batch"
-    endpoint: Url
+    endpoint: Endpoint
     errors: BatchFaults | None = None
     input_file_id: str
     completion_window: Literal["24h"]
@@ -109,7 +109,7 @@ class BatchRequest(Strict):
     """Body of ``POST /v1/batches``. seed: base of the seeds of lines without one."""
 
     input_file_id: Label
-    endpoint: Url
+    endpoint: Endpoint
     completion_window: Literal["24h"]
     metadata: (
         Annotated[
@@ -138,14 +138,14 @@ class FilesQuery(PageQuery):
     order: Literal["asc", "desc"] = "desc"
 
 
-class KeptFile(BaseModel):
+class StoredFile(BaseModel):
     """A file's document on disk. owner: the only client that may see it."""
 
     owner: str
     document: FileObject
 
 
-class KeptBatch(BaseModel):
+class StoredBatch(BaseModel):
     """A batch's document on disk. owner: the only client that may see it. seed: base of its lines' seeds."""
 
     owner: str

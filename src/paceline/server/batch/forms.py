@@ -23,7 +23,7 @@ _ALPHABETS = "us-ascii", "utf-8", "iso-8859-1"
 
 
 @dataclass
-class Part:
+class FormPart:
     """One part of a form. filename: None unless it is a file. content: empty for files, which go to ``write``."""
 
     name: str
@@ -43,7 +43,7 @@ class FormReader:
         self._boundary = b"\r\n--" + _boundary(content_type)
         self._buffer = bytearray(b"\r\n")  # a body starts with a boundary without a line break before it
         self._step = self._preamble
-        self._parts: list[Part] = []
+        self._parts: list[FormPart] = []
 
     def feed(self, piece: bytes) -> None:
         """Parse the next bytes. Raises ApiError."""
@@ -51,7 +51,7 @@ class FormReader:
         while self._step():
             pass
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[FormPart]:
         """Return all parts after the last piece. Raises ApiError if the form is incomplete."""
         if self._step != self._epilogue or not self._parts:
             raise _broken()
@@ -122,14 +122,14 @@ def _boundary(content_type: str) -> bytes:
     return boundary.encode()
 
 
-def _part(head: bytes) -> Part:
+def _part(head: bytes) -> FormPart:
     if not head.startswith(b"\r\n"):
         raise _bad_part()
     headers = email.message_from_string(head[2:].decode("utf-8", "replace"), policy=compat32)
     if headers.get_content_disposition() != "form-data":
         raise errors.invalid("a form part needs the header 'Content-Disposition: form-data; name=...'")
     name, filename = (_parameter(headers, "content-disposition", each) for each in ("name", "filename"))
-    return Part(name or "", filename)
+    return FormPart(name or "", filename)
 
 
 def _parameter(headers: Message, header: str, name: str) -> str | None:

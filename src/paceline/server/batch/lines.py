@@ -16,7 +16,7 @@ from paceline.server.protocol import Strict
 _CHUNK = 2**16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-Url = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 
 
 class BatchLine(Strict):
@@ -24,7 +24,7 @@ class BatchLine(Strict):
 
     custom_id: Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)]
     method: Literal["POST"]
-    url: Url
+    url: Endpoint
     body: dict[str, Any]
 
 

@@ -22,8 +22,8 @@ from paceline.server.batch.documents import (
     FilesQuery,
     PageQuery,
 )
-from paceline.server.batch.forms import FormReader, Part
-from paceline.server.batch.runner import ANYBODY, Runner
+from paceline.server.batch.forms import FormPart, FormReader
+from paceline.server.batch.runner import SHARED_OWNER, BatchRunner
 from paceline.server.batch.store import page
 from paceline.server.bodies import checked
 from paceline.server.context import Context
@@ -39,14 +39,14 @@ _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": 
 _CONTENT = {200: {"content": {"application/octet-stream": {}}, "description": "The file's content"}}
 
 
-class Desk:
+class BatchAccess:
     """Access to the batch runner, or the error if the server has none."""
 
-    def __init__(self, context: Context, runner: Runner | None) -> None:
+    def __init__(self, context: Context, runner: BatchRunner | None) -> None:
         self._context, self._runner = context, runner
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> BatchRunner:
         """The runner. Raises ApiError (404) if the server keeps no files."""
         if self._runner is None:
             message = "this server does not support files and batches: start it with --batch-dir DIR"
@@ -55,31 +55,31 @@ class Desk:
 
     def owner_of(self, request: Request) -> str:
         """Return the owner of a request's files: with keys the client, without keys one owner for all."""
-        return self._context.client_of(request) if self._context.config.api_keys else ANYBODY
+        return self._context.client_of(request) if self._context.config.api_keys else SHARED_OWNER
 
 
-def add_batches(app: FastAPI, context: Context, runner: Runner | None) -> None:
+def add_batches(app: FastAPI, context: Context, runner: BatchRunner | None) -> None:
     """Add the routes. Without a runner they respond with 404 and how to enable them."""
-    desk = Desk(context, runner)
-    _add_uploads(app, desk)
-    _add_files(app, desk)
-    _add_batches(app, desk)
+    access = BatchAccess(context, runner)
+    _add_uploads(app, access)
+    _add_files(app, access)
+    _add_batches(app, access)
 
 
-def _add_uploads(app: FastAPI, desk: Desk) -> None:
+def _add_uploads(app: FastAPI, access: BatchAccess) -> None:
     @app.post("/v1/files", response_model=FileObject, openapi_extra=_UPLOAD)
     async def upload(request: Request) -> Response:
         """Upload a file as a form with the fields file and purpose ("batch")."""
-        store = desk.runner.store
+        store = access.runner.store
         _refuse_strangers(request)
-        async with store.arriving(desk.owner_of(request)) as arrival:
-            reader = FormReader(request.headers.get("content-type", ""), arrival.write)
+        async with store.receive_file(access.owner_of(request)) as incoming_file:
+            reader = FormReader(request.headers.get("content-type", ""), incoming_file.write)
             try:
                 async for piece in _pieces(request):
-                    await arrival.take(reader.feed, piece)
+                    await incoming_file.take(reader.feed, piece)
             except ClientDisconnect:
                 return Response(status_code=499)  # not sent: the connection is closed
-            return document(await arrival.keep(_upload_of(reader.end()).filename or ""))
+            return document(await incoming_file.keep(_upload_of(reader.end()).filename or ""))
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
@@ -93,12 +93,12 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     yield bytes(waiting)
 
 
-def _add_files(app: FastAPI, desk: Desk) -> None:
+def _add_files(app: FastAPI, access: BatchAccess) -> None:
     @app.get("/v1/files", response_model=FileList)
     async def files(request: Request) -> Response:
         """List the files. Query: limit, after, order ("asc" or "desc"), purpose."""
-        store, query, owner = desk.runner.store, _query(FilesQuery, request), desk.owner_of(request)
-        mine = [kept.document for kept in store.files.values() if kept.owner == owner]
+        store, query, owner = access.runner.store, _query(FilesQuery, request), access.owner_of(request)
+        mine = [stored.document for stored in store.files.values() if stored.owner == owner]
         wanted = [each for each in mine if query.purpose in (None, each.purpose)]
         data, more = page(wanted if query.order == "asc" else wanted[::-1], query.limit, query.after)
         ends = (data[0].id, data[-1].id) if data else (None, None)
@@ -107,34 +107,34 @@ def _add_files(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/files/{file_id}", response_model=FileObject)
     async def file(file_id: str, request: Request) -> Response:
         """Describe a file."""
-        return document(desk.runner.store.file(desk.owner_of(request), file_id))
+        return document(access.runner.store.file(access.owner_of(request), file_id))
 
     @app.delete("/v1/files/{file_id}", response_model=FileDeleted)
     async def delete(file_id: str, request: Request) -> Response:
         """Delete a file."""
-        await desk.runner.store.delete(desk.owner_of(request), file_id)
+        await access.runner.store.delete(access.owner_of(request), file_id)
         return document(FileDeleted(id=file_id))
 
     @app.get("/v1/files/{file_id}/content", response_class=FileResponse, responses=_CONTENT)  # type: ignore[arg-type]
     async def content(file_id: str, request: Request) -> Response:
         """Download a file's content."""
-        store = desk.runner.store
-        name = store.file(desk.owner_of(request), file_id).filename
+        store = access.runner.store
+        name = store.file(access.owner_of(request), file_id).filename
         headers = {"X-Content-Type-Options": "nosniff"}
         return FileResponse(store.content(file_id), 200, headers, "application/octet-stream", filename=name)
 
 
-def _add_batches(app: FastAPI, desk: Desk) -> None:
+def _add_batches(app: FastAPI, access: BatchAccess) -> None:
     @app.post("/v1/batches", response_model=BatchObject)
     async def create(body: BatchRequest, request: Request) -> Response:
         """Create a batch. Its lines run after all interactive requests."""
-        return document(await desk.runner.create(desk.owner_of(request), body))
+        return document(await access.runner.create(access.owner_of(request), body))
 
     @app.get("/v1/batches", response_model=BatchList)
     async def batches(request: Request) -> Response:
         """List the batches, newest first. Query: limit, after."""
-        store, query, owner = desk.runner.store, _query(PageQuery, request), desk.owner_of(request)
-        mine = [kept.document for kept in store.batches.values() if kept.owner == owner]
+        store, query, owner = access.runner.store, _query(PageQuery, request), access.owner_of(request)
+        mine = [stored.document for stored in store.batches.values() if stored.owner == owner]
         data, more = page(mine[::-1], query.limit, query.after)
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return document(BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=more))
@@ -142,12 +142,12 @@ def _add_batches(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/batches/{batch_id}", response_model=BatchObject)
     async def batch(batch_id: str, request: Request) -> Response:
         """Describe a batch and its progress."""
-        return document(desk.runner.store.batch(desk.owner_of(request), batch_id).document)
+        return document(access.runner.store.batch(access.owner_of(request), batch_id).document)
 
     @app.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject)
     async def cancel(batch_id: str, request: Request) -> Response:
-        """Cancel a batch. Responses that exist are kept."""
-        return document(await desk.runner.cancel(desk.owner_of(request), batch_id))
+        """Cancel a batch. Finished lines keep their responses."""
+        return document(await access.runner.cancel(access.owner_of(request), batch_id))
 
 
 def document(reply: BaseModel) -> Response:
@@ -170,7 +170,7 @@ def _refuse_strangers(request: Request) -> None:
         raise errors.ApiError(403, errors.INVALID, "pages of other sites cannot upload files", code="foreign_origin")
 
 
-def _upload_of(parts: list[Part]) -> Part:
+def _upload_of(parts: list[FormPart]) -> FormPart:
     """Return the form's file. Raises ApiError."""
     fields = {part.name: part for part in parts}
     if len(fields) < len(parts):

@@ -47,10 +47,10 @@ class LineWriter:
         async with self._turn:
             if self._pending:
                 lines, self._pending = b"".join(self._pending), []
-                await _to_its_end(asyncio.to_thread(self._append, lines))
+                await _finish_despite_cancel(asyncio.to_thread(self._append, lines))
 
 
-async def _to_its_end(work: Coroutine[object, object, None]) -> None:
+async def _finish_despite_cancel(work: Coroutine[object, object, None]) -> None:
     """Await ``work`` even if this task is cancelled, so that the file is not closed during a write."""
     task = asyncio.ensure_future(work)
     try:
@@ -73,33 +73,35 @@ async def run_all(
     in_order: write results in the order of the tasks instead of the order of completion. on_result: called with each
     result once it is written. Raises the first exception of a task; tasks in flight are then cancelled.
     """
-    room = asyncio.Semaphore(window)
-    before = asyncio.Event()
-    before.set()
+    slots = asyncio.Semaphore(window)
+    previous_written = asyncio.Event()
+    previous_written.set()
     try:
         async with asyncio.TaskGroup() as group:
             async for task in tasks:
-                await room.acquire()
+                await slots.acquire()
                 written = asyncio.Event()
-                group.create_task(_play(task, writer, before if in_order else None, written, room, on_result))
-                before = written
+                group.create_task(
+                    _run_task(task, writer, previous_written if in_order else None, written, slots, on_result)
+                )
+                previous_written = written
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
 
 
-async def _play(
+async def _run_task(
     task: LineTask,
     writer: LineWriter,
-    before: asyncio.Event | None,
+    previous_written: asyncio.Event | None,
     written: asyncio.Event,
-    room: asyncio.Semaphore,
+    slots: asyncio.Semaphore,
     on_result: Callable[[LineResult], None],
 ) -> None:
     result = await task.run()
-    if before is not None:
-        await before.wait()
+    if previous_written is not None:
+        await previous_written.wait()
     writer.put(result.content)
     written.set()
     await writer.flush()
     on_result(result)
-    room.release()
+    slots.release()
