@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
 from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from paceline.server.security import Gate
-from paceline.server.streaming import Events, EventStream
+from paceline.server.streaming import EventStream
 from paceline.server.tracing import Tracing
 from paceline.version import __version__
 
@@ -103,32 +103,25 @@ def _add_generation(app: FastAPI, context: Context) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete one or several prompts."""
         job = await CompletionJob.prepare(context, body, context.client_of(request))
-        return await _respond(context, request, job.stream if body.stream else job.answer)
+        return await _respond(context, request, job, bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=replies.Chat)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Complete a conversation."""
         job = await ChatJob.prepare(context, body, context.client_of(request))
-        return await _respond(context, request, job.stream if body.stream else job.answer)
+        return await _respond(context, request, job, bool(body.stream))
 
 
-async def _respond(
-    context: Context, request: Request, respond: Callable[[], Events] | Callable[[], Awaitable[bytes]]
-) -> Response:
+async def _respond(context: Context, request: Request, job: CompletionJob | ChatJob, streaming: bool) -> Response:
     """Respond with a stream of events or with one document. A client that disconnects frees its rows."""
-    response = respond()
-    if not isinstance(response, Awaitable):
-        return EventStream(response, context.meter)
+    if streaming:
+        return EventStream(job.stream(), context.meter)
     try:
-        reply = await while_connected(request.receive, _await(response))
-        return Response(reply, media_type="application/json")
+        reply = await while_connected(request.receive, job.answer())
     except ClientGoneError:
         log.info("the client disconnected")
         return Response(status_code=499)  # not sent: the connection is closed
-
-
-async def _await(response: Awaitable[bytes]) -> bytes:
-    return await response
+    return Response(reply, media_type="application/json")
 
 
 def document(reply: BaseModel, status: int = 200) -> Response:

@@ -54,9 +54,9 @@ class ChatJob:
         options = RequestOptions.of(body, client)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
-        wanted = await context.in_thread(lambda: body.structure)
+        response_format = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
-        structure = replace(params, structured_outputs=wanted).structured_outputs
+        structure = replace(params, structured_outputs=response_format).structured_outputs
         references = await _prediction(context, body)
         (request,) = await context.requests([tokens], params, options, references)
         context.check_logprobs([request], params.logprobs)
@@ -134,13 +134,13 @@ class ChatJob:
         return choice
 
     def _piece(self, delta: Delta, begun: set[int]) -> ChatChunkChoice:
-        said = ChatDelta(content=delta.text)
+        chat_delta = ChatDelta(content=delta.text)
         if delta.index not in begun:
             begun.add(delta.index)
-            said.role = "assistant"
+            chat_delta.role = "assistant"
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=said,
+            delta=chat_delta,
             logprobs=self._logprobs(delta.logprobs),
             finish_reason=None if delta.ended is None else openai_finish_reason(delta.ended),
         )
@@ -178,5 +178,5 @@ async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
 
 def _max_tokens(context: Context, body: ChatRequest, tokens: Sequence[int]) -> int:
     """The requested maximum, or what the prompt leaves of the model's context length."""
-    wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    return max(1, context.llm.engine.max_model_len - len(tokens)) if wanted is None else wanted
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    return max(1, context.llm.engine.max_model_len - len(tokens)) if max_tokens is None else max_tokens

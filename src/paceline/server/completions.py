@@ -278,10 +278,10 @@ def _entries(body: CompletionRequest) -> int:
 
 
 def _max_tokens(body: CompletionRequest) -> int:
-    wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if wanted == 0 and not body.echo:
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
         raise errors.invalid("max_tokens = 0 needs echo = true", "max_tokens")
-    return wanted
+    return max_tokens
 
 
 def _pieces(context: Context, tokens: Sequence[int]) -> list[str]:

@@ -136,8 +136,8 @@ class Connection(H11Protocol):
 
         It does if a complete HTTP/1.1 request is in progress: that version has interim responses.
         """
-        whole = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
-        self._half_closed = whole and self.scope["http_version"] == "1.1"
+        is_complete = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
+        self._half_closed = is_complete and self.scope["http_version"] == "1.1"
         if self._half_closed:
             self._send_interim(_FIRST_PROBE)
         return self._half_closed

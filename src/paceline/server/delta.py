@@ -90,12 +90,12 @@ class OutputCursor:
 
     output: RequestOutput
     tokens: list[int] = field(init=False)
-    letters: list[int] = field(init=False)
+    characters: list[int] = field(init=False)
     ended: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         n = len(self.output.candidates)
-        self.tokens, self.letters, self.ended = [0] * n, [0] * n, [False] * n
+        self.tokens, self.characters, self.ended = [0] * n, [0] * n, [False] * n
 
     def take_new(self) -> list[Delta]:
         """Return what was added since the last call."""
@@ -105,12 +105,13 @@ class OutputCursor:
         return not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])
 
     def _take(self, answer: CompletionOutput) -> Delta:
-        place, first, shown = answer.index, self.tokens[answer.index], self.letters[answer.index]
-        self.tokens[place], self.letters[place] = len(answer.token_ids), len(answer.text)
-        self.ended[place] = answer.finished
+        index = answer.index
+        first, first_character = self.tokens[index], self.characters[index]
+        self.tokens[index], self.characters[index] = len(answer.token_ids), len(answer.text)
+        self.ended[index] = answer.finished
         return Delta(
-            index=place,
-            text=answer.text[shown:],
+            index=index,
+            text=answer.text[first_character:],
             token_ids=answer.token_ids[first:],
             kinds=answer.token_kinds[first:],
             pieces=answer.pieces[first:],

@@ -22,7 +22,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._items: deque[MailboxItem] = deque()
         self._arrived = asyncio.Event()
-        self._most = MAX_UNREAD
+        self._max_items = MAX_UNREAD
 
     def __len__(self) -> int:
         return len(self._items)
@@ -31,7 +31,7 @@ class Mailbox:
         """Add an update. Never waits."""
         self._items.append(item)
         self._arrived.set()
-        if len(self._items) > self._most:
+        if len(self._items) > self._max_items:
             self._join()
 
     async def get(self) -> MailboxItem:
@@ -49,4 +49,4 @@ class Mailbox:
             if isinstance(item, Update):
                 of_prompt[item.number].append(item)
         self._items = deque([*map(Update.joined, of_prompt.values()), *failures[:1]])
-        self._most = max(MAX_UNREAD, 2 * len(self._items))
+        self._max_items = max(MAX_UNREAD, 2 * len(self._items))

@@ -196,8 +196,8 @@ class Meter:
         self._waiting_gauge.set(len(scheduler.waiting))
         self._usage_gauge.set(filled.share)
         self._limit_gauge.set(filled.limit)
-        for held_for in ("rows", "prefixes", "scored"):
-            self._bytes_gauge.labels(held_for).set(getattr(filled, held_for))
+        for kind in ("rows", "prefixes", "scored"):
+            self._bytes_gauge.labels(kind).set(getattr(filled, kind))
 
     def record_round(self, engine: Engine) -> None:
         """Record the last round. Called after every step; does nothing if the step ran no round."""

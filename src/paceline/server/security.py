@@ -199,12 +199,12 @@ class _Body:
 
     async def read(self, receive: Receive) -> None:
         """Receive the whole body. Raises ApiError or ClientGoneError."""
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            more = bool(message.get("more_body", False))
+            has_more = bool(message.get("more_body", False))
             self._add(message.get("body", b""))
 
     def _add(self, chunk: bytes) -> None:

@@ -11,8 +11,8 @@ Full = Literal["server", "client"]  # which limit is reached
 class SharedLimit:
     """Counts units (requests or bytes) in total and per client. Not thread-safe: call it from the event loop only."""
 
-    def __init__(self, total: int, each: int) -> None:
-        self._total, self._each = total, each
+    def __init__(self, total: int, per_client: int) -> None:
+        self._total, self._per_client = total, per_client
         self.taken = 0
         self._by_client: Counter[str] = Counter()
 
@@ -20,7 +20,7 @@ class SharedLimit:
         """Take ``units``, or return which limit prevents it."""
         if self.taken + units > self._total:
             return "server"
-        if self._by_client[client] + units > self._each:
+        if self._by_client[client] + units > self._per_client:
             return "client"
         self.taken += units
         self._by_client[client] += units

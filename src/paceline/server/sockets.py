@@ -32,8 +32,8 @@ def listen(config: ServerConfig) -> list[socket.socket]:
             sockets.append(_bind(family, (address[0], port, *address[2:])))
             _limit_sending(sockets[-1], config.send_timeout)
         except OSError as error:
-            for each in sockets:
-                each.close()
+            for opened in sockets:
+                opened.close()
             raise _explain(error, config) from error
         port = sockets[0].getsockname()[1]  # port 0 means any free one, the same for all addresses
     return sockets
@@ -41,8 +41,8 @@ def listen(config: ServerConfig) -> list[socket.socket]:
 
 def enlarge_backlog(sockets: list[socket.socket]) -> None:
     """Enlarge the kernel's queue of new connections."""
-    for each in sockets:
-        each.listen(_BACKLOG)
+    for listening in sockets:
+        listening.listen(_BACKLOG)
 
 
 def _addresses(config: ServerConfig) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
@@ -83,16 +83,13 @@ def _explain(error: OSError, config: ServerConfig) -> ParameterError:
     return ParameterError("host", config.host, f"an address of this machine: {error.strerror}")
 
 
-def _allow_open_files(wanted: int) -> None:
+def _allow_open_files(needed: int) -> None:
     """Raise the process's limit of open files if necessary. Raises ParameterError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        most = hard - ACCEPTED_AT_ONCE - _OTHER_FILES
-        raise ParameterError("max_connections", wanted - ACCEPTED_AT_ONCE - _OTHER_FILES, _too_few(most, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _too_few(most: int, hard: int) -> str:
-    return f"at most {most}: this process may open {hard} files (ulimit -n)"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        overhead = ACCEPTED_AT_ONCE + _OTHER_FILES
+        allowed = f"at most {hard - overhead}: this process may open {hard} files (ulimit -n)"
+        raise ParameterError("max_connections", needed - overhead, allowed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

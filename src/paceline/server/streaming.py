@@ -43,11 +43,11 @@ class EventStream(Response):
         begun = False
         async with aclosing(self._events) as events:
             try:
-                async for some in events:
-                    if some and not begun:
+                async for chunk in events:
+                    if chunk and not begun:
                         await self._begin(send)
                         begun = True
-                    await _send(send, some)
+                    await _send(send, chunk)
             except errors.ApiError as error:
                 self._meter.refused(error)
                 if not begun:

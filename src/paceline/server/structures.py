@@ -23,28 +23,28 @@ ConstraintFactory = Callable[[], Constraint]
 
 
 async def structured(
-    llm: LLM, requests: Sequence[Request], wanted: StructuredOutputs | None, arrival: float
+    llm: LLM, requests: Sequence[Request], structure: StructuredOutputs | None, arrival: float
 ) -> Sequence[Request]:
     """Return the requests with a compiled constraint for their answers. Raises ApiError.
 
-    wanted: the constraint, or None to return them unchanged. arrival: seconds on the clock of ``time.monotonic``.
+    structure: the constraint, or None to return them unchanged. arrival: seconds on the clock of ``time.monotonic``.
     If the requests' time budget ends before the compilation, they are returned unchanged: they get no token anyway.
     """
-    if wanted is None:
+    if structure is None:
         return requests
     budgets = [budget for each in requests if (budget := each.params.time_budget) is not None]
     try:
         async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
-            factory = await _compile(llm, wanted)
+            factory = await _compile(llm, structure)
     except TimeoutError:
         return requests
     return [
-        replace(each, params=replace(each.params, structured_outputs=wanted), make_constraint=factory)
+        replace(each, params=replace(each.params, structured_outputs=structure), make_constraint=factory)
         for each in requests
     ]
 
 
-async def _compile(llm: LLM, wanted: StructuredOutputs) -> ConstraintFactory:
+async def _compile(llm: LLM, structure: StructuredOutputs) -> ConstraintFactory:
     """Compile the constraint. Raises ApiError.
 
     A daemon thread waits for the compiling process. Cancelling this call stops the compilation.
@@ -63,7 +63,7 @@ async def _compile(llm: LLM, wanted: StructuredOutputs) -> ConstraintFactory:
     def wait() -> None:
         factory, error = None, None
         try:
-            factory = llm.structure(wanted, given_up.is_set)
+            factory = llm.structure(structure, given_up.is_set)
         except Exception as caught:  # noqa: BLE001 (re-raised by the awaiting coroutine)
             error = caught
         with suppress(RuntimeError):  # the loop is closed

@@ -23,7 +23,7 @@ class Tracing:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = _name(scope)
+        name = _request_id(scope)
 
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -34,6 +34,6 @@ class Tracing:
         await self._app(scope, receive, send_with_name)
 
 
-def _name(scope: Scope) -> bytes:
-    given = next((bytes(value) for key, value in scope["headers"] if key == HEADER), b"")
-    return given if _CLEAN.fullmatch(given) else b"req-" + secrets.token_hex(8).encode()
+def _request_id(scope: Scope) -> bytes:
+    client_id = next((bytes(value) for key, value in scope["headers"] if key == HEADER), b"")
+    return client_id if _CLEAN.fullmatch(client_id) else b"req-" + secrets.token_hex(8).encode()

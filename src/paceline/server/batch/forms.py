@@ -128,7 +128,7 @@ def _part(head: bytes) -> FormPart:
     headers = email.message_from_string(head[2:].decode("utf-8", "replace"), policy=compat32)
     if headers.get_content_disposition() != "form-data":
         raise errors.invalid("a form part needs the header 'Content-Disposition: form-data; name=...'")
-    name, filename = (_parameter(headers, "content-disposition", each) for each in ("name", "filename"))
+    name, filename = (_parameter(headers, "content-disposition", key) for key in ("name", "filename"))
     return FormPart(name or "", filename)
 
 

@@ -71,12 +71,12 @@ class OutputFile:
         return digest is not None
 
     def _read(self) -> None:
-        whole = 0
+        complete_bytes = 0
         self._file.seek(0)
         for line in self._file:
             if not line.endswith(b"\n"):
                 break
-            whole += len(line)
+            complete_bytes += len(line)
             try:
                 document = json.loads(line)
                 index, digest = parse_name(document["id"])
@@ -84,7 +84,7 @@ class OutputFile:
                 raise PacelineError(f"{self._path} is not the output of a batch: choose another file") from error
             self.done[index] = digest
             self.failed += _is_failure(document)
-        self._file.truncate(whole)
+        self._file.truncate(complete_bytes)
 
 
 def _is_failure(document: dict[str, Any]) -> bool:

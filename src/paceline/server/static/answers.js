@@ -1,4 +1,4 @@
-// The answers of one request, side by side, token by token.
+// Shows the answers of one request side by side, as their tokens arrive.
 
 function element(name, className, content = "") {
   const made = document.createElement(name);

@@ -1,4 +1,4 @@
-// How the server does: its state, its model, and the charts of /stats.
+// The server's state, its model and the charts of /stats.
 
 import { ApiError, get, health } from "./api.js";
 import { Chart } from "./charts.js";
@@ -8,7 +8,7 @@ const LOADING_INTERVAL = 1000;
 const percent = (share) => `${Math.round(100 * share)} %`;
 
 export class Monitor {
-  // onState: called with "ready", "loading", "key", "gone", ... and words for people.
+  // onState: called with "ready", "loading", "key", "gone", ... and a text to display.
   constructor(parent, onState) {
     this.onState = onState;
     this.model = null;
