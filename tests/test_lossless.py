@@ -417,7 +417,7 @@ def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(
     engine = make_engine(target, head, eos=EOS, **options)
     engine.parts.policy = RandomLength(seed=4)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
-    assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
+    assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
 
 @needs_kernels
@@ -428,7 +428,7 @@ def test_the_description_tells_whose_guesses_the_host_judges(drafter: str, rule:
     played = count_native_rounds(engine)
     run(engine, PROMPTS, [SamplingParams(seed=seed, max_tokens=8) for seed in range(len(PROMPTS))])
     assert engine.describe().count("rounds by the kernels") == 1
-    assert bool(played["by the host"]) == ("(part by part: guesses drawn by a law of their own)" in engine.describe())
+    assert bool(played["by the host"]) == ("(step by step: draft tokens with probabilities)" in engine.describe())
 
 
 @needs_kernels

@@ -266,6 +266,19 @@ def test_requests_that_need_the_host_are_played_by_it_and_the_others_go_on_after
     assert found == expected
 
 
+def test_a_change_to_the_host_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_on("device")
+    run(engine, PROMPTS, PARAMS)
+    assert not caplog.records
+    assert "by the host" not in engine.describe()
+    for _ in range(2):
+        run(engine, PROMPTS[:2], [SamplingParams(max_tokens=6, logit_bias={3: 2.0}), SamplingParams(max_tokens=6)])
+    (record,) = caplog.records
+    assert "run on the host" in record.getMessage()
+    assert "a logit bias" in record.getMessage()
+    assert "by the host for a grammar, a logits processor, a logit bias" in engine.describe()
+
+
 def test_requests_that_arrive_and_are_aborted_while_a_round_is_in_flight_disturb_nobody() -> None:
     rng = random.Random(3)
     engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
@@ -469,7 +482,7 @@ def test_rows_that_are_copied_from_more_than_themselves_leave_rounds_to_the_host
     engine.add(Request([1, 2], params, **references))
     assert engine._pipeline is not None
     engine.step()
-    assert engine._pipeline.suits() == device
+    assert (engine._pipeline.why_host() is None) == device
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
@@ -538,7 +551,7 @@ def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> Non
 def test_practice_changes_nothing() -> None:
     rounds = runner(TwinOps(), DeviceAcceptance())
     before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
-    with torch.inference_mode(), rounds._nobody_lives():
+    with torch.inference_mode(), rounds._all_rows_idle():
         rounds.program(3, 3, 64)
     after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
@@ -580,8 +593,8 @@ def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
     ("options", "why"),
     [
         ({"attention": "split"}, "split"),
-        ({"drafter": "hybrid"}, "guesses on the host"),
-        ({"drafter": "ngram", "speculation_width": 2}, "guesses on the host"),
+        ({"drafter": "hybrid"}, "the drafter runs on the host"),
+        ({"drafter": "ngram", "speculation_width": 2}, "the drafter runs on the host"),
     ],
 )
 def test_what_the_device_cannot_play_alone_is_refused(options: dict[str, Any], why: str) -> None:
@@ -608,5 +621,5 @@ def test_the_start_line_says_who_plays_whatever_was_exchanged(part: dict[str, An
 
 
 def test_a_length_policy_that_looks_at_guesses_does_not_fit_the_device() -> None:
-    with pytest.raises(ParameterError, match="looks at guesses"):
+    with pytest.raises(ParameterError, match="reads draft tokens"):
         engine_on("device", num_speculative_tokens=RandomSelection())

@@ -232,7 +232,7 @@ def test_the_last_item_of_a_stream_is_finished_when_its_request_is_aborted() -> 
     assert seen == [None, None, None, "abort"]
 
 
-class CachedPrefix:
+class HoldsTextBack:
     """A text that comes out only at the end."""
 
     def __init__(self) -> None:
@@ -250,8 +250,8 @@ class CachedPrefix:
 def test_text_that_is_held_back_until_the_end_is_in_the_last_item(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
     request = llm.request(PROMPTS[0], LONG)
-    request.make_stream = lambda _: CachedPrefix()
-    monkeypatch.setattr(llm, "_requests", lambda *_: [request])
+    request.make_stream = lambda _: HoldsTextBack()
+    monkeypatch.setattr(llm, "_made", lambda *_: [request])
     texts = [output.outputs[0].text for output in llm.stream(PROMPTS[0], LONG)]
     assert texts[-1] == "x" * 60
 
