@@ -101,10 +101,10 @@ def test_a_row_begins_when_all_that_it_may_come_to_hold_fits_beside_the_others()
     each = engine.room.bytes_for(reach(400))
     fitting = engine.room.limit // each
     assert len(scheduler.running) + len(scheduler.prefilling) == fitting < ROWS
-    assert scheduler.promised == fitting * each
+    assert scheduler.reserved_bytes == fitting * each
     finish(engine)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 8
-    assert scheduler.promised == 0
+    assert scheduler.reserved_bytes == 0
 
 
 def test_who_waits_for_memory_is_not_overtaken_by_those_who_need_less() -> None:

@@ -45,7 +45,7 @@ def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 
 
 
 def sizes(parts: list[PromptSlice]) -> dict[int, int]:
-    return {part.place: part.size for part in parts}
+    return {part.index: part.size for part in parts}
 
 
 # --- by time ----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_short_prompts_that_never_end_do_not_starve_a_long_one() -> None:
     for turn in range(1, 1000):
         short = [Text(100, arrival_time=float(turn)) for _ in range(3)]
         for part in chunks.choose([*short, long], decoding=True):
-            long.prefilled += part.size if part.place == 3 else 0
+            long.prefilled += part.size if part.index == 3 else 0
         if long.prefilled == long.prefill_stop:
             break
     assert turn <= 4 * 63, "a quarter of all chunks are the oldest prompt's"

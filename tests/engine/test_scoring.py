@@ -203,7 +203,7 @@ def test_a_long_text_does_not_keep_rows_waiting(monkeypatch: pytest.MonkeyPatch)
             engine.scorer.step(decoding, seconds)
         assert read == [most]
         engine.scorer.drop(engine.scorer.begun)
-        engine.scorer._held, engine.scorer._used = [None] * 2, [-1] * 2
+        engine.scorer._row_texts, engine.scorer._last_start = [None] * 2, [-1] * 2
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     output = engine.add(Request(prompts[1], params))
     engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])

@@ -79,7 +79,7 @@ def test_a_gpus_peak_is_that_of_its_data_sheet() -> None:
     assert data_sheet("NVIDIA L40S", torch.bfloat16).operations_per_second == 362e12
     unknown = data_sheet("Someone's A1000", torch.bfloat16)
     assert unknown.operations_per_second is None
-    assert str(unknown) == "unknown: no data sheet of Someone's A1000 here"
+    assert str(unknown) == "unknown: no data sheet for Someone's A1000"
 
 
 def test_a_processors_peak_is_measured_in_the_precision_that_runs() -> None:

@@ -132,9 +132,7 @@ class DeviceRound:
         return (bucket, k, span, features), lambda: self.program(bucket, k, span, features)
 
     def catch_up(self, rows: int, missing: int, longest: int) -> None:
-        """Feed the draft model the tokens missing in its cache, at most ``missing`` per row, except those that a
-        round feeds.
-        """
+        """Feed the draft model up to ``missing`` tokens per row, except the last ones, which the round itself feeds."""
         assert self.draft is not None, "there is no draft model"
         if missing <= self.draft.reads:
             return
@@ -147,8 +145,7 @@ class DeviceRound:
     def capture_ahead(
         self, lengths: Callable[[int], Sequence[int]], seconds: float, progress: Progress = iter
     ) -> Ahead | None:
-        """Capture the programs that ``likely`` lists until a limit is reached (``gpu.ahead``). None if nothing is
-        captured.
+        """Capture the programs that ``likely`` lists until a limit is reached (``gpu.ahead``). None if nothing is.
 
         All rows are idle during a capture, so no row changes. Other programs are captured at their first use.
         """
@@ -157,13 +154,14 @@ class DeviceRound:
         return capture_ahead(self.graphs, self.likely(lengths), seconds, progress)
 
     def likely(self, lengths: Callable[[int], Sequence[int]]) -> Iterator[Named]:
-        """Yield the programs that requests will need, the likeliest first. lengths: draft lengths per number of rows,
-        likewise.
+        """Yield the programs that requests will need, the likeliest first.
+
+        lengths: returns the draft lengths for a number of rows, the likeliest first.
 
         Short spans come before long ones, if attention depends on the span.
         For each span, rounds for temperature alone come first, then catch-up programs of the draft model.
-        Rounds with cuts (top-p, top-k, min-p) come last, as chats often ask for them. Penalties and log-probabilities
-        are rare.
+        Rounds with cuts (top-p, top-k, min-p) come last; chats often ask for them. Penalties and log-probabilities are
+        rare.
 
         All row buckets are captured for their likeliest length, then all for the next length. The number of rows
         changes with every request that comes or ends; other lengths occur mostly as rows end.
@@ -226,8 +224,10 @@ class DeviceRound:
     def _shaped(
         self, logits: Tensor, state: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0
     ) -> Tensor:
-        """Apply the rows' penalties and cuts to logits [B, L, V]; ``first``: number of the draft token that position
-        0 follows.
+        """Apply the rows' penalties and cuts to logits [B, L, V].
+
+        draft_tokens: [B, j] drafted so far.
+        first: number of draft tokens before position 0 of the logits.
         """
         return (
             self.ops.shaped(logits, state, features, draft_tokens, first)
@@ -290,9 +290,7 @@ class DeviceRound:
         return Draft(draft_tokens, depths * self.width, parents=parents)
 
     def _leaders(self, logits: Tensor, state: RowState, depth: int) -> Tensor:
-        """Return W candidates per row [B, W] from logits [B, 1, V], drawn like the target's draws, without
-        replacement.
-        """
+        """Draw W different candidates per row [B, W] from logits [B, 1, V], with the noise of the target's draw."""
         candidates: list[Tensor] = []
         for _ in range(self.width):
             drawn = self.ops.draw(logits, state, depth, Purpose.DRAW)
@@ -301,9 +299,7 @@ class DeviceRound:
         return torch.cat(candidates, dim=1)
 
     def _draw_tree(self, logits: Tensor, state: RowState) -> Tensor:
-        """Draw a token [B, N + 1] at each position of the tree, from logits [B, N + 1, V]. Siblings share their text
-        position.
-        """
+        """Draw a token [B, N + 1] at each tree position from logits [B, N + 1, V]. Siblings share a text position."""
         draws = logits.new_empty(logits.shape[:2], dtype=torch.int64)
         draws[:, :1] = self.ops.draw(logits[:, :1], state, 0, Purpose.DRAW)
         for place in range(1, 1 + self.width):
@@ -350,9 +346,7 @@ class DeviceRound:
         return seen
 
     def _set_num_cached(self, state: RowState, seen: Tensor) -> None:
-        """Set the number of cached tokens of live rows. Idle rows are left alone: they may be in the middle of a
-        prefill.
-        """
+        """Set the number of cached tokens of live rows; idle rows may be in the middle of a prefill."""
         assert self.draft is not None
         known = self.draft.seen[: state.rows]
         is_live = torch.arange(state.rows, device=seen.device) < state.live

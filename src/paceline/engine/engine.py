@@ -388,7 +388,8 @@ class Engine:
         """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
         if len(token_ids) > self.max_model_len + 1:  # the last token is scored, but not read
             raise PromptTooLongError(
-                f"the text has {len(token_ids)} tokens, max_model_len is {self.max_model_len}; shorten the text or raise max_model_len"
+                f"the text has {len(token_ids)} tokens, more than max_model_len={self.max_model_len} allows; "
+                "shorten the text or raise max_model_len"
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
