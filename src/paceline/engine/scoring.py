@@ -185,10 +185,8 @@ class Scorer:
         """Give a row to a text, with the longest prefix that any row holds. The row copied from is overwritten last."""
         source = self._source(text)
         text.row = min(free, key=lambda row: (source is not None and row == source.row, self._last_start[row]))
-        self._row_texts[text.row], self._last_start[text.row] = (
-            text,
-            next(self._clock),
-        )  # started, even if the copy below fails
+        self._row_texts[text.row] = text  # it has begun, even if the copy below fails
+        self._last_start[text.row] = next(self._clock)
         if source is not None and not source.over:
             text.prefix_reader, text.prefix_stop = source, min(self._common(text, source), source.prefill_stop)
         elif source is not None:
@@ -207,9 +205,7 @@ class Scorer:
         return common_prefix_length(source.token_ids, text.token_ids, len(text.token_ids))
 
     def _start(self, text: ScoredText, source: ScoredText) -> int:
-        """Return how many tokens need not be read: those before the first state that a missing log-probability
-        needs.
-        """
+        """Return how many tokens need not be read: those before the first missing log-probability's hidden state."""
         common = self._common(text, source)
         reach = min(common, source.prefilled if source.over else source.prefill_stop)
         scored_stop = source.first + len(source.logprobs) if source.over else len(source.token_ids)
