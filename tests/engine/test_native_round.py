@@ -362,7 +362,7 @@ def test_rounds_of_branching_ngram_drafts_use_no_torch_operators() -> None:
     trees = 0
     with Operators() as operators:
         for _ in range(30):
-            assert engine._goes_without_torch()
+            assert engine._skips_torch()
             engine.step()
             assert engine.last_verdict is not None
             trees += engine.last_verdict.host.trees is not None
