@@ -279,7 +279,7 @@ class Calibration:
 
     def _draft(self, rows: int, k: int) -> Point:
         if self.runner is not None:
-            return Point(lambda: None)
+            return Point(lambda: None, ms=0.0)  # part of the round; a measured no-op would be noise
         wish = SpeculationPlan(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
 
         def run() -> object:
