@@ -1,10 +1,13 @@
 """One round of batched speculative decoding: draft, verify, accept, commit.
 
 A batch of B rows decodes together. In each round every row gains its accepted draft tokens and one token of the target.
-Each row keeps its own length, so rows accept different numbers of draft tokens (BASS, 2404.15778; Synergy, 2310.18813).
-The acceptance rule preserves the target's distribution (2211.17192, 2408.07978): a drafter only changes the speed.
+Each row has its own length, so rows may accept different numbers of draft tokens (BASS, 2404.15778).
+Both acceptance rules preserve the target's distribution (rejection: 2211.17192, coupled: 2408.07978).
+So the drafter and the length policy change the speed, and never the distribution of the output.
 
 Invariant before and after a round: the target's KV cache holds all tokens of a row except its last one.
+
+Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ class Speculation(RowKeepers):
         return self.drafter, self.policy
 
     def draft(self, batch: Batch) -> Draft:
-        """Return the draft tokens to verify: the policy plans, the drafter proposes, the policy selects."""
-        plan = self.policy.choose(batch).within(batch)  # capped at each row's remaining tokens, less the target's own
+        """Return up to k draft tokens per row: the policy plans, the drafter proposes, the policy selects."""
+        plan = self.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
         if plan.k < 1:
             return batch.empty_draft  # plain decoding
         draft = self.drafter.propose(batch, plan).capped(plan.caps)
@@ -51,19 +54,19 @@ class Speculation(RowKeepers):
         return batch.fitting(draft)  # a tree's siblings take one cache slot each
 
     def verify_and_commit(self, batch: Batch, draft: Draft) -> Verdict:
-        """Verify the draft, accept a prefix (or path) of each row and append it to the batch."""
+        """Verify the draft, accept a prefix (of a tree: a path) per row, and append it to the rows."""
         if self.native is not None and self.native.can_run(self.accept, draft):
-            return self.native.run(draft)
-        logits = self.target.verify(batch, draft)  # one forward pass over each row's last token and its draft tokens
+            return self.native.run(draft)  # the same steps, in one call
+        logits = self.target.verify(batch, draft)  # one forward pass -> [B, k + 1, V], or [N, V] on the CPU kernels
         verdict = self.accept(draft, logits, batch)  # accepted draft tokens, then one recovered or bonus token
-        self.target.keep(batch, verdict)  # moves a tree's accepted path together in the KV cache
-        batch.commit(verdict)
+        self.target.keep(batch, verdict)  # of a tree, moves the accepted path behind the text in the KV cache
+        batch.commit(verdict)  # appends the tokens, cut where a row ends
         verdict.note_trees(draft)
         return verdict
 
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
-    """Run one round for all decoding rows of the batch. Return the tokens that each row gained."""
+    """Run one round for all decoding rows: row i gains ``verdict.tokens[i, : verdict.accepted[i] + 1]``."""
     draft = parts.draft(batch)
     verdict = parts.verify_and_commit(batch, draft)
     parts.drafter.observe(batch, verdict)
