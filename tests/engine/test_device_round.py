@@ -275,7 +275,7 @@ def test_a_change_to_the_host_is_logged_once_with_its_reason(caplog: pytest.LogC
     (record,) = caplog.records
     assert "run on the host" in record.getMessage()
     assert "a logit bias" in record.getMessage()
-    assert "by the host for a grammar, a logits processor, a logit bias" in engine.describe()
+    assert ", by the host for a logit bias; " in engine.describe()
 
 
 def test_arrivals_and_aborts_during_a_round_in_flight_affect_no_other_request() -> None:

@@ -1,14 +1,13 @@
 """A round as one tensor program on the device: draft, verify, accept, commit, stop tests. The host never interrupts it.
 
 It is the round of ``round.py`` for rows without a grammar or a logit bias; lengths, ends and draft tokens stay on the
-device.
-On CUDA a program is captured as one graph per (row bucket, k, span, features). On a CPU it runs uncaptured.
+device. On CUDA a program is captured as one graph per (row bucket, k, span, features). On a CPU it runs uncaptured.
 
 Shapes: B rows (a bucket: live rows first, then idle ones, which are masked), k draft tokens, V vocabulary.
 
 Trees have a fixed shape, so that the host need not read it. The first candidates of all depths form a chain. At each of
-k depths, the W best candidates that follow the chain are draft tokens, depth by depth.
-So a tree has N = k W draft tokens, and those with numbers 0, W, 2W, ... are the chain.
+k depths, the W best candidates that follow the chain are draft tokens, depth by depth. So a tree has N = k W draft
+tokens, and those with numbers 0, W, 2W, ... are the chain.
 """
 
 from __future__ import annotations
@@ -114,9 +113,9 @@ class DeviceRound:
         missing: upper bound of the tokens missing in a row of the draft model's cache. It is small after a round with
             draft tokens; then the round is one program, one launch.
 
-        The record [bucket, k + 4] int64 holds tokens, accepted, drafted, gained (``gpu.state.read_record``).
-        The log-probabilities that rows ask for follow (``gpu.state.read_logprobs``).
-        For trees k is the depth, and the record [bucket, 2 N + 4] also holds the path (``gpu.state.read_trees``).
+        The record [bucket, k + 4] int64 holds tokens, accepted, drafted, gained (``gpu.state.read_record``). The
+        log-probabilities that rows ask for follow (``gpu.state.read_logprobs``). For trees k is the depth, and the
+        record [bucket, 2 N + 4] also holds the path (``gpu.state.read_trees``).
         """
         k = self._feasible_length(k)
         if k > 0 and self.draft is not None:
@@ -158,10 +157,9 @@ class DeviceRound:
 
         lengths: returns the draft lengths for a number of rows, the likeliest first.
 
-        Short spans come before long ones, if attention depends on the span.
-        For each span, rounds for temperature alone come first, then catch-up programs of the draft model.
-        Rounds with cuts (top-p, top-k, min-p) come last; chats often ask for them. Penalties and log-probabilities are
-        rare.
+        Short spans come before long ones, if attention depends on the span. For each span, rounds for temperature alone
+        come first, then catch-up programs of the draft model. Rounds with cuts (top-p, top-k, min-p) come last; chats
+        often ask for them. Penalties and log-probabilities are rare.
 
         All row buckets are captured for their likeliest length, then all for the next length. The number of rows
         changes with every request that comes or ends; other lengths occur mostly as rows end.

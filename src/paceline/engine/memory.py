@@ -91,8 +91,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
     """Return the memory for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
 
     If rows grow, one row of ``positions`` tokens must fit, and all rows at ``LEAST_ROW`` tokens. If not, all rows must
-    fit at full length.
-    The weights are loaded already; the rest is not allocated yet. Raises CapacityError.
+    fit at full length. The weights are loaded already; the rest is not allocated yet. Raises CapacityError.
     """
     rows = config.max_batch_size
     plan = plan_memory(target, draft, config, rows, positions)

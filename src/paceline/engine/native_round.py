@@ -1,9 +1,8 @@
 """Verify, accept and commit in one call of the CPU kernels, for rounds that need no host code in between.
 
 The call runs the same library functions as ``Speculation.verify_and_commit`` calls one by one, so the results are
-equal.
-A forward pass leaves the CPU caches cold; a torch operator after it takes 20 to 50 microseconds.
-So the host passes plain numbers in memory of its own, and no tensor is made.
+equal. A forward pass leaves the CPU caches cold; a torch operator after it takes 20 to 50 microseconds. So the host
+passes plain numbers in memory of its own, and no tensor is made.
 """
 
 from __future__ import annotations

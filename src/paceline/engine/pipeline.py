@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, Verdict
-from paceline.core.rows import StepFeatures
+from paceline.core.rows import SamplingRows, StepFeatures
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
 from paceline.engine.scheduler import Scheduler
@@ -41,6 +41,12 @@ def _why_speculation_on_host(parts: Speculation) -> str | None:
     if not parts.drafter.on_device:
         return "the drafter runs on the host"
     return "the length policy reads draft tokens on the host" if parts.policy.selects else None
+
+
+def _why_sampling_on_host(sampling: SamplingRows) -> str:
+    if sampling.any_constraint:
+        return "a grammar or logits processor"
+    return "a logit bias" if sampling.any_bias else "min_tokens with many stop tokens"
 
 
 @dataclass
@@ -100,7 +106,7 @@ class Pipeline:
         if drafter.copies and any(self.batch.members[: self.batch.rows]):
             return "n-gram drafts from references or parallel samples"
         if sampling.needs_host:
-            return "a grammar, a logits processor, a logit bias, or min_tokens with many stop tokens"
+            return _why_sampling_on_host(sampling)
         return _why_speculation_on_host(self.parts)
 
     @property

@@ -1,8 +1,8 @@
 """Prefix cache: finds the row whose cache holds the longest prefix of a new prompt.
 
 A key and a value depend only on the tokens up to their position. So a prompt can copy the cached keys and values of any
-row with a common prefix.
-The row may decode, be in prefill, or be free: free rows keep their caches until they are needed.
+row with a common prefix. The row may decode, be in prefill, or be free: free rows keep their caches until they are
+needed.
 """
 
 from __future__ import annotations

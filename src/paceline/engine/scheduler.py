@@ -34,11 +34,9 @@ class Scheduler:
     """Assigns rows to sequences and runs their prefill.
 
     Rows 0 .. len(running) - 1 decode and the next len(prefilling) are in prefill, in the order of the lists. The other
-    rows are free and keep their cached prefixes.
-    A prefilled row starts to decode by changing places with the first row that does not decode. A row that leaves
-    changes places with the last row of its kind.
-    On the CPU kernels rows change places without a copy of their caches.
-    A new row starts with the longest prefix of its prompt that any row holds.
+    rows are free and keep their cached prefixes. A prefilled row starts to decode by changing places with the first row
+    that does not decode. A row that leaves changes places with the last row of its kind. On the CPU kernels rows change
+    places without a copy of their caches. A new row starts with the longest prefix of its prompt that any row holds.
 
     parts: their decoders hold the rows' caches; drafter and policy are told when rows begin, move and end.
     chunks: decides what is prefilled next.

@@ -6,10 +6,9 @@ regular decoding, and about 10 times that of speculation with one sequence. Here
     2 x multiply-adds of the target's matrices per token x output tokens / seconds / peak
 
 Only output tokens count. Rejected draft tokens, the draft model and attention (some percent at a few hundred positions)
-do not. Prefill and its time are left out.
-The peak is in operations per second, in the precision of the target. On a CPU it is measured in the same run: by the
-same kernels on weights in the cache, or by torch's matrix product. On a GPU it is the maker's data sheet, without
-sparsity.
+do not. Prefill and its time are left out. The peak is in operations per second, in the precision of the target. On a
+CPU it is measured in the same run: by the same kernels on weights in the cache, or by torch's matrix product. On a GPU
+it is the maker's data sheet, without sparsity.
 """
 
 from __future__ import annotations

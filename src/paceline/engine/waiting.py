@@ -22,8 +22,7 @@ class Waiting(Iterable[Item]):
     """Samples in the order in which they will get a row, if no others come.
 
     Lower values of ``priority`` go first. Clients of the same priority take turns; a client's requests keep their
-    order.
-    A turn is one request, so all samples of a request stay together.
+    order. A turn is one request, so all samples of a request stay together.
     """
 
     def __init__(self) -> None:
