@@ -1,4 +1,4 @@
-"""How much memory the rows' caches may take, all together."""
+"""Memory budget of the rows' caches, and how much of it is in use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVCacheBudget:
-    """For the caches of ``rows`` rows of at most ``positions`` tokens.
+    """Memory limit for the caches of at most ``rows`` rows of at most ``positions`` tokens.
 
-    limit: bytes. bytes_for: what a row of so many tokens takes, in all caches together.
+    limit: bytes. bytes_for: maps a row's length in tokens to its bytes in all caches together.
     """
 
     limit: int
@@ -20,28 +20,28 @@ class KVCacheBudget:
 
     @property
     def is_short(self) -> bool:
-        """Whether not all rows can be as long as they may be at once."""
+        """Whether the limit is too small for all rows to have their maximum length at once."""
         return self.limit < self.rows * self.bytes_for(self.positions)
 
     def max_rows(self, positions: int, beside: int = 0) -> int:
-        """How many rows of so many tokens there is memory for, beside so many bytes that are taken."""
+        """Number of rows of ``positions`` tokens that fit, with ``beside`` bytes already taken."""
         return max(0, self.limit - beside) // max(1, self.bytes_for(positions))
 
     def max_positions(self, rows: int, positions: int, beside: int = 0) -> int:
-        """How many tokens, at most ``positions``, so many rows may have each, beside so many bytes that are taken."""
-        few, many = 0, positions
-        while few < many:
-            middle = (few + many + 1) // 2
-            few, many = (middle, many) if self.max_rows(middle, beside) >= rows else (few, middle - 1)
-        return few
+        """Longest length in tokens, at most ``positions``, at which ``rows`` rows fit beside ``beside`` bytes."""
+        low, high = 0, positions
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.max_rows(middle, beside) >= rows else (low, middle - 1)
+        return low
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """Bytes of caches, as far as they are filled.
+    """Bytes of the caches that hold tokens.
 
-    rows: of rows in use. prefixes: of free rows, kept for prompts that begin alike. scored: of texts whose
-    log-probabilities were asked for. limit: what rows in use and prefixes may take together.
+    row_bytes: rows in use. prefix_bytes: cached prefixes in free rows, kept for prompts that begin alike.
+    scoring_bytes: texts whose log-probabilities were requested. limit_bytes: limit for rows in use and prefixes.
     """
 
     row_bytes: int
@@ -51,7 +51,7 @@ class CacheUsage:
 
     @property
     def fraction(self) -> float:
-        """Of the limit what rows in use fill: 0 to 1."""
+        """Part of the limit that rows in use fill, from 0 to 1."""
         return self.row_bytes / max(1, self.limit_bytes)
 
 
