@@ -18,7 +18,7 @@ from batches import new_batch
 from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, StepFeatures
-from paceline.engine.device_round import MISSED, DeviceRound, Rule
+from paceline.engine.device_round import MISSED, DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine
 from paceline.engine.pipeline import likely_lengths
 from paceline.kernels.attention import make_backend
@@ -86,7 +86,7 @@ def graphs_of(engine: Engine) -> Graphs:
 def runner(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
     backend = make_backend("padded", torch.device("cpu"))
     target, drafting = (Decoder(ToyModel(max_positions=positions), backend, rows, positions, VOCAB) for _ in range(2))
-    return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), Rule())
+    return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), DeviceAcceptance())
 
 
 def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:

@@ -15,7 +15,7 @@ from paceline.cli.batch import running
 from paceline.cli.jobs import Job, run_jobs
 from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.batch import Batch
-from paceline.engine.chunks import Part, PrefillChunker, RoundSeconds, Speed
+from paceline.engine.chunks import PrefillChunker, PrefillSpeed, PromptSlice, RoundSeconds
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.models.decoder import Decoder
@@ -40,11 +40,11 @@ class Text:
 
 def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> PrefillChunker:
     chunks = PrefillChunker(most, pause)
-    chunks.speed.learn([Part(0, 0, 10)], 10 * seconds_per_token)
+    chunks.speed.learn([PromptSlice(0, 0, 10)], 10 * seconds_per_token)
     return chunks
 
 
-def sizes(parts: list[Part]) -> dict[int, int]:
+def sizes(parts: list[PromptSlice]) -> dict[int, int]:
     return {part.place: part.size for part in parts}
 
 
@@ -78,19 +78,19 @@ def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
 
 
 def test_what_a_pass_takes_is_known_from_small_chunks_and_what_a_token_takes_from_others() -> None:
-    speed = Speed()
+    speed = PrefillSpeed()
     for _ in range(20):
-        speed.learn([Part(0, 0, 400)], 0.06 + 0.4)
-        speed.learn([Part(0, 0, 10)], 0.06 + 0.01)
+        speed.learn([PromptSlice(0, 0, 400)], 0.06 + 0.4)
+        speed.learn([PromptSlice(0, 0, 10)], 0.06 + 0.01)
     assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.05)
     assert speed.per_pass == pytest.approx(0.06, rel=0.05)
 
 
 def test_small_chunks_that_are_fast_show_that_a_stall_was_one() -> None:
-    speed = Speed()
-    speed.learn([Part(0, 0, 40)], 2.0)
+    speed = PrefillSpeed()
+    speed.learn([PromptSlice(0, 0, 40)], 2.0)
     for _ in range(30):
-        speed.learn([Part(0, 0, 4)], 0.012)
+        speed.learn([PromptSlice(0, 0, 4)], 0.012)
     assert speed.seconds_per_token(0) + speed.per_pass < 0.015
 
 
@@ -137,22 +137,22 @@ def test_before_anything_is_known_a_chunk_is_small() -> None:
 
 
 def test_the_speed_is_learned_by_position_and_one_stall_is_only_half_believed() -> None:
-    speed = Speed()
-    speed.learn([Part(0, 0, 100)], 0.1)
+    speed = PrefillSpeed()
+    speed.learn([PromptSlice(0, 0, 100)], 0.1)
     assert speed.seconds_per_token(0) == speed.seconds_per_token(9000) == pytest.approx(0.001)
     for _ in range(20):
-        speed.learn([Part(0, 5000, 5100)], 0.8)
+        speed.learn([PromptSlice(0, 5000, 5100)], 0.8)
     assert speed.seconds_per_token(0) == pytest.approx(0.001)
     assert speed.seconds_per_token(5050) == pytest.approx(0.008, rel=0.01)
-    speed.learn([Part(0, 0, 100)], 0.3)
+    speed.learn([PromptSlice(0, 0, 100)], 0.3)
     assert speed.seconds_per_token(0) == pytest.approx(0.002)
 
 
 def test_a_chunk_of_several_prompts_teaches_all_their_positions() -> None:
-    speed = Speed()
+    speed = PrefillSpeed()
     for _ in range(30):
-        speed.learn([Part(0, 0, 50), Part(1, 4000, 4050)], 0.2)
-        speed.learn([Part(0, 0, 50)], 0.05)
+        speed.learn([PromptSlice(0, 0, 50), PromptSlice(1, 4000, 4050)], 0.2)
+        speed.learn([PromptSlice(0, 0, 50)], 0.05)
     assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.1)
     assert speed.seconds_per_token(4000) == pytest.approx(0.003, rel=0.1)
 
@@ -169,8 +169,8 @@ class Later:
 
 def test_what_a_device_has_not_finished_is_learned_later_and_in_order() -> None:
     chunks, first, second = chunks_at(0.001), Later(), Later()
-    chunks.watch([Part(0, 0, 100)], first)
-    chunks.watch([Part(0, 0, 100)], second)
+    chunks.watch([PromptSlice(0, 0, 100)], first)
+    chunks.watch([PromptSlice(0, 0, 100)], second)
     second.took = 0.1
     chunks.choose([Text(5000)], decoding=True)
     assert chunks.speed.seconds_per_token(0) == pytest.approx(0.001)
@@ -218,7 +218,7 @@ def test_short_prompts_that_never_end_do_not_starve_a_long_one() -> None:
 def engine_at(tokens: int, kind: type[ToyModel], **options: Any) -> Engine:
     """Every chunk is of so many tokens, whatever the time says."""
     engine = make_engine(kind(), kind(blur=0.3), drafter="model", attention="auto", longest_pause=0.1, **options)
-    engine.chunks.speed.learn([Part(0, 0, 10)], 10 * 0.1 / tokens)
+    engine.chunks.speed.learn([PromptSlice(0, 0, 10)], 10 * 0.1 / tokens)
     engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
     engine.chunks._seconds = lambda decoding: 0.1000001  # type: ignore[method-assign]
     return engine
@@ -276,7 +276,7 @@ PARAMS = SamplingParams(max_tokens=30, seed=1)
 def slow_llm() -> LLM:
     """Whose chunks would take 0.01 seconds a token: 8 tokens while a row decodes, 50 while none does."""
     llm = toy_llm(num_speculative_tokens=0, longest_pause=0.1, prefill_chunk=64, prefix_cache=False)
-    llm.engine.chunks.speed.learn([Part(0, 0, 10)], 0.1)
+    llm.engine.chunks.speed.learn([PromptSlice(0, 0, 10)], 0.1)
     llm.engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
     return llm
 

@@ -26,7 +26,7 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup
-from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
@@ -191,8 +191,8 @@ def test_auto_forgets_a_round_that_nobody_is_left_for(when: str) -> None:
 
 def test_auto_measures_what_the_device_plays(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[tuple[int, int]] = []
-    play = DeviceRound.play
-    monkeypatch.setattr(DeviceRound, "play", lambda *given: (played.append(given[1:3]), play(*given))[1])
+    play = DeviceRound.run
+    monkeypatch.setattr(DeviceRound, "run", lambda *given: (played.append(given[1:3]), play(*given))[1])
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=2)
     assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(played)
     assert engine.batch.rows == 0
@@ -239,7 +239,7 @@ def test_cuts_penalties_and_logprobs_are_the_devices_too(k: int, acceptance: str
     outputs = []
     for rounds in ("device", "host"):
         engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
-        with mock.patch.object(Engine, "_play_on_host", autospec=True, side_effect=Engine._play_on_host) as by_host:
+        with mock.patch.object(Engine, "_run_on_host", autospec=True, side_effect=Engine._run_on_host) as by_host:
             outputs.append(run(engine, prompts, params))
         assert by_host.called == (rounds == "host")
     for found, expected, each in zip(*outputs, params, strict=True):
@@ -392,7 +392,7 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 # --- no reads ---------------------------------------------------------------------------------------------------------
 
 
-def runner(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
+def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
     """Rows of different lengths, prefilled."""
     target, draft = (make() for make in MODELS[model])
     batch = new_batch(rows, POSITIONS, VOCAB)
@@ -410,7 +410,11 @@ def runner(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width
     return DeviceRound(*decoders, batch, rule, ops=ops, width=width)
 
 
-RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Rule(synthetic=0.7)}
+RULES = {
+    "coupled": DeviceAcceptance(),
+    "rejection": DeviceAcceptance(independent=True),
+    "synthetic": DeviceAcceptance(synthetic=0.7),
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -501,28 +505,28 @@ def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
     runners = [runner(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
     with torch.inference_mode():
         for k in (2, 0, 1):
-            one, other = (read_record(p.play(3, k, 60).read()) for p in runners)
+            one, other = (read_record(p.run(3, k, 60).read()) for p in runners)
             assert one == other
 
 
 def test_kernels_and_twins_play_the_same_trees() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    runners = [runner(ops, Rule(), width=2) for ops in (TritonOps(), TwinOps())]
+    runners = [runner(ops, DeviceAcceptance(), width=2) for ops in (TritonOps(), TwinOps())]
     with torch.inference_mode():
         for k in (2, 3, 1):
-            one, other = (read_trees(p.play(3, k, 60).read(), 2) for p in runners)
+            one, other = (read_trees(p.run(3, k, 60).read(), 2) for p in runners)
             assert one == other
             runners[0].batch.length.copy_(runners[1].batch.length)
 
 
 def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> None:
-    rounds = runner(TwinOps(), Rule())
+    rounds = runner(TwinOps(), DeviceAcceptance())
     batch = rounds.batch
     batch.set_rows(2)  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
     text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
     with torch.inference_mode():
-        gains = read_record(rounds.play(2, 3, 60).read()).gained
+        gains = read_record(rounds.run(2, 3, 60).read()).gained
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
@@ -532,7 +536,7 @@ def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> Non
 
 
 def test_practice_changes_nothing() -> None:
-    rounds = runner(TwinOps(), Rule())
+    rounds = runner(TwinOps(), DeviceAcceptance())
     before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
     with torch.inference_mode(), rounds._nobody_lives():
         rounds.program(3, 3, 64)
@@ -547,7 +551,7 @@ def test_rows_are_played_in_buckets(live: int, bucket: int) -> None:
     from paceline.kernels.attention import make_backend
 
     target = Decoder(ToyModel(), make_backend("padded", torch.device("cpu")), 40, POSITIONS, VOCAB)
-    assert DeviceRound(target, None, batch, Rule()).bucket(live) == bucket
+    assert DeviceRound(target, None, batch, DeviceAcceptance()).bucket(live) == bucket
 
 
 # --- what carries it --------------------------------------------------------------------------------------------------

@@ -509,7 +509,7 @@ def test_the_answers_of_one_request_differ_and_come_again_with_the_seed() -> Non
 
 
 @pytest.mark.parametrize(
-    "where", ["propose", "verify", "accept", "commit", "observe", "prefill_rows", "settle", "release"]
+    "where", ["propose", "verify", "accept", "commit", "observe", "prefill_rows", "process_outputs", "release"]
 )
 def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=3, prefill_chunk=3)
@@ -521,7 +521,7 @@ def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, m
         "commit": engine.batch,
         "observe": parts.drafter,
         "prefill_rows": parts.target,
-        "settle": scheduler,
+        "process_outputs": scheduler,
         "release": scheduler,
     }[where]
     original, calls = getattr(owner, where), []

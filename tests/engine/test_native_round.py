@@ -23,7 +23,7 @@ from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeHead, NativeStreams
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
-from paceline.engine.native_round import NativeRound, kept_bytes
+from paceline.engine.native_round import NativeRound, workspace_bytes
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.auto import AutoLength
@@ -129,13 +129,13 @@ def test_room_for_logits_is_kept_from_round_to_round_and_planned(monkeypatch: py
     run(engine, PROMPTS, PARAMS)
     assert len(set(rooms)) < len(rooms) / 2
     written = 4 * len(PROMPTS) * (engine.models.target.vocab_size + runner._model.width) * 4
-    assert kept_bytes(engine.models.target, 4 * len(PROMPTS)) == written
+    assert workspace_bytes(engine.models.target, 4 * len(PROMPTS)) == written
     config = EngineConfig(num_speculative_tokens=3)
     plan = functools.partial(plan_memory, engine.models.target, None, config, len(PROMPTS), POSITIONS)
     with_room = plan().workspace
     monkeypatch.setattr(runner._model, "_packed", None)  # as on a machine without the kernels
     assert with_room - plan().workspace == written
-    assert kept_bytes(ToyModel(), 100) == 0
+    assert workspace_bytes(ToyModel(), 100) == 0
 
 
 def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
@@ -336,7 +336,7 @@ def test_guesses_that_have_no_slot_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rule_that_knows_no_trees_refuses_them_by_name() -> None:
     star = torch.full((4, 3), -1)
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=star), acceptance="rejection")
-    assert player_of(engine).suits(RULES["rejection"], Draft.empty(4, engine.batch.device))
+    assert player_of(engine).can_run(RULES["rejection"], Draft.empty(4, engine.batch.device))
     with pytest.raises(ParameterError, match=r"acceptance='rejection'.*trees"):
         run(engine, PROMPTS, PARAMS)
 

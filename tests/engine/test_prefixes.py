@@ -15,7 +15,7 @@ from engine.test_scheduler import Spy, step
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
-from paceline.engine.prefixes import LEAST, WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, shared
+from paceline.engine.prefixes import LEAST, WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, common_prefix_length
 from toy import VOCAB, FlatToy, RandomLength, ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,8 +44,8 @@ def finish(engine: Engine) -> None:
 @given(st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200), st.integers(0, 220))
 def test_shared_beginnings_are_counted_to_the_token(text: list[int], at: int, most: int) -> None:
     other = [*text[:at], *(1 - token for token in text[at:])]
-    assert shared(text, other, most) == min(at, len(text), most)
-    assert shared(text, text[:at], most) == min(at, len(text), most)
+    assert common_prefix_length(text, other, most) == min(at, len(text), most)
+    assert common_prefix_length(text, text[:at], most) == min(at, len(text), most)
 
 
 def shelf_of(*texts: int) -> FreeSlotPool:
@@ -198,7 +198,7 @@ def test_the_least_recently_used_row_is_overwritten_first() -> None:
     )  # the first is of use again, and the oldest is the second
     ask(engine, prompt_of(40, 9))
     found = {
-        index: max(shared(held.tokens, text, 40) for held in engine.scheduler.free.rows)
+        index: max(common_prefix_length(held.tokens, text, 40) for held in engine.scheduler.free.rows)
         for index, text in enumerate(texts)
     }
     assert found == {0: 35, 1: 0, 2: 40} or found == {0: 40, 1: 0, 2: 40}

@@ -169,7 +169,7 @@ def test_what_a_round_brings_after_the_deadline_comes_too_late(clock: Clock, mon
     """So an answer that ended by itself did so within its budget, and the curve over all budgets is one run's."""
     engine = make_engine(ToyModel())
     output = add(engine, max_tokens=6, time_budget=2.0)
-    settle = engine.scheduler.settle
+    settle = engine.scheduler.process_outputs
 
     def slowly(verdict: Any) -> Any:
         clock.now += 0.75

@@ -14,9 +14,9 @@ from model_support import NATIVE, VOCABULARY, tiny
 from paceline.config import SamplingParams
 from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.outputs import TokenLogprob
-from paceline.engine.chunks import Part, Speed
+from paceline.engine.chunks import PrefillSpeed, PromptSlice
 from paceline.engine.engine import Engine, Request
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
@@ -121,7 +121,7 @@ def test_who_may_not_copy_a_prompt_reads_it_anew_where_it_is_scored(
     for params in (first, second or first):
         for again in (False, True):
             read.clear()
-            score_all(engine, [Text(list(range(3, 43)), scope=engine.scope_of(params), first=begins)])
+            score_all(engine, [ScoredText(list(range(3, 43)), scope=engine.scope_of(params), first=begins)])
             may_copy = engine.scope_of(params).may_copy(engine.scope_of(params))
             assert sum(read) <= 11 if again and may_copy else sum(read) == 39
 
@@ -144,11 +144,11 @@ def test_texts_that_share_passes_get_their_own(top: int) -> None:
     assert all(len(token.top) == top + 2 for text in others for token in text.logprobs)
 
 
-def text_of(engine: Engine, tokens: list[int], top: int = 1, **more: Any) -> Text:
-    return Text(tokens, top, engine.scope_of(SamplingParams()), **more)
+def text_of(engine: Engine, tokens: list[int], top: int = 1, **more: Any) -> ScoredText:
+    return ScoredText(tokens, top, engine.scope_of(SamplingParams()), **more)
 
 
-def score_all(engine: Engine, scored: Sequence[Text]) -> None:
+def score_all(engine: Engine, scored: Sequence[ScoredText]) -> None:
     engine.scorer.add(scored)
     while engine.scorer.busy:
         engine.score_some(awaited=False)
@@ -195,8 +195,8 @@ def test_a_long_text_does_not_keep_rows_waiting(monkeypatch: pytest.MonkeyPatch)
     read = count_reads(monkeypatch)
     for decoding, seconds, most in ((True, 0.03, 5), (True, 5.0, 2), (False, 0.0, 50)):
         engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
-        engine.scorer.chunks.speed = Speed()
-        engine.scorer.chunks.speed.learn([Part(0, 0, 100)], 1.0)
+        engine.scorer.chunks.speed = PrefillSpeed()
+        engine.scorer.chunks.speed.learn([PromptSlice(0, 0, 100)], 1.0)
         engine.scorer.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]  # real passes
         read.clear()
         with torch.inference_mode():
@@ -220,7 +220,7 @@ def test_what_nobody_wants_any_more_is_not_read_and_keeps_nobody_waiting() -> No
     expected = _scored(make(tiny(*NATIVE["llama"])).engine, tokens, 0)
     first, second, third = (text_of(engine, given, 0) for given in (tokens, tokens, other))
     engine.scorer.add([first, second, third])
-    engine.scorer.chunks.speed.learn([Part(0, 0, 100)], 10.0)
+    engine.scorer.chunks.speed.learn([PromptSlice(0, 0, 100)], 10.0)
     engine.scorer._copy()
     engine.scorer._begin()
     assert second.waits

@@ -51,13 +51,13 @@ def check_idle(llm: LLM) -> None:
 
 def count_rounds(llm: LLM) -> list[int]:
     """The rows of every round from now on."""
-    rows, original = [], llm.engine._play_on_host
+    rows, original = [], llm.engine._run_on_host
 
     def played() -> Any:
         rows.append(llm.engine.batch.rows)
         return original()
 
-    llm.engine._play_on_host = played  # type: ignore[method-assign]
+    llm.engine._run_on_host = played  # type: ignore[method-assign]
     return rows
 
 

@@ -66,7 +66,7 @@ class StopDrafting(Protocol):
     """Decides whether drafting stops after the draft tokens so far."""
 
     def __call__(
-        self, batch: Batch, scores: Sequence[Sequence[float]], parents: Sequence[Sequence[int]] | None = None
+        self, batch: Batch, scores: Sequence[Sequence[float]], parents: Sequence[Sequence[int]] | None = None, /
     ) -> bool:
         """Return whether to stop.
 

@@ -23,7 +23,7 @@ PARAMS = "SamplingParams, or a list of them, one a prompt; SamplingParams.from_m
 
 
 @dataclass(frozen=True)
-class Call:
+class CallArguments:
     """The arguments of a call that belong to its prompts, one by one.
 
     arrival: when the call began, on the clock of time.monotonic.

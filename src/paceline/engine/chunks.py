@@ -20,7 +20,7 @@ _ROUNDS = 8  # lately, from which the time of the next one is known
 _OLDEST = 4  # every so many chunks begin with the prompt that came first, so that short ones never starve it
 
 
-class Prompt(Protocol):
+class PrefillPrompt(Protocol):
     """A prompt of which ``prefilled`` tokens are cached; prefill ends at ``prefill_stop``.
 
     waits: for another to read what they share. feeding_order: its priority, the tokens that remain, and perhaps what
@@ -55,7 +55,7 @@ class Timer(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptSlice:
     """Tokens start .. stop - 1 of the prompt number ``place``."""
 
     place: int
@@ -67,7 +67,7 @@ class Part:
         return self.stop - self.start
 
 
-class Speed:
+class PrefillSpeed:
     """Seconds that a prompt's token takes at its position, learned from the chunks that were fed.
 
     A pass reads all weights however few its tokens are. Were small chunks to teach what a token takes, that would grow
@@ -87,7 +87,7 @@ class Speed:
             return self._rates.get(step, _DRAFT)
         return self._rates[min(self._rates, key=lambda known: abs(known - step))]
 
-    def learn(self, parts: Sequence[Part], seconds: float) -> None:
+    def learn(self, parts: Sequence[PromptSlice], seconds: float) -> None:
         """A chunk took so long."""
         tokens = sum(part.size for part in parts)
         if not self._rates:
@@ -145,17 +145,17 @@ class PrefillChunker:
         self._most, self._pause = most, pause
         self.awaited = True
         self._chosen = 0
-        self._watched: deque[tuple[Sequence[Part], Timer]] = deque()
-        self.speed = Speed()
+        self._watched: deque[tuple[Sequence[PromptSlice], Timer]] = deque()
+        self.speed = PrefillSpeed()
         self.rounds = RoundSeconds()
 
-    def choose(self, prompts: Sequence[Prompt], decoding: bool, left: float = math.inf) -> list[Part]:
+    def choose(self, prompts: Sequence[PrefillPrompt], decoding: bool, left: float = math.inf) -> list[PromptSlice]:
         """The next chunk, by place among ``prompts``, of which one at least is not prefilled.
 
         left: seconds until it must have ended; it has a token at least.
         """
         self._learn()
-        parts: list[Part] = []
+        parts: list[PromptSlice] = []
         seconds, widest = min(self._seconds(decoding), left - self.speed.per_pass), 0
         for place in self._order(prompts):
             start, rate = prompts[place].prefilled, self.speed.seconds_per_token(prompts[place].prefilled)
@@ -163,7 +163,7 @@ class PrefillChunker:
             widest = max(widest, size)
             if parts and (size < 1 or widest * (len(parts) + 1) > self._most):
                 break
-            parts.append(Part(place, start, start + max(1, size)))
+            parts.append(PromptSlice(place, start, start + max(1, size)))
             seconds -= parts[-1].size * rate
         return parts
 
@@ -171,7 +171,7 @@ class PrefillChunker:
         """What the smallest chunk takes, from a position on."""
         return self.speed.per_pass + self.speed.seconds_per_token(position)
 
-    def watch(self, parts: Sequence[Part], watch: Timer) -> None:
+    def watch(self, parts: Sequence[PromptSlice], watch: Timer) -> None:
         """Learn from a chunk, as soon as it is known how long it took."""
         self._watched.append((parts, watch))
 
@@ -186,7 +186,7 @@ class PrefillChunker:
         pause = _AIM * self._pause - self.rounds.last if decoding else _ALONE * self._pause
         return max(pause - self.speed.per_pass, _LEAST * self._pause)
 
-    def _order(self, prompts: Sequence[Prompt]) -> list[int]:
+    def _order(self, prompts: Sequence[PrefillPrompt]) -> list[int]:
         """The places of those to feed: the shortest remaining first, now and then the oldest."""
         self._chosen += 1
         fed = [place for place, prompt in enumerate(prompts) if not prompt.waits]

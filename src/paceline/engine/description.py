@@ -11,7 +11,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.memory import GIB
-from paceline.engine.native_round import plays_rounds, why_host
+from paceline.engine.native_round import runs_native_rounds, why_not_kernels
 from paceline.engine.pipeline import why_not_device
 from paceline.engine.round import Speculation
 from paceline.lengths.profile import Identity
@@ -21,7 +21,7 @@ from paceline.models.prepare import why_not_native
 
 
 @dataclass(frozen=True)
-class Running:
+class EngineDescription:
     """What an engine runs, and on how many CPU threads; ``runner`` plays the device's rounds, where it plays any."""
 
     models: Models
@@ -92,7 +92,7 @@ class Running:
         if self.runner is not None and why is None:
             how = "CUDA graphs" if self.runner.graphs.captures else "uncaptured"
             return f"rounds by the device ({how}, {self.runner.ops.name} kernels); "
-        if plays_rounds(self.models.target):
+        if runs_native_rounds(self.models.target):
             return f"{self._describe_kernels_rounds()}; "
         if self.models.target.device.type != "cuda":
             return ""
@@ -101,7 +101,7 @@ class Running:
         return f"rounds by the host ({why}); "
 
     def _describe_kernels_rounds(self) -> str:
-        if why := why_host(self.parts.target, self.parts.accept):
+        if why := why_not_kernels(self.parts.target, self.parts.accept):
             return f"rounds by the host ({why})"
         left = " (part by part: guesses drawn by a law of their own)" if self.parts.drafter.has_probabilities else ""
         return f"rounds by the kernels{left}"

@@ -42,7 +42,7 @@ MISSED = (1, 2, 4, 8, 16, 32, 64)  # tokens that a draft model is likely to lack
 
 
 @dataclass(frozen=True)
-class Rule:
+class DeviceAcceptance:
     """How draft tokens are judged: "coupled" or "rejection" (``independent``), or by chance (``synthetic``: the
     rate).
     """
@@ -65,14 +65,14 @@ class DeviceRound:
         target: Decoder,
         draft: Decoder | None,
         batch: Batch,
-        rule: Rule,
+        rule: DeviceAcceptance,
         *,
         ops: RoundOps | None = None,
         capture: bool = True,
         width: int = 1,
         copies: bool = False,
     ) -> None:
-        assert width == 1 or rule == Rule(), "the others know chains alone"
+        assert width == 1 or rule == DeviceAcceptance(), "the others know chains alone"
         self.draft_tokens = draft is not None or copies
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
@@ -102,7 +102,7 @@ class DeviceRound:
         """From now on no more draft tokens than these, row by row. An upload, if anything changed."""
         self._caps.set([*most, *[0] * (self.capacity - len(most))])
 
-    def play(self, rows: int, k: int, longest: int, asks: StepFeatures = NOTHING, lag: int = 0) -> Ticket:
+    def run(self, rows: int, k: int, longest: int, asks: StepFeatures = NOTHING, lag: int = 0) -> Ticket:
         """A round of k draft tokens for ``rows`` live rows; no row is longer than ``longest`` before it.
 
         The record [bucket, k + 4]: tokens, accepted, drafted, gained (``gpu.state.read_record``); behind them the

@@ -22,8 +22,8 @@ from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch
 from paceline.core.outputs import RequestOutput
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
-from paceline.engine.description import Running
-from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.description import EngineDescription
+from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.memory import check_memory, scoring_room
 from paceline.engine.native_round import NativeRound
 from paceline.engine.pipeline import Pipeline, why_not_device
@@ -31,7 +31,7 @@ from paceline.engine.prefixes import Scope
 from paceline.engine.request import Intake, Request, check_tokens
 from paceline.engine.round import Speculation, speculative_round
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.scoring import WIDEST_PASS, Scorer, Text
+from paceline.engine.scoring import WIDEST_PASS, ScoredText, Scorer
 from paceline.engine.sequences import Sequence as Row
 from paceline.errors import ParameterError, PromptTooLongError
 from paceline.kernels.cpu import cpu_ops
@@ -104,7 +104,7 @@ class Engine:
         if not self._device_plays():
             return None
         draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
-        rule = Rule(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
+        rule = DeviceAcceptance(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
         drafter = parts.drafter
         return DeviceRound(parts.target, draft, self.batch, rule, width=drafter.width, copies=drafter.copies)
 
@@ -182,8 +182,10 @@ class Engine:
         return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
 
     @property
-    def _running(self) -> Running:
-        return Running(self.models, self.config, self.parts, self._runner, self.threads, self.max_model_len, self.room)
+    def _running(self) -> EngineDescription:
+        return EngineDescription(
+            self.models, self.config, self.parts, self._runner, self.threads, self.max_model_len, self.room
+        )
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
@@ -246,7 +248,7 @@ class Engine:
     def _goes_without_torch(self) -> bool:
         """Whether the kernels play the next round and nothing else is to do: then torch's modes, 80 us, are not set."""
         scheduler, parts = self.scheduler, self.parts
-        comes = scheduler.prefilling or scheduler.may_begin
+        comes = scheduler.prefilling or scheduler.admissible
         lean = not comes and parts.native is not None and not parts.native.needs_host(parts.accept)
         return lean and not parts.drafter.uses_torch
 
@@ -278,12 +280,12 @@ class Engine:
             suits, pipeline.last_verdict = pipeline.suits(), None
             gained = pipeline.step() if suits else pipeline.drain()
             self.last_verdict = pipeline.last_verdict
-            return gained if suits or not self.scheduler.running else gained + self._play_on_host()
-        return self._play_on_host()
+            return gained if suits or not self.scheduler.running else gained + self._run_on_host()
+        return self._run_on_host()
 
-    def _play_on_host(self) -> list[Row]:
+    def _run_on_host(self) -> list[Row]:
         self.last_verdict = speculative_round(self.parts, self.batch)
-        return self.scheduler.settle(self.last_verdict)
+        return self.scheduler.process_outputs(self.last_verdict)
 
     @ignore_torch_context
     @torch.inference_mode()
@@ -354,7 +356,7 @@ class Engine:
 
     @ignore_torch_context
     @torch.inference_mode()
-    def score_some(self, *, awaited: bool = True) -> list[Text]:
+    def score_some(self, *, awaited: bool = True) -> list[ScoredText]:
         """One pass over the texts to score; those that ended. Rounds may be played between two passes.
 
         awaited: whether anybody waits for what is done between passes. Beside rows that decode a pass takes what the

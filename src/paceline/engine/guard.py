@@ -24,7 +24,7 @@ class FaultIsolatedConstraint:
         self._fault: Exception | None = None
 
     def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
-        return _GuardedAsked(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
+        return _FaultIsolatedMask(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.attempt(lambda: self._constraint.advance(tokens))
@@ -45,7 +45,7 @@ class FaultIsolatedConstraint:
 
 
 @dataclass(frozen=True)
-class _GuardedAsked:
+class _FaultIsolatedMask:
     """A question to a guarded constraint; None: it could not even be asked."""
 
     constraint: FaultIsolatedConstraint

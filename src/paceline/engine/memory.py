@@ -12,7 +12,7 @@ from paceline.core.hardware import available_memory
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
-from paceline.engine.native_round import kept_bytes
+from paceline.engine.native_round import workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel
 
@@ -55,9 +55,9 @@ def plan_memory(
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     if isinstance(draft, NativeHead):
         said = rows * target.vocab_size * 4
-        workspace = logits + activations + said + kept_bytes(target, tokens, len(draft.taps))
+        workspace = logits + activations + said + workspace_bytes(target, tokens, len(draft.taps))
     else:
-        workspace = logits + activations + kept_bytes(target, tokens)
+        workspace = logits + activations + workspace_bytes(target, tokens)
     caches = rows * row_bytes(target, draft, config, positions)
     scoring = scoring_room(target, rows, positions).limit
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace, scoring)

@@ -71,11 +71,11 @@ class NativeRound:
         threads: of the kernels, where nobody says otherwise (``kernel_threads``); None: the model's.
         """
         model = target.model
-        if not plays_rounds(model) or model.vocab_size != batch.vocab_size:
+        if not runs_native_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
-        return None if why_host(target, rule) else NativeRound(target, model, batch, rule, threads)
+        return None if why_not_kernels(target, rule) else NativeRound(target, model, batch, rule, threads)
 
-    def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:
+    def can_run(self, rule: AcceptanceRule, draft: Draft) -> bool:
         """Whether it can play the next round: one that needs no host, of draft tokens that have no distribution.
 
         Rules that know no trees say so on the host.
@@ -88,7 +88,7 @@ class NativeRound:
         rows = self._batch.sampling
         return rule is not self._rule or rows.any_constraint or rows.logprobs is not None
 
-    def play(self, draft: Draft) -> Verdict:
+    def run(self, draft: Draft) -> Verdict:
         """Raises ParameterError if a draft token is no token or follows none; then no row has gained any."""
         self._play(draft)
         verdict = self._read(draft)
@@ -140,18 +140,18 @@ class NativeRound:
         return Verdict.of(host, None if draft.host_parents is None else of_each(self._path, width, 0))
 
 
-def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:
+def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
     """Why the host plays rounds of a model of which the kernels could; None if it does not."""
     if not isinstance(target.reader, NativeStreams | None):  # the call gives them to heads of the kernels alone
         return "the drafter reads the target's streams"
     return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 
 
-def plays_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
+def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
     """Whether the kernels can play rounds of this model."""
     return isinstance(model, NativeModel) and model.plays_rounds
 
 
-def kept_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:
+def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:
     """What stays allocated after rounds of so many tokens, of which so many streams are read, in bytes."""
-    return 4 * tokens * ((1 + taps) * model.width + model.vocab_size) if plays_rounds(model) else 0
+    return 4 * tokens * ((1 + taps) * model.width + model.vocab_size) if runs_native_rounds(model) else 0

@@ -40,7 +40,7 @@ def why_not_device(parts: Speculation) -> str | None:
 
 
 @dataclass
-class _Flight:
+class _InFlightRound:
     """A round that the host has launched but not settled: whose rows it played, how many draft tokens, what it
     tells.
     """
@@ -71,7 +71,7 @@ class Pipeline:
     def __init__(self, runner: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.runner, self.parts, self.scheduler = runner, parts, scheduler
         self.batch = scheduler.batch
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_InFlightRound] = deque()
         # for whom the last round with draft tokens was, if nobody else has played since
         self._proposed: list[Sequence] = []
         self._plain = 0  # rounds without draft tokens since then
@@ -128,8 +128,8 @@ class Pipeline:
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if wish.caps is None else wish.caps)
         asks = batch.sampling.step_features
-        ticket = runner.play(batch.rows, k, longest, asks, self._lag(k))
-        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks, runner.width))
+        ticket = runner.run(batch.rows, k, longest, asks, self._lag(k))
+        self._flights.append(_InFlightRound(ticket, list(self.scheduler.running), k, asks, runner.width))
         self._count_in_flight()
 
     def _lag(self, k: int) -> int:
@@ -158,7 +158,7 @@ class Pipeline:
             gained += self._settle(self._flights.popleft())
         return gained
 
-    def _settle(self, flight: _Flight) -> list[Sequence]:
+    def _settle(self, flight: _InFlightRound) -> list[Sequence]:
         """Rows may have left, moved or joined since the round was launched: its lines are found by sequence."""
         verdict, logprobs = flight.read()
         lines = {id(sequence): line for line, sequence in enumerate(flight.sequences) if not sequence.output.finished}

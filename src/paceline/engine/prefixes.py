@@ -32,7 +32,7 @@ class Scope:
         return other is self or (other is not None and self.copies is not None and self.copies == other.kept)
 
 
-def shared(one: Sequence[int], other: Sequence[int], most: int) -> int:
+def common_prefix_length(one: Sequence[int], other: Sequence[int], most: int) -> int:
     """How many tokens at the beginning of two texts are the same; ``most`` is enough."""
     most = min(most, len(one), len(other))
     for at in range(0, most, _STEP):
@@ -76,7 +76,7 @@ class FreeSlotPool:
 
     def shared_with(self, prompt: Sequence[int], scope: Scope) -> list[int]:
         """Of each free row, how many of its first tokens the prompt may have for its own."""
-        return [worth_copying(held.tokens, prompt) if scope.may_copy(held.scope) else 0 for held in self.rows]
+        return [reusable_tokens(held.tokens, prompt) if scope.may_copy(held.scope) else 0 for held in self.rows]
 
     def choose(self, fits: Sequence[int], elsewhere: int) -> int:
         """The place of the row to give away, if the rows have so much of the prompt and one in use ``elsewhere``.
@@ -117,26 +117,26 @@ class FreeSlotPool:
         self.rows = [CachedPrefix() for _ in range(rows)]
 
 
-def may_share(text: Sequence[int], prompt: Sequence[int]) -> bool:
+def may_share_prefix(text: Sequence[int], prompt: Sequence[int]) -> bool:
     """Whether a look at the first tokens leaves it open that they have a beginning in common that is worth copying."""
     begins = min(LEAST, len(text), len(prompt) - 1)
     return text[:begins] == prompt[:begins]
 
 
-def worth_copying(text: Sequence[int], prompt: Sequence[int]) -> int:
+def reusable_tokens(text: Sequence[int], prompt: Sequence[int]) -> int:
     """How many tokens of a text a prompt may copy: all but its last, which is to be the unseen one; 0 if too few."""
     most = len(prompt) - 1
-    tokens = shared(text, prompt, most)
+    tokens = common_prefix_length(text, prompt, most)
     return tokens if tokens >= min(LEAST, most) else 0
 
 
-def most_shared(
+def best_source(
     texts: Iterable[tuple[int, Sequence[int], Scope | None]], prompt: Sequence[int], scope: Scope
 ) -> tuple[int, int]:
     """(row, tokens): whose text, of (row, tokens that its caches hold, scope), begins most like the prompt; (-1, 0)."""
     best = -1, 0
     for row, text, other in texts:
-        if scope.may_copy(other) and (tokens := worth_copying(text, prompt)) > best[1]:
+        if scope.may_copy(other) and (tokens := reusable_tokens(text, prompt)) > best[1]:
             best = row, tokens
             if tokens == len(prompt) - 1:
                 break  # there may be hundreds of rows, and of answers to this prompt

@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Begins:
+class _SharedFields:
     """What all answers of a request begin with."""
 
     request: Request
@@ -78,7 +78,7 @@ class Intake:
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
         output.prompt_logprobs = request.prompt_logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
+        begins = _SharedFields(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
         rows = [self._sequence(begins, index) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
         for row in rows if params.answers > params.n else ():
@@ -96,7 +96,7 @@ class Intake:
         name = (params.cache_salt or "") if self.config.prefix_cache else None
         return Scope(copies=name, kept=name if params.keep_prefix else None)
 
-    def _sequence(self, begins: _Begins, index: int) -> Row:
+    def _sequence(self, begins: _SharedFields, index: int) -> Row:
         request, params, arrival, family = begins.request, begins.request.params, begins.arrival, begins.family
         eos = () if params.ignore_eos else self.eos_token_ids
         rate = self.config.synthetic_acceptance

@@ -31,10 +31,10 @@ class Speculation(RowKeepers):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self.drafter, self.policy
 
-    def play(self, batch: Batch, draft: Draft) -> Verdict:
+    def verify_and_commit(self, batch: Batch, draft: Draft) -> Verdict:
         """Verify, accept, commit: in one call of the CPU kernels where nothing in between needs the host."""
-        if self.native is not None and self.native.suits(self.accept, draft):
-            return self.native.play(draft)
+        if self.native is not None and self.native.can_run(self.accept, draft):
+            return self.native.run(draft)
         logits = self.target.verify(batch, draft)  # of each row's unseen token and its draft tokens, one forward pass
         verdict = self.accept(draft, logits, batch)
         self.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
@@ -49,7 +49,7 @@ def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else batch.empty_draft
     draft = parts.policy.select(batch, draft) if draft.k > 0 else draft  # perhaps the best draft tokens only
     draft = batch.fitting(draft)  # siblings take a place each in the cache
-    verdict = parts.play(batch, draft)  # every row gains accepted + 1 tokens
+    verdict = parts.verify_and_commit(batch, draft)  # every row gains accepted + 1 tokens
     parts.drafter.observe(batch, verdict)
     parts.policy.observe(batch, verdict)
     return verdict

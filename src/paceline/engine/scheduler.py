@@ -13,8 +13,16 @@ from paceline.core.cache_budget import UNLIMITED, CacheUsage, KVCacheBudget
 from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
-from paceline.engine.chunks import Part, PrefillChunker
-from paceline.engine.prefixes import WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, may_share, most_shared, shared
+from paceline.engine.chunks import PrefillChunker, PromptSlice
+from paceline.engine.prefixes import (
+    WORTH_WAITING,
+    CachedPrefix,
+    FreeSlotPool,
+    Scope,
+    best_source,
+    common_prefix_length,
+    may_share_prefix,
+)
 from paceline.engine.round import Speculation
 from paceline.engine.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.engine.waiting import Waiting
@@ -77,7 +85,7 @@ class Scheduler:
         Returns those that have ended: those whose time is over, and those that could not be begun.
         """
         ended = self.overdue(time.monotonic())
-        while (most := self.may_begin) > 0:
+        while (most := self.admissible) > 0:
             ended += self._begin(self.waiting.turn(most))
         if not self.prefilling:
             return ended
@@ -88,7 +96,7 @@ class Scheduler:
         return ended + self.overdue(time.monotonic())  # those whose time the chunk took, and those that it let join
 
     @property
-    def may_begin(self) -> int:
+    def admissible(self) -> int:
         """How many answers to the request whose turn it is there are rows and memory for."""
         free = self.capacity - len(self.running) - len(self.prefilling) if self.waiting else 0
         if free == 0 or not self.room.is_short:
@@ -102,7 +110,7 @@ class Scheduler:
     @property
     def promised(self) -> int:
         """Bytes that the rows in use may come to take."""
-        return sum(self.room.bytes_for(sequence.reach) for sequence in (*self.running, *self.prefilling))
+        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in (*self.running, *self.prefilling))
 
     def _begin(self, turn: list[Sequence]) -> list[Sequence]:
         """Give rows to answers of one request. Where what it asks makes that fail, it ends, alone; its answers then."""
@@ -117,10 +125,10 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        sequence.reach = self._reach(sequence)
+        sequence.reserved_tokens = self._reach(sequence)
         row, has = len(self.running) + len(self.prefilling), self._bring_a_row(sequence)
         self.free.rows[0] = CachedPrefix()  # whatever becomes of the sequence
-        self._resize(row, sequence.reach)
+        self._resize(row, sequence.reserved_tokens)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.read_by_draft = self.parts.policy.hopeful(rows_soon)
@@ -136,9 +144,9 @@ class Scheduler:
         """The free row to begin in changes places with the first one; how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
         fits = self.free.shared_with(prompt, scope)
-        place = self.free.choose(fits, most_shared(self._texts_in_use(prompt), prompt, scope)[1])
+        place = self.free.choose(fits, best_source(self._texts_in_use(prompt), prompt, scope)[1])
         if self.room.is_short:
-            place = self._make_way(place, fits, sequence.reach)
+            place = self._make_way(place, fits, sequence.reserved_tokens)
         if place > 0:
             first, length = len(self.running) + len(self.prefilling), self.free.longest(0, place)
             for decoder in self.decoders:
@@ -194,7 +202,7 @@ class Scheduler:
     def _texts_in_use(self, prompt: list[int]) -> Iterator[tuple[int, list[int], Scope]]:
         """(row, the tokens that its caches hold, whose they are) of rows that the prompt may share something with."""
         for row, sequence in enumerate([*self.running, *self.prefilling]):
-            if may_share(sequence.prompt, prompt):
+            if may_share_prefix(sequence.prompt, prompt):
                 yield row, self._text(row), sequence.scope
 
     def _text(self, row: int) -> list[int]:
@@ -224,7 +232,7 @@ class Scheduler:
         """Copy the longest beginning of a prefilling row's prompt that any row holds; wait for what another reads."""
         sequence, live = self.prefilling[row - len(self.running)], len(self.running) + len(self.prefilling)
         free = ((live + place, held.tokens, held.scope) for place, held in enumerate(self.free.rows))
-        source, tokens = most_shared(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
+        source, tokens = best_source(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
         if tokens > sequence.cached[0]:
             self._copy(source, row, tokens)
         self._line_up(sequence)
@@ -249,7 +257,7 @@ class Scheduler:
             if other is sequence or other.waits:
                 continue
             first, second = sorted((other, sequence), key=lambda each: each.feeding_order)
-            until = shared(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
+            until = common_prefix_length(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
             gain = until - max(second.cached[0], second.until)
             enough = 1 if until == second.prefill_stop else WORTH_WAITING
             in_vain = second is sequence and first.prefilled >= until  # it has just copied what was worth it
@@ -306,7 +314,7 @@ class Scheduler:
         looked_at = self.watched and not self.closed
         return looked_at or any(sequence.deadline is not None for sequence in everybody)
 
-    def _feed(self, index: int, parts: list[Part]) -> None:
+    def _feed(self, index: int, parts: list[PromptSlice]) -> None:
         """Of a chunk one decoder reads what its cache does not hold already: it may have been copied farther."""
         fed = [(self.prefilling[part.place], part) for part in parts]
         read = [each for each in fed if each[0].cached[index] < each[1].stop and (index == 0 or each[0].read_by_draft)]
@@ -344,7 +352,7 @@ class Scheduler:
         prefilling[first], prefilling[place] = prefilling[place], prefilling[first]
         self._set_row(start + place, prefilling[place])
 
-    def settle(self, verdict: Verdict) -> list[Sequence]:
+    def process_outputs(self, verdict: Verdict) -> list[Sequence]:
         """Give each decoding row its new tokens, cut where the answer ends; rows that ended leave. All who gained."""
         gained = list(self.running)
         now = time.monotonic()
@@ -486,7 +494,7 @@ class Scheduler:
         """Each row has what it was promised, or what it holds, and all together have no more than there is."""
         if not self.room.is_short:
             return
-        rows = [sequence.reach for sequence in (*self.running, *self.prefilling)]
+        rows = [sequence.reserved_tokens for sequence in (*self.running, *self.prefilling)]
         rows += [len(held.tokens) for held in self.free.rows]
         for decoder in self.decoders:
             assert [decoder.room_of(row) for row in range(self.capacity)] == rows, (

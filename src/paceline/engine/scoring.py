@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import TokenLogprob
-from paceline.engine.chunks import Part, PrefillChunker
-from paceline.engine.prefixes import Scope, shared
+from paceline.engine.chunks import PrefillChunker, PromptSlice
+from paceline.engine.prefixes import Scope, common_prefix_length
 from paceline.engine.waiting import Waiting
 from paceline.models.decoder import Decoder
 
@@ -25,7 +25,7 @@ _LEAST_POSITIONS = 64  # of the rows' caches: texts of about the same length do 
 
 
 @dataclass(eq=False)
-class Text:
+class ScoredText:
     """A text, and the log-probabilities of its tokens as far as they are known: logprobs[i] is that of token first + i.
 
     first: the first token that is scored, from 1 on; those before it are only read. top: how many of the most likely
@@ -46,7 +46,7 @@ class Text:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prefilled: int = 0
     row: int = -1
-    before: Text | None = None
+    before: ScoredText | None = None
     until: int = 0
     over: bool = False  # it has ended, or nobody wants it any more
 
@@ -78,20 +78,20 @@ class Scorer:
 
     def __init__(self, make: Callable[[int, int], Decoder], room: KVCacheBudget, chunks: PrefillChunker) -> None:
         self._make, self._room, self.chunks = make, room, chunks
-        self.waiting: Waiting[Text] = Waiting()
+        self.waiting: Waiting[ScoredText] = Waiting()
         self._decoder: Decoder | None = None
         self._positions = 0
-        self._held: list[Text | None] = []  # by row: the text whose keys and values lie there
+        self._held: list[ScoredText | None] = []  # by row: the text whose keys and values lie there
         self._used: list[int] = []  # by row: when it was last begun in
         self._clock = count()
-        self._last: Text | None = None  # of those that ended; what is known of it is kept, too
+        self._last: ScoredText | None = None  # of those that ended; what is known of it is kept, too
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or bool(self.begun)
 
     @property
-    def begun(self) -> list[Text]:
+    def begun(self) -> list[ScoredText]:
         """Those that have a row and have not ended."""
         return [text for text in self._held if text is not None and not text.over]
 
@@ -104,18 +104,18 @@ class Scorer:
         held = [0 if text is None else text.prefilled for text in self._held]
         return sum(self._room.bytes_for(tokens if decoder.grows else self._positions) for tokens in held)
 
-    def add(self, texts: Iterable[Text]) -> None:
+    def add(self, texts: Iterable[ScoredText]) -> None:
         """They wait for a row."""
         self.waiting.extend(texts)
 
-    def drop(self, texts: Collection[Text]) -> None:
+    def drop(self, texts: Collection[ScoredText]) -> None:
         """Nobody wants them any more."""
         gone = set(map(id, texts))
         self.waiting.keep(text for text in self.waiting if id(text) not in gone)
         for text in self.begun:
             text.over = text.over or id(text) in gone
 
-    def step(self, decoding: bool, seconds: float) -> list[Text]:
+    def step(self, decoding: bool, seconds: float) -> list[ScoredText]:
         """One pass over as many texts as it holds; those that ended. At the end nothing.
 
         decoding: whether rows of the engine decode, which wait for it. seconds: that its last step took.
@@ -128,7 +128,7 @@ class Scorer:
             self._read(readable, self.chunks.choose(readable, decoding))
         return self._end()
 
-    def _end(self) -> list[Text]:
+    def _end(self) -> list[ScoredText]:
         ended = [text for text in self.begun if text.finished]
         for text in ended:
             text.over = True
@@ -172,7 +172,7 @@ class Scorer:
         self._decoder, self._positions = self._make(rows, positions), positions
         self._held, self._used = [None] * rows, [-1] * rows
 
-    def _take(self, text: Text, free: Sequence[int]) -> None:
+    def _take(self, text: ScoredText, free: Sequence[int]) -> None:
         """A row, and what any row holds of its beginning. The row it comes from is the last to be overwritten."""
         source = self._source(text)
         text.row = min(free, key=lambda row: (source is not None and row == source.row, self._used[row]))
@@ -182,7 +182,7 @@ class Scorer:
         elif source is not None:
             self._copy_from(source, text)
 
-    def _source(self, text: Text) -> Text | None:
+    def _source(self, text: ScoredText) -> ScoredText | None:
         """The text of a row from which most is copied, if that is worth it."""
         sources = [held for held in self._held if held is not None and text.scope.may_copy(held.scope)]
         gains = [self._start(text, source) for source in sources]
@@ -191,10 +191,10 @@ class Scorer:
             return None
         return sources[best]
 
-    def _common(self, text: Text, source: Text) -> int:
-        return shared(source.token_ids, text.token_ids, len(text.token_ids))
+    def _common(self, text: ScoredText, source: ScoredText) -> int:
+        return common_prefix_length(source.token_ids, text.token_ids, len(text.token_ids))
 
-    def _start(self, text: Text, source: Text) -> int:
+    def _start(self, text: ScoredText, source: ScoredText) -> int:
         """How many tokens need not be read: the state that the first unknown log-probability comes from must be."""
         common = self._common(text, source)
         reach = min(common, source.prefilled if source.over else source.prefill_stop)
@@ -202,7 +202,7 @@ class Scorer:
         known = min(common, told) - text.first if self._tells(text, source) else 0
         return min(reach, text.first + max(0, known) - 1)
 
-    def _tells(self, text: Text, source: Text) -> bool:
+    def _tells(self, text: ScoredText, source: ScoredText) -> bool:
         return source.top == text.top and source.first <= text.first
 
     # --- copying -----------------------------------------------------------------
@@ -215,7 +215,7 @@ class Scorer:
                 self._copy_from(source, text)
                 text.before = None
 
-    def _copy_from(self, source: Text, text: Text) -> None:
+    def _copy_from(self, source: ScoredText, text: ScoredText) -> None:
         assert self._decoder is not None
         known: list[TokenLogprob] = []
         if self._tells(text, source):
@@ -228,7 +228,7 @@ class Scorer:
 
     # --- reading -----------------------------------------------------------------
 
-    def _read(self, texts: Sequence[Text], parts: Sequence[Part]) -> None:
+    def _read(self, texts: Sequence[ScoredText], parts: Sequence[PromptSlice]) -> None:
         """Parts of texts. After an exception in the middle they are read again, from the first unknown token on."""
         assert self._decoder is not None
         watch = Stopwatch(self._decoder.model.device)
@@ -240,7 +240,7 @@ class Scorer:
                 for text, part in zip(read, order, strict=True)
             ]
         )
-        asked: list[tuple[Text, int]] = []  # whose token, and which, follows the states in ``wanted``
+        asked: list[tuple[ScoredText, int]] = []  # whose token, and which, follows the states in ``wanted``
         wanted: list[Tensor] = []
         for text, part, states in zip(read, order, hidden, strict=True):
             begin = max(part.start, text.first + len(text.logprobs) - 1)
@@ -254,16 +254,16 @@ class Scorer:
         watch.stop()
         self.chunks.watch(parts, watch)
 
-    def _note(self, decoder: Decoder, hidden: Tensor, asked: Sequence[tuple[Text, int]]) -> None:
+    def _note(self, decoder: Decoder, hidden: Tensor, asked: Sequence[tuple[ScoredText, int]]) -> None:
         for start in range(0, len(asked), CHUNK):
             some = asked[start : start + CHUNK]
             logits = decoder.logits(hidden[start : start + CHUNK])
             tokens, tops = [text.token_ids[at] for text, at in some], [text.top for text, _ in some]
-            for (text, _), token in zip(some, told(logits, tokens, tops), strict=True):
+            for (text, _), token in zip(some, token_logprobs(logits, tokens, tops), strict=True):
                 text.logprobs.append(token)
 
 
-def told(logits: Tensor, drawn: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(logits: Tensor, drawn: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """Logits [N, V], the tokens that follow, and how many of the most likely ones to tell of each."""
     distribution = logits.float().log_softmax(-1)
     own = distribution.gather(-1, torch.tensor(drawn, device=distribution.device)[:, None])[:, 0].tolist()

@@ -57,7 +57,7 @@ class Sequence:
     read_by_draft: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
     follows: Sequence | None = field(default=None, repr=False)
     until: int = 0
-    reach: int = 0
+    reserved_tokens: int = 0
 
     @property
     def prefilled(self) -> int:

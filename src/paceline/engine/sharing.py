@@ -12,7 +12,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
 
 
-class Call:
+class SharedCall:
     """A caller's requests. Iterating gives each whenever it gained tokens or ended; leaving it aborts the others.
 
     outputs: of the requests, in their order. final: whether its caller asks for nothing more, and looks at no answer,
@@ -25,7 +25,7 @@ class Call:
         self.open: dict[str, RequestOutput] = {}
         self.news: dict[str, RequestOutput] = {}  # since they were last read
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> SharedCall:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,15 +59,15 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._next, self._held = Lock(), Lock()
-        self._calls: dict[int, Call] = {}
-        self._callers: dict[str, Call] = {}  # by request
+        self._calls: dict[int, SharedCall] = {}
+        self._callers: dict[str, SharedCall] = {}  # by request
         self._order: dict[str, int] = {}  # in which they were taken
         self._numbers = count()
-        self._left: deque[Call] = deque()
+        self._left: deque[SharedCall] = deque()
 
-    def begin(self, requests: Sequence[Request], final: bool = False) -> Call:
+    def begin(self, requests: Sequence[Request], final: bool = False) -> SharedCall:
         """Queue requests: all of them, or none if one is refused, as ``Engine.add`` says."""
-        call = Call(self, final)
+        call = SharedCall(self, final)
         try:
             with self._turn():
                 self._calls[id(call)] = call
@@ -78,13 +78,13 @@ class SharedEngine:
             raise
         return call
 
-    def _take(self, call: Call, output: RequestOutput) -> None:
+    def _take(self, call: SharedCall, output: RequestOutput) -> None:
         call.outputs.append(output)
         call.open[output.request_id] = output
         self._callers[output.request_id] = call
         self._order[output.request_id] = next(self._numbers)
 
-    def news(self, call: Call) -> list[RequestOutput]:
+    def news(self, call: SharedCall) -> list[RequestOutput]:
         """What gained tokens or ended; plays a round unless other callers' rounds have brought some already."""
         with self._turn():
             if not call.news:
@@ -94,7 +94,7 @@ class SharedEngine:
             news, call.news = list(call.news.values()), {}
         return news
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: SharedCall) -> None:
         """Its caller wants no more: abort what has not ended. Never waits, for the garbage collector may call it."""
         self._left.append(call)
         self._sweep_if_free()
@@ -140,7 +140,7 @@ class SharedEngine:
                 self._order.pop(output.request_id, None)
                 self.engine.abort(output.request_id)
 
-    def _step(self, caller: Call) -> None:
+    def _step(self, caller: SharedCall) -> None:
         """One round for all, if anybody needs one."""
         if not self.engine.busy:
             return
@@ -156,7 +156,7 @@ class SharedEngine:
         for output in sorted(known, key=lambda output: self._order[output.request_id]):
             self._callers[output.request_id].tell(output)
 
-    def _round_failed(self, caller: Call, error: BaseException) -> None:
+    def _round_failed(self, caller: SharedCall, error: BaseException) -> None:
         """Its rows are lost. The exception is the caller's who played it; others read of it in their results."""
         reason = RuntimeError(f"a round that was played for several callers failed: {type(error).__name__}: {error}")
         for output in self.engine.clear_begun():

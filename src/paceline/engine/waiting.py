@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 
-class Asked(Protocol):
+class QueueItem(Protocol):
     """An answer that somebody waits for; ``request_id`` is one for all answers to a prompt."""
 
     request_id: str
@@ -15,7 +15,7 @@ class Asked(Protocol):
     priority: int
 
 
-Item = TypeVar("Item", bound=Asked)
+Item = TypeVar("Item", bound=QueueItem)
 
 
 class Waiting(Iterable[Item]):

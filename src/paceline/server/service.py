@@ -19,7 +19,7 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.config.ranges import check
 from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
@@ -118,7 +118,7 @@ class EngineService:
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
         self._live: dict[str, _Live] = {}
-        self._scorings: dict[Text, asyncio.Future[list[TokenLogprob]]] = {}
+        self._scorings: dict[ScoredText, asyncio.Future[list[TokenLogprob]]] = {}
         self._llm: LLM | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -173,7 +173,7 @@ class EngineService:
         if len(request.prompt_token_ids) < 2:
             return []
         result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        text = Text(
+        text = ScoredText(
             request.prompt_token_ids,
             top,
             self.engine.scope_of(request.params),
@@ -336,7 +336,7 @@ class EngineService:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
 
-    def _add_scoring(self, text: Text, result: asyncio.Future[list[TokenLogprob]]) -> None:
+    def _add_scoring(self, text: ScoredText, result: asyncio.Future[list[TokenLogprob]]) -> None:
         self._scorings[text] = result
         try:
             self.engine.scorer.add([text])
@@ -363,18 +363,18 @@ class EngineService:
         begun = [text for text in self._scorings if text not in waiting]
         self._fail_scorings(begun or list(self._scorings), errors.failed(error))
 
-    def _fail_scorings(self, texts: Sequence[Text], error: errors.ApiError) -> None:
+    def _fail_scorings(self, texts: Sequence[ScoredText], error: errors.ApiError) -> None:
         for text in texts:
             self._settle(text, error)
         self._forget_scorings(texts)
 
-    def _forget_scorings(self, texts: Sequence[Text]) -> None:
+    def _forget_scorings(self, texts: Sequence[ScoredText]) -> None:
         if texts:
             self.engine.scorer.drop(texts)
         for text in texts:
             self._scorings.pop(text, None)
 
-    def _settle(self, text: Text, outcome: list[TokenLogprob] | errors.ApiError) -> None:
+    def _settle(self, text: ScoredText, outcome: list[TokenLogprob] | errors.ApiError) -> None:
         result = self._scorings.pop(text)
 
         def settle() -> None:
