@@ -390,7 +390,7 @@ class Decoder:
         read = len(order)
         order += [(row, index) for row, indices in enumerate(new) for index in indices]
         node_of = {draft_token: node for node, draft_token in enumerate(order)}
-        draft_parents = draft.follows or [list(range(-1, draft.k - 1))] * batch.rows
+        draft_parents = draft.host_parents or [list(range(-1, draft.k - 1))] * batch.rows
         parents = [node_of.get((row, draft_parents[row][index]), -1) for row, index in order]
         depths: list[int] = []
         for parent in parents:

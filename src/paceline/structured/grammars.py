@@ -287,7 +287,7 @@ class GrammarConstraint:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of one row in one round. See ``rows.Asked``."""
+    """A question of one row in one round. See ``rows.MaskQuery``."""
 
     constraint: GrammarConstraint
     draft: Sequence[int]
@@ -295,10 +295,10 @@ class Asked:
     places: int
 
     def send(self) -> None:
-        """See ``rows.Asked``."""
+        """See ``rows.MaskQuery``."""
 
     def mask(self, logits: Tensor) -> None:
-        """See ``rows.Asked``."""
+        """See ``rows.MaskQuery``."""
         masks = self.constraint.masks(self.draft, self.first, self.places)
         if masks:
             bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)

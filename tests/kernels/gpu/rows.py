@@ -30,7 +30,7 @@ def state_of(
     batch: Batch, limit: int | None = None, stops: list[list[int]] | None = None, live: int | None = None
 ) -> RowState:
     """The batch's rows as kernels take them; another ``limit``, other stop tokens or fewer live rows may end some."""
-    state = copied(batch.state(batch.rows, reads=False))
+    state = copied(batch.state(batch.rows, may_sync=False))
     if limit is not None:
         state.limit.fill_(limit)
     if live is not None:
@@ -40,7 +40,7 @@ def state_of(
 
 def copied(state: RowState) -> RowState:
     """The same rows in separate memory: every implementation commits into its copy."""
-    tensors = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "reads"}
+    tensors = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "may_sync"}
     return replace(state, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 
