@@ -215,7 +215,7 @@ def test_a_refused_line_keeps_its_custom_id(paceline: Any, tiny: str, tmp_path: 
 
 @pytest.mark.slow
 def test_a_line_may_ask_for_a_structure(paceline: Any, tiny: str, tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+    pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     held = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     lines = [

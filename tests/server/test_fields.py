@@ -42,7 +42,6 @@ def test_fields_that_cannot_change_the_answer_are_taken(extra: dict[str, Any]) -
         ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
         ({"suffix": "end"}, "suffix is not supported"),
         ({"store": 0}, "store is not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens is not supported"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
         ({"colour": "red"}, "colour"),
     ],

@@ -11,10 +11,12 @@ import pytest
 
 from paceline.config import StructuredOutputs
 from paceline.errors import StructureError
+from paceline.structured import grammars
+from paceline.structured.trial import TooMuchError
 from polling import wait_until
 from server_support import Live
 
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 SLOW = {"type": "string", "pattern": "slow"}
 
@@ -76,11 +78,18 @@ def test_whoever_hangs_up_ends_the_compiling(live: Live, compiling: list[str]) -
     wait_until(lambda: compiling == ["begun", "given up"])
 
 
-def test_an_answer_that_cannot_be_followed_any_further_ends_with_the_reason(live: Live) -> None:
+def test_an_answer_that_cannot_be_followed_any_further_ends_with_the_reason(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schema = {"type": "string", "pattern": "[a-c]{100}"}
-    make = live.context.llm.structure(StructuredOutputs(json=schema))
-    make()._follower._give_up("a test")  # type: ignore[attr-defined]
-    reply = live.post("/v1/chat/completions", chat(schema))
+
+    def fail(_: str) -> None:
+        raise TooMuchError("a test")
+
+    with monkeypatch.context() as context:
+        live.context.llm.structure(StructuredOutputs(json=schema))
+        context.setattr(grammars, "check_followed", fail)
+        reply = live.post("/v1/chat/completions", chat(schema))
     assert reply.status_code == 400
     assert "too much to follow: a test" in reply.json()["error"]["message"]
     assert live.post("/v1/chat/completions", chat({"type": "boolean"})).status_code == 200

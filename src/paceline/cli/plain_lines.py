@@ -1,4 +1,4 @@
-"""Lines as ``paceline generate`` takes them, as lines of a batch."""
+"""Lines of ``paceline batch`` in the form of ``paceline generate``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.cli.document import as_text
-from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, Result, as_document, as_job
+from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, JobResult, as_document, as_job
 from paceline.config import SamplingParams
 from paceline.config.inputs import check_message
 from paceline.core.outputs import RequestOutput
@@ -39,7 +39,7 @@ class PlainChore:
             return _outcome(self.line, self.custom_id, Failure(self.line.where, RequestError(str(error))))
 
     async def _answer(self) -> RequestOutput:
-        """Raises ApiError."""
+        """The job's output. Raises ApiError."""
         context, job = self.batch.context, self.job
         terms = Terms(self.batch.client, self.batch.priority, time.monotonic(), None, False)
         context.check_answers(job.params.answers)
@@ -51,7 +51,7 @@ class PlainChore:
         return output
 
     async def _request(self, terms: Terms) -> Request:
-        """Raises ApiError. Its structure is compiled later, once there is room for it."""
+        """The engine's request. Its structure is compiled later, once a row is free. Raises ApiError."""
         context, job = self.batch.context, self.job
         references = [await _encoded(context, text, special=False) for text in job.references]
         params = replace(job.params, structured_outputs=None, seed=self._seed)
@@ -74,7 +74,7 @@ class PlainChore:
 
 @dataclass(frozen=True)
 class PlainRefusal:
-    """A line that has a prompt or messages, and something that makes no sense. custom_id: its name, if it has one."""
+    """A line with a prompt or messages that is invalid. custom_id: its name, if it has one."""
 
     line: Line
     error: RequestError
@@ -84,7 +84,7 @@ class PlainRefusal:
         return _outcome(self.line, self.custom_id, Failure(self.line.where, self.error))
 
 
-def _outcome(line: Line, custom_id: str | None, result: Result) -> Outcome:
+def _outcome(line: Line, custom_id: str | None, result: JobResult) -> Outcome:
     named = {} if custom_id is None else {"custom_id": custom_id}
     document = {"id": line.name} | named | as_document(line.index, result)
     return Outcome(as_text(document).encode(), failed=isinstance(result, Failure))
@@ -95,10 +95,10 @@ async def _encoded(context: Context, text: str | list[int], special: bool = True
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Lines of either form, as they come. params: what plain lines start from.
+class LineReader:
+    """Reader of lines in either form. params: the defaults of plain lines.
 
-    refuse_params: called for lines in OpenAI's form, whose bodies have all parameters themselves.
+    refuse_params: called for lines in OpenAI's form, whose bodies have all parameters.
     """
 
     batch: Batch
@@ -107,7 +107,7 @@ class Reader:
     names: Names = field(default_factory=Names)
 
     def read(self, line: Line, data: object) -> Chore:
-        """Raises ApiError for a line that cannot be read, ParameterError where the command itself makes no sense."""
+        """The work of a line. Raises ApiError for an invalid line, ParameterError for an invalid command."""
         if isinstance(data, dict) and any(key in data for key in PROMPT_KEYS):
             return self._plain(line, dict(data))
         self.refuse_params()

@@ -15,6 +15,7 @@ MAX_CONTENT_PARTS = 2**12  # of one message
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2**12  # of all stop strings together
 MAX_STOP_TOKEN_IDS = 2**10
+MAX_ALLOWED_TOKEN_IDS = 2**16  # checked one by one: 13 ms
 MAX_LOGIT_BIAS = 2**10  # entries
 MAX_LABEL = 512  # characters of a name or a label, which may be repeated in the log
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cli.workers import Sent, Team
+from paceline.cli.workers import SentLine, WorkerPool
 from paceline.errors import PacelineError
 from paceline.server.batch.lines import Line
 from paceline.server.batch.window import Outcome
@@ -50,18 +50,18 @@ def test_lines_go_to_the_least_busy_worker_and_a_lost_line_ends_the_job() -> Non
 
 async def _three_lines_and_a_loss() -> None:
     one, other = Actor(), Actor()
-    team = Team([one, other], 7, {"model": "m"}, KeyError)
-    tasks = [asyncio.create_task(Sent(team, line(index)).play()) for index in range(3)]
+    team = WorkerPool([one, other], 7, {"model": "m"}, KeyError)
+    tasks = [asyncio.create_task(SentLine(team, line(index)).play()) for index in range(3)]
     await asyncio.sleep(0)
     assert [len(actor.asked) for actor in (one, other)] == [2, 1]
     for _, future in one.asked:
         future.set_result(Outcome(b"{}", failed=False))
     await asyncio.wait(tasks[::2])
-    tasks.append(asyncio.create_task(Sent(team, line(3)).play()))
+    tasks.append(asyncio.create_task(SentLine(team, line(3)).play()))
     await asyncio.sleep(0)
     assert [len(actor.asked) for actor in (one, other)] == [3, 1]
     other.asked[0][1].set_exception(KeyError("gone"))
-    with pytest.raises(PacelineError, match="line 2 cannot be played"):
+    with pytest.raises(PacelineError, match="line 2 cannot be answered"):
         await tasks[1]
     tasks[3].cancel()
 

@@ -177,7 +177,7 @@ def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
 def test_a_pass_that_fails_ends_the_model_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_threads(write(toy("llama"), tmp_path)) as part:
         engine = make_engine(part)
-        monkeypatch.setattr(part.ranks, "say", broken)
+        monkeypatch.setattr(part.ranks, "broadcast_numbers", broken)
         for _ in range(2):
             with pytest.raises(RankError, match=r"OverflowError: too much.*make a new LLM"):
                 engine.next_logits([1, 2])
