@@ -66,7 +66,8 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
     for name, options in ENGINES.items():
         draft = model if options["drafter"] == "model" else None
-        llm = LLM(model, draft, max_batch_size=2, max_model_len=512, **options)
+        sized: EngineOptions = {**options, "max_batch_size": 2, "max_model_len": 512}
+        llm = LLM(model, draft, **sized)
         calls = calls_of_steps(llm.engine, [5, 6, 7, 8] * 8)
         per_step = sum(calls.values()) / STEPS
         sys.stdout.write(f"{name}: {len(calls)} files, {per_step:.0f} calls a step ({', '.join(sorted(calls))})\n")

@@ -222,7 +222,7 @@ def test_what_is_no_list_of_documents_is_refused_by_name(documents: Any) -> None
 
 @pytest.mark.parametrize("params", [{"n": 1}, "greedy", 5, [{}], [None, GREEDY]], ids=repr)
 def test_what_are_no_parameters_is_refused_by_name(llm: LLM, params: Any) -> None:
-    with pytest.raises(ParameterError, match=r"^params=.*(from_mapping|one a prompt)"):
+    with pytest.raises(ParameterError, match=r"^params=.*(from_mapping|one per prompt)"):
         llm.generate([[1]], params, use_tqdm=False)
 
 

@@ -54,6 +54,6 @@ def test_notes_say_what_was_read_before(paceline: Any, tiny: str) -> None:
     assert ", prefixes reused" in result.stderr
     assert result.stderr.count(" tokens from the cache") == 1, "the second turn's"
     anew = paceline("chat", tiny, "--no-prefix-cache", *options, stdin=stdin)
-    assert ", prompts read anew (prefix_cache=False)" in anew.stderr
+    assert ", no prefix reuse (prefix_cache=False)" in anew.stderr
     assert " tokens from the cache" not in anew.stderr
     assert anew.stdout == result.stdout

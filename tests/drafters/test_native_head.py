@@ -378,7 +378,7 @@ def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     assert "rounds by the kernels" in engine.describe()
-    assert engine._goes_without_torch()
+    assert engine._skips_torch()
     calls = counted(monkeypatch)
     for _ in range(5):
         engine.step()

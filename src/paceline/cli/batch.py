@@ -28,7 +28,7 @@ from paceline.errors import MissingPackageError, PacelineError, ParameterError
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.server.batch.output import OutputFile
-    from paceline.server.batch.window import Outcome
+    from paceline.server.batch.window import LineResult
     from paceline.server.context import Context
 
 EXIT_FAILED = 2
@@ -226,20 +226,20 @@ class _LocalRun:
     async def run(self, file: BinaryIO, output: OutputFile) -> int:
         """Answer all lines; returns how many of this run could not be answered."""
         from paceline.cli.plain_lines import LineReader
-        from paceline.server.batch.answers import Batch, unanswered
+        from paceline.server.batch.answers import BatchContext, unanswered
         from paceline.server.batch.lines import lines_of
-        from paceline.server.batch.window import LINES_PER_ROW, Scribe, play_all
+        from paceline.server.batch.window import LINES_PER_ROW, LineWriter, run_all
 
         async with running(self.llm, self.config) as context:
-            reader = LineReader(Batch(context, self.seed), self.params, self.refuse_params)
+            reader = LineReader(BatchContext(context, self.seed), self.params, self.refuse_params)
             todo = unanswered(lines_of(file, self.config.max_body_bytes), reader.read, output)
             async with _progress(context, file, len(output.done), shown=not self.quiet) as progress:
-                await play_all(
+                await run_all(
                     todo,
-                    Scribe(output.append),
+                    LineWriter(output.append),
                     window=LINES_PER_ROW * self.llm.config.max_batch_size,
                     in_order=self.in_order,
-                    tell=progress.tell,
+                    on_result=progress.tell,
                 )
         return progress.failed
 
@@ -271,7 +271,7 @@ class _Progress:
         self.failed = self.answered = 0
         self._context, self._bar = context, bar
 
-    def tell(self, outcome: Outcome) -> None:
+    def tell(self, outcome: LineResult) -> None:
         """Count one more line that is on disk."""
         self.answered += 1
         self.failed += outcome.failed

@@ -24,10 +24,10 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError
 from paceline.integrations.ray.cluster import Recipe, joined, need_ray, shared
-from paceline.server.batch.answers import Batch, read_line, unanswered
-from paceline.server.batch.lines import Line, lines_of
+from paceline.server.batch.answers import BatchContext, read_line, unanswered
+from paceline.server.batch.lines import InputLine, lines_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.window import LINES_PER_ROW, Chore, Outcome, Scribe, play_all
+from paceline.server.batch.window import LINES_PER_ROW, LineResult, LineTask, LineWriter, run_all
 from paceline.server.context import Context
 
 _RESTARTS = 3  # of a worker and of a line
@@ -51,7 +51,7 @@ class Worker:
         """The settings that answers depend on, besides the lines and the seed."""
         return self._settings
 
-    async def play(self, line: Line, seed: int, settings: dict[str, Any]) -> Outcome:
+    async def run(self, line: InputLine, seed: int, settings: dict[str, Any]) -> LineResult:
         """Answer a line. Raises PacelineError if this worker's settings differ from the job's."""
         if settings != self._settings:
             raise PacelineError(f"a worker's settings differ from the first one's: {self._settings}, not {settings}")
@@ -59,9 +59,9 @@ class Worker:
             if self._context is None:
                 self._context = await self._life.enter_async_context(running(self._llm, self._config))
         reader = LineReader(
-            Batch(self._context, seed), self._params, _allowed
+            BatchContext(self._context, seed), self._params, _allowed
         )  # names were checked when the file was read
-        return await read_line(reader.read, line).play()
+        return await read_line(reader.read, line).run()
 
 
 class WorkerPool:
@@ -71,12 +71,12 @@ class WorkerPool:
         self._actors, self._seed, self._settings, self._lost = actors, seed, settings, lost
         self._busy = [0] * len(actors)
 
-    async def play(self, line: Line) -> Outcome:
+    async def run(self, line: InputLine) -> LineResult:
         """Answer a line by the worker with the fewest in flight. Raises PacelineError if no worker can."""
         place = min(range(len(self._busy)), key=self._busy.__getitem__)
         self._busy[place] += 1
         try:
-            outcome: Outcome = await self._actors[place].play.remote(line, self._seed, self._settings)
+            outcome: LineResult = await self._actors[place].run.remote(line, self._seed, self._settings)
         except self._lost as error:
             raise PacelineError(f"{line.where} cannot be answered: {error}") from error
         finally:
@@ -89,10 +89,10 @@ class SentLine:
     """A line that a worker answers."""
 
     pool: WorkerPool
-    line: Line
+    line: InputLine
 
-    async def play(self) -> Outcome:
-        return await self.pool.play(self.line)
+    async def run(self) -> LineResult:
+        return await self.pool.run(self.line)
 
 
 @dataclass(frozen=True)
@@ -130,19 +130,19 @@ class RayRun:
         no_batch: Any = None  # the reader only checks here; workers answer
         reader = LineReader(no_batch, self.params, self.refuse_params)
 
-        def read(line: Line, data: object) -> Chore:
+        def read(line: InputLine, data: object) -> LineTask:
             chore = reader.read(line, data)
             return chore if isinstance(chore, PlainRefusal) else SentLine(pool, line)
 
         todo, began, failed = unanswered(lines_of(file, self.config.max_body_bytes), read, output), time.monotonic(), 0
         with tqdm(initial=len(output.done), desc="lines", unit="line", disable=True if self.quiet else None) as bar:
 
-            def tell(outcome: Outcome) -> None:
+            def tell(outcome: LineResult) -> None:
                 nonlocal failed
                 failed += outcome.failed
                 bar.update()
 
-            await play_all(todo, Scribe(output.append), window=window, in_order=self.in_order, tell=tell)
+            await run_all(todo, LineWriter(output.append), window=window, in_order=self.in_order, on_result=tell)
             answered = bar.n - len(output.done)
         if not self.quiet:
             note(f"{answered} lines in {time.monotonic() - began:.1f} s; {failed} failed")

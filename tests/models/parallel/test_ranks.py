@@ -20,7 +20,7 @@ from models.parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, 
 from paceline import LLM
 from paceline.config import EngineConfig, EngineOptions
 from paceline.core.outputs import RequestOutput
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.errors import ParameterError, RankError
 from paceline.kernels.attention.padded import PaddedAttention
 from paceline.lengths import FixedLength
@@ -166,7 +166,7 @@ def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
         torch.testing.assert_close(engine.next_logits(range(9)), expected.next_logits(range(9)), rtol=2e-4, atol=2e-4)
         told = []
         for each in (engine, expected):
-            text = Text(list(range(40)))
+            text = ScoredText(list(range(40)))
             each.scorer.add([text])
             while not text.finished:
                 each.score_some()
