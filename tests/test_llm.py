@@ -751,6 +751,6 @@ def test_rows_beyond_what_longrope_keeps_still_are_refused_with_the_reason() -> 
     factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
     fields = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors}}
     model = tiny("phi3", NATIVE["llama"][1] | fields | {"original_max_position_embeddings": 32})
-    with pytest.raises(ParameterError, match=r"^max_model_len=64 .*at most 32 .*longrope.*neighbours"):
+    with pytest.raises(ParameterError, match=r"^max_model_len=64 .*at most 32 .*longrope.*depend on other rows"):
         LLM(model, max_model_len=64, device="cpu", dtype="float32", drafter=None)
     assert LLM(model, device="cpu", dtype="float32", drafter=None).engine.max_model_len == 32

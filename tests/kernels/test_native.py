@@ -102,7 +102,7 @@ def test_the_reason_for_not_using_amx_is_reported(monkeypatch):
     monkeypatch.setattr(native, "amx_obstacle", lambda: "it is Sunday")
     with pytest.raises(ParameterError, match="it is Sunday"):
         native.select("amx")
-    assert NativeModel(random_spec(), "random", kernels=None).kernels == "torch twin (not AMX: it is Sunday)"
+    assert NativeModel(random_spec(), "random", kernels=None).kernels == "torch reference (not AMX: it is Sunday)"
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="needs a compiler")

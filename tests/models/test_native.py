@@ -80,7 +80,7 @@ def error(x, expected):
 
 @of_every_shape
 @quantised_every_way
-@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "twin")
+@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
 def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     spec = random_spec(**SHAPES[shape])
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
@@ -178,7 +178,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
     assert torch.equal(whole, torch.cat([part.features for part in parts]))
 
 
-@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "twin")
+@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
 @quantised_every_way
 @of_every_shape
 def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):

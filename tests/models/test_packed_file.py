@@ -401,10 +401,10 @@ def test_the_reference_implementation_and_gpus_have_no_cache(checkpoint: Path, m
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
     monkeypatch.setattr(native, "select", lambda: None)
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is None
-    twin = prepare(load_model(checkpoint, dtype=torch.bfloat16), "auto", "int8")
-    assert isinstance(twin, NativeModel)
+    reference = prepare(load_model(checkpoint, dtype=torch.bfloat16), "auto", "int8")
+    assert isinstance(reference, NativeModel)
     written_file = file_of(checkpoint)
-    written_file.save(twin)
+    written_file.save(reference)
     assert not written_file.path.exists()
 
 

@@ -78,10 +78,12 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
+        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
         return self.kv_heads * self.head_dim
 
     @staticmethod

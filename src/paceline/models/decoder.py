@@ -29,7 +29,9 @@ class FeatureReader(Protocol):
     """
 
     @property
-    def taps(self) -> Sequence[int]: ...
+    def taps(self) -> Sequence[int]:
+        """The layers whose input is stored."""
+        ...
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         """Store the features of N tokens of a forward pass: rows, slots [N] int64, features [N, taps, width]."""
@@ -121,12 +123,12 @@ class Decoder:
         real = None if counts is None else real_places(counts, tokens.shape[1])
         rows = torch.tensor(self._places[first_row : first_row + tokens.shape[0]])[:, None].expand_as(tokens)
         if real is None or bool(real.all()):
-            flat = self._read(model, Nodes(tokens.flatten(), rows.flatten(), positions.flatten()))
+            flat = self._run_nodes(model, Nodes(tokens.flatten(), rows.flatten(), positions.flatten()))
             return flat.view(*tokens.shape, -1)
-        flat = self._read(model, Nodes(tokens[real], rows[real], positions[real]))
+        flat = self._run_nodes(model, Nodes(tokens[real], rows[real], positions[real]))
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
-    def _read(self, model: FlatModel, nodes: Nodes) -> Tensor:
+    def _run_nodes(self, model: FlatModel, nodes: Nodes) -> Tensor:
         """Run N nodes and store their features -> hidden [N, width]."""
         states = model.forward(nodes, self.cache, self._taps)
         self._pass_to_reader(nodes, states.features)
@@ -169,7 +171,7 @@ class Decoder:
         nodes = Nodes(*torch.tensor([tokens, rows, *(tree or [positions])]))
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
-        logits = self.logits(self._read(model, nodes))
+        logits = self.logits(self._run_nodes(model, nodes))
         return logits.view(batch.rows, draft.k + 1, -1) if len(tokens) == batch.rows * (draft.k + 1) else logits
 
     def keep(self, batch: Batch, verdict: Verdict) -> None:
@@ -219,7 +221,7 @@ class Decoder:
             self._prefill_flat(self._flat, batch, parts)
         else:
             for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
-                self._prefill_side_by_side(batch, [part for _, part in run])
+                self._prefill_consecutive(batch, [part for _, part in run])
         for row, _, stop in parts:
             self.num_computed_tokens[row] = stop
 
@@ -231,7 +233,7 @@ class Decoder:
         nodes = Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts]))
         self._pass_to_reader(nodes, model.fill(nodes, self.cache, self._taps))
 
-    def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
+    def _prefill_consecutive(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         """Run (row, start, stop) of consecutive rows in one padded pass."""
         first_row, width = parts[0][0], max(stop - start for _, start, stop in parts)
         start = torch.tensor([start for _, start, _ in parts], device=batch.device)
@@ -247,20 +249,20 @@ class Decoder:
         parts: (row, position of the first token, tokens), by ascending row. Passes as in ``prefill_rows``.
         """
         if self._flat is not None:
-            return self._read_rows_flat(self._flat, parts)
+            return self._run_rows_flat(self._flat, parts)
         hidden: list[Tensor] = []
         for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
-            hidden += self._read_side_by_side([part for _, part in run])
+            hidden += self._run_consecutive([part for _, part in run])
         return hidden
 
-    def _read_rows_flat(self, model: FlatModel, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+    def _run_rows_flat(self, model: FlatModel, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
         tokens = [token for *_, text in parts for token in text]
         rows = [self._places[row] for row, _, text in parts for _ in text]
         positions = [first + offset for _, first, text in parts for offset in range(len(text))]
-        hidden = self._read(model, Nodes(*torch.tensor([tokens, rows, positions])))
+        hidden = self._run_nodes(model, Nodes(*torch.tensor([tokens, rows, positions])))
         return list(torch.split(hidden, [len(text) for *_, text in parts]))
 
-    def _read_side_by_side(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+    def _run_consecutive(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
         """Run consecutive rows in one pass, padded to the longest."""
         width, device = max(len(text) for *_, text in parts), self.model.device
         tokens = torch.tensor([[*text, *[text[-1]] * (width - len(text))] for *_, text in parts], device=device)
@@ -286,14 +288,14 @@ class Decoder:
         """
         for rows, stop in self._incomplete_groups(batch):
             source = rows[-1]
-            self._feed_all(batch, [source], self.num_computed_view(batch).tolist(), [stop])
+            self._run_chunks(batch, [source], self.num_computed_view(batch).tolist(), [stop])
             for row in rows[:-1]:
                 self.copy_row(batch.first + source, batch.first + row, stop)
         computed = self.num_computed_view(batch).tolist()
         for incomplete, group in groupby(range(batch.rows), lambda row: computed[row] < batch.lengths[row] - 1):
             if incomplete:
                 rows = list(group)
-                self._feed_all(batch, rows, computed, [batch.lengths[row] - 1 for row in rows])
+                self._run_chunks(batch, rows, computed, [batch.lengths[row] - 1 for row in rows])
 
     def spared(self, batch: Batch) -> int:
         """Return the number of missing tokens that ``catch_up`` copies from parallel samples instead of running."""
@@ -316,7 +318,7 @@ class Decoder:
                 groups.append(([*incomplete, source], stop))
         return groups
 
-    def _feed_all(self, batch: Batch, rows: list[int], computed: list[int], ends: list[int]) -> None:
+    def _run_chunks(self, batch: Batch, rows: list[int], computed: list[int], ends: list[int]) -> None:
         """Run tokens computed[row] .. end - 1 of consecutive rows, in chunks of at most CATCH_UP_CHUNK tokens."""
         starts = [min(computed[row], end) for row, end in zip(rows, ends, strict=True)]
         width = max(1, CATCH_UP_CHUNK // len(rows))
@@ -373,18 +375,18 @@ class Decoder:
         """
         new = [range(run, count) for run, count in zip(read, draft.drafted, strict=True)]
         if self._flat is not None:
-            return self._feed_branches(self._flat, batch, draft, new)
-        hidden = self._read_tree(batch, draft)
+            return self._run_branches(self._flat, batch, draft, new)
+        hidden = self._run_tree(batch, draft)
         row = [row for row, indices in enumerate(new) for _ in indices]
         return hidden[row, [index + 1 for indices in new for index in indices]]
 
-    def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
+    def _run_tree(self, batch: Batch, draft: Draft) -> Tensor:
         """Run the pending token and all draft tokens of each row -> hidden [B, k + 1, width]."""
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
         start, longest = batch.live_length - 1, batch.longest + draft.k
         return self.forward(tokens, start, longest, batch.first, draft.counts + 1, draft.tree)
 
-    def _feed_branches(self, model: FlatModel, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
+    def _run_branches(self, model: FlatModel, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
         """Run the new draft tokens. The node list begins with those that were run before, as their parents."""
         order = [(row, index) for row, indices in enumerate(new) for index in range(indices.start)]
         read = len(order)
@@ -402,7 +404,7 @@ class Decoder:
         nodes = Nodes(*torch.tensor([tokens, rows, positions, slots, parents]))._replace(read=read)
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
-        return self._read(model, nodes)
+        return self._run_nodes(model, nodes)
 
     def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keep the draft tokens of ``paths`` in each row: move them behind the text and count them as computed.

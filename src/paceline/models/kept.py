@@ -47,6 +47,7 @@ class CachedDocument(Generic[T]):
 
     @property
     def path(self) -> Path:
+        """The path of the file, which may not exist."""
         digest = hashlib.sha256(json.dumps(self.depends_on).encode()).hexdigest()[:16]
         return cache_directory() / self.kind / f"{digest}.json"
 

@@ -52,33 +52,33 @@ def load_model(
 
 @reads_model
 def load_shard(
-    source: ResolvedSource, share: ModelShard, *, dtype: torch.dtype, device: torch.device
+    source: ResolvedSource, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
 
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
-    path, config = check_shardable(source, share)
+    path, config = check_shardable(source, shard)
     stored, names = _stored_of(path)
     config = _untied_if_stored(config, names, stored)
     placements = weights.place(config, names, stored, str(path))
-    return config, weights.assemble(shares.cut(placements, config, share), dtype, device)
+    return config, weights.assemble(shares.cut(placements, config, shard), dtype, device)
 
 
 @reads_model
-def check_shardable(source: ResolvedSource, share: ModelShard) -> tuple[Path, ModelConfig]:
+def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, ModelConfig]:
     """Check that a model can be split over the ranks, without loading it; return its path and configuration.
 
     Raises the errors of ``load_shard``.
     """
     if is_loaded(source):
         allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, from which each rank reads"
-        raise ParameterError("tensor_parallel", share.ranks, f"{allowed} a part")
+        raise ParameterError("tensor_parallel", shard.ranks, f"{allowed} a part")
     config = native_config(source)
     if config is None:
         allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} can be split"
-        raise ParameterError("tensor_parallel", share.ranks, allowed)
-    share.local(config)
+        raise ParameterError("tensor_parallel", shard.ranks, allowed)
+    shard.local(config)
     return source, config
 
 

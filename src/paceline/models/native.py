@@ -68,7 +68,7 @@ class NativeModel:
         self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         assert read_packed is None or chosen is not None
-        self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
+        self._reference = twin.TwinDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
@@ -101,8 +101,8 @@ class NativeModel:
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
         check_taps(taps, self.layers)
-        if self._twin is not None:
-            return HiddenStates(*self._twin.forward(nodes, cache, taps))
+        if self._reference is not None:
+            return HiddenStates(*self._reference.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
         return HiddenStates(hidden, self._forward(nodes, cache, taps, hidden))
 
@@ -112,8 +112,8 @@ class NativeModel:
         The last layer is skipped after its keys and values.
         """
         check_taps(taps, self.layers)
-        if self._twin is not None:
-            return self._twin.forward(nodes, cache, taps)[1]
+        if self._reference is not None:
+            return self._reference.forward(nodes, cache, taps)[1]
         return self._forward(nodes, cache, taps, None)
 
     def _forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int], hidden: Tensor | None) -> Tensor | None:
@@ -149,8 +149,8 @@ class NativeModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., width]."""
         flat = hidden.reshape(-1, self.width).float().contiguous()
-        if self._twin is not None:
-            return self._twin.logits(flat).view(*hidden.shape[:-1], self.vocab_size)
+        if self._reference is not None:
+            return self._reference.logits(flat).view(*hidden.shape[:-1], self.vocab_size)
         assert self._packed is not None
         out = flat.new_empty(flat.shape[0], self.vocab_size)
         self._packed.decoder.logits(flat, out)
@@ -187,7 +187,7 @@ def _multiply_adds(spec: NativeSpec) -> int:
 
 def _kernel_name(kernels: native.Kernels | None) -> str:
     """Return the name for the start line, with the reason if the CPU has AMX and it is not used."""
-    name = "torch twin" if kernels is None else kernels.name
+    name = "torch reference" if kernels is None else kernels.name
     obstacle = native.amx_obstacle()
     return f"{name} (not AMX: {obstacle})" if obstacle else name
 
@@ -275,6 +275,7 @@ def check_config(config: ModelConfig) -> None:
 
 
 def check_spec(spec: NativeSpec) -> None:
+    """Raise ModelFormatError for a number or width of heads that the kernels do not support."""
     if spec.head_dim % 16 or spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
         shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
         needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"

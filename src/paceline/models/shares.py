@@ -91,17 +91,17 @@ class CutTensor:
         destination.copy_(torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.lines], self.dim))
 
 
-def cut(placements: Sequence[Placement], config: ModelConfig, share: ModelShard) -> list[Placement]:
+def cut(placements: Sequence[Placement], config: ModelConfig, shard: ModelShard) -> list[Placement]:
     """Return a rank's parts of a whole model's tensors. Biases of partial sums are kept by rank 0 alone."""
-    return [piece for placement in placements for piece in _cut(placement, config, share)]
+    return [piece for placement in placements for piece in _cut(placement, config, shard)]
 
 
-def _cut(placement: Placement, config: ModelConfig, share: ModelShard) -> Iterator[Placement]:
+def _cut(placement: Placement, config: ModelConfig, shard: ModelShard) -> Iterator[Placement]:
     part, suffix = placement.slot.target.rsplit(".", 2)[-2:]
-    columns, rows = _columns(part, config, share), _rows(part, config, share)
+    columns, rows = _columns(part, config, shard), _rows(part, config, shard)
     if columns is not None and suffix == "weight":
         yield _by_columns(placement, columns)
-    elif columns is not None and share.rank != 0:
+    elif columns is not None and shard.rank != 0:
         return
     elif rows is not None:
         yield _by_rows(placement, rows)
@@ -109,22 +109,22 @@ def _cut(placement: Placement, config: ModelConfig, share: ModelShard) -> Iterat
         yield placement
 
 
-def _columns(part: str, config: ModelConfig, share: ModelShard) -> range | None:
+def _columns(part: str, config: ModelConfig, shard: ModelShard) -> range | None:
     """Return the input columns of a matrix whose outputs are summed over the ranks; None for other matrices."""
     if part == "o":
-        return _wide(share.heads(config)[0], config.head_dim)
-    return share.of(config.mlp_width) if part == "down" else None
+        return _wide(shard.heads(config)[0], config.head_dim)
+    return shard.of(config.mlp_width) if part == "down" else None
 
 
-def _rows(part: str, config: ModelConfig, share: ModelShard) -> list[range] | None:
+def _rows(part: str, config: ModelConfig, shard: ModelShard) -> list[range] | None:
     """Return the output rows of a matrix that is split by outputs, part by part; None for other matrices."""
-    queries, groups = (_wide(heads, config.head_dim) for heads in share.heads(config))
-    inner = share.of(config.mlp_width)
+    queries, groups = (_wide(heads, config.head_dim) for heads in shard.heads(config))
+    inner = shard.of(config.mlp_width)
     kept = {
         "qkv": [queries, *(_moved(groups, config.query_width + at) for at in (0, config.kv_width))],
         "gate_up": [inner, _moved(inner, config.mlp_width)],
         "up": [inner],
-        "head": [share.of(config.vocab_size)],
+        "head": [shard.of(config.vocab_size)],
     }
     return kept.get(part)
 

@@ -267,7 +267,9 @@ def test_models_run_by_transformers_are_refused(tmp_path: Path, kind: str) -> No
 
 def test_unsupported_divisions_are_refused_by_name(tmp_path: Path) -> None:
     path = write(toy("llama"), tmp_path)
-    with pytest.raises(ParameterError, match="tensor_parallel=7 is not allowed: at most 6: a rank needs a head"):
+    with pytest.raises(
+        ParameterError, match="tensor_parallel=7 is not allowed: at most 6: each rank needs at least one head"
+    ):
         LLM(path, tensor_parallel=7, device="cpu")
     with pytest.raises(ParameterError, match=r"tensor_parallel=2 is not allowed: 1 with .*which is loaded already"):
         LLM(toy("llama"), tensor_parallel=2, device="cpu")

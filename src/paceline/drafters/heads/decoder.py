@@ -267,7 +267,7 @@ class TorchHeadDecoder(HeadDecoder):
         self._states = self._last.state
         return normed[:, 0]
 
-    def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
+    def _run_tree(self, batch: Batch, draft: Draft) -> Tensor:
         """Each draft token with the state at what it follows; the last token of the text, below them, with its
         streams.
         """
