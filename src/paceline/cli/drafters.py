@@ -45,7 +45,7 @@ def drafters(
     ] = Path("drafters.json"),
     quiet: Quiet = False,
 ) -> None:
-    """Compare the drafters of a target: n-gram lookup, draft model, trained head. The last line is one JSON document."""
+    """Compare a target's drafters: n-gram lookup, draft model, trained head. The last line is one JSON document."""
     from paceline.tools.bench.drafters import Plan, contenders, count, draft_costs, draw, speeds
     from paceline.tools.bench.offline import machine, versions
 
