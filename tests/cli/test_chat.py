@@ -41,7 +41,7 @@ def test_a_line_that_is_no_text_is_refused_and_the_conversation_goes_on(paceline
     result = paceline("chat", tiny, *options, stdin=b"\xef\xbb\xbfhello\n\xff\xfe\n/clear\nhello\n")
     assert result.exit_code == 0, result.output
     (error,) = result.stderr.splitlines()
-    assert "no UTF-8" in error
+    assert "not UTF-8" in error
     first, second = result.stdout.splitlines()
     assert first == second
     assert paceline("chat", tiny, "--system", "\udcff").exit_code == 2

@@ -332,6 +332,19 @@ def test_temperature_zero_is_greedy() -> None:
     assert not SamplingParams(temperature=0.01).greedy
 
 
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"drafter": None, "num_speculative_tokens": 4}, "a drafter: drafter other than None"),
+        ({"drafter": None, "acceptance": "rejection"}, "a drafter: drafter other than None"),
+        ({"drafter": "ngram", "draft_dtype": "float32"}, "a drafter with a draft model: "),
+    ],
+)
+def test_an_option_without_effect_says_what_it_needs(options: EngineOptions, needed: str) -> None:
+    with pytest.raises(ParameterError, match=f"it needs {needed}"):
+        engine_config(options)
+
+
 def test_the_keyword_options_are_the_configs_fields() -> None:
     assert set(get_type_hints(EngineOptions)) == {field.name for field in dataclasses.fields(EngineConfig)}
 

@@ -136,6 +136,18 @@ def test_a_stop_string_never_appears(live: Live, offline: LLM) -> None:
     assert ask(live, stop=stop).choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"allowed_token_ids": [70, 71]}, {"bad_words": ["e"]}, {"bad_words": "a"}, {"skip_special_tokens": False}],
+)
+def test_tokens_may_be_restricted_and_special_ones_shown_as_offline(
+    live: Live, offline: LLM, params: dict[str, Any]
+) -> None:
+    answer = ask(live, extra_body={**params, "metrics": True}).choices[0]
+    (same,) = expected(offline, **params)
+    assert (answer.text, answer.paceline["token_ids"]) == (same.text, same.token_ids)
+
+
 def test_echo_returns_the_prompt_and_its_log_probabilities(live: Live, offline: LLM) -> None:
     reply = ask(live, echo=True, logprobs=1, max_tokens=4)
     found = reply.choices[0]
