@@ -273,7 +273,7 @@ def test_serializing_in_pieces_gives_the_same_bytes() -> None:
     usage = replies.Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
     chat = replies.Chat(id="1", object="chat.completion", created=1, model="m", choices=[said], usage=usage)
     none = replies.Completion(id="1", object="text_completion", created=1, model="m", choices=[])
-    for document in (whole, chat, none, replies.Tokens(count=2, max_model_len=3, tokens=[1, 2], token_strs=[])):
+    for document in (whole, chat, none, replies.TokenizedText(count=2, max_model_len=3, tokens=[1, 2], token_strs=[])):
         assert written_in_pieces(document) == written(document)
 
 

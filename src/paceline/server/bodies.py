@@ -50,7 +50,7 @@ def _check_size(body: bytes) -> None:
     if not _within(body) and not _within(_outside_strings(body)):
         raise errors.invalid(
             f"the body is too complex: at most {MAX_VALUES} values and {MAX_PARTS} lists, objects and fields of "
-            "objects are allowed; split it into several requests"
+            "objects; split it into several requests"
         )
 
 

@@ -125,9 +125,11 @@ class Connection(H11Protocol):
             if self._discarded_bytes > self._limits.max_body_bytes:
                 self.drop()
                 return
-        elif self._has_too_many_tiny_chunks(data):
-            self._refuse_tiny_chunks()
-            return
+        else:
+            self._count_tiny_chunks(data)
+            if self._tiny_chunks > _MAX_TINY_CHUNKS:
+                self._refuse_tiny_chunks()
+                return
         super().data_received(data)
         self._update_phase()
 
@@ -187,15 +189,14 @@ class Connection(H11Protocol):
         """Return whether the response is complete but part of the request's body has not arrived."""
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
-    def _has_too_many_tiny_chunks(self, data: bytes) -> bool:
-        """Return whether the body has too many tiny chunks: parsing them would block the event loop."""
+    def _count_tiny_chunks(self, data: bytes) -> None:
+        """Count the tiny chunks of a body. Parsing very many of them would block the event loop."""
         if self.conn.their_state is h11.SEND_BODY:
             in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
         else:
             in_chunks = b"chunked" in data.lower()  # the chunk may include the request's head
         if in_chunks:
             self._tiny_chunks += len(_TINY_CHUNK.findall(data))
-        return self._tiny_chunks > _MAX_TINY_CHUNKS
 
     def _refuse_tiny_chunks(self) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

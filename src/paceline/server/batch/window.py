@@ -73,35 +73,25 @@ async def run_all(
     in_order: write results in the order of the tasks instead of the order of completion. on_result: called with each
     result once it is written. Raises the first exception of a task; tasks in flight are then cancelled.
     """
-    slots = asyncio.Semaphore(window)
-    previous_written = asyncio.Event()
-    previous_written.set()
+    slots, unordered = asyncio.Semaphore(window), asyncio.Event()
+    unordered.set()
+
+    async def run(task: LineTask, may_write: asyncio.Event, written: asyncio.Event) -> None:
+        result = await task.run()
+        await may_write.wait()
+        writer.put(result.content)
+        written.set()
+        await writer.flush()
+        on_result(result)
+        slots.release()
+
+    previous = unordered
     try:
         async with asyncio.TaskGroup() as group:
             async for task in tasks:
                 await slots.acquire()
                 written = asyncio.Event()
-                group.create_task(
-                    _run_task(task, writer, previous_written if in_order else None, written, slots, on_result)
-                )
-                previous_written = written
+                group.create_task(run(task, previous if in_order else unordered, written))
+                previous = written
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
-
-
-async def _run_task(
-    task: LineTask,
-    writer: LineWriter,
-    previous_written: asyncio.Event | None,
-    written: asyncio.Event,
-    slots: asyncio.Semaphore,
-    on_result: Callable[[LineResult], None],
-) -> None:
-    result = await task.run()
-    if previous_written is not None:
-        await previous_written.wait()
-    writer.put(result.content)
-    written.set()
-    await writer.flush()
-    on_result(result)
-    slots.release()
