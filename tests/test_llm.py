@@ -340,7 +340,7 @@ def test_what_the_weights_were_loaded_with_cannot_change(llm: LLM) -> None:
 def test_float16_is_refused_on_a_cpu_before_anything_is_loaded(
     dtype: str, draft_dtype: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.llm.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("paceline.engine.loading.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(ParameterError, match=f"{field}='float16'.*'float32' or 'bfloat16' on a CPU"):
         make(dtype=dtype, draft_dtype=draft_dtype)
 
@@ -352,7 +352,7 @@ def test_a_float16_engine_gives_with_guesses_what_it_gives_without(
     """As a GPU without bfloat16 plays it."""
     if attention == "ragged":
         pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr("paceline.llm.resolve_dtype", lambda *_: torch.float16)
+    monkeypatch.setattr("paceline.engine.loading.resolve_dtype", lambda *_: torch.float16)
     options = {"attention": attention, "rounds": rounds, "max_batch_size": 3}
     plain, speculating = make(draft=False, drafter=None, **options), make(drafter="model", **options)
     assert {model.dtype for model in (speculating.engine.models.target, speculating.engine.models.draft)} == {
@@ -610,7 +610,7 @@ def test_it_is_closed_at_the_end_of_a_with_statement() -> None:
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_copying_it_is_refused_in_a_sentence(llm: LLM, duplicate: Callable[[LLM], object]) -> None:
-    with pytest.raises(PacelineError, match=r"cannot be copied or pickled.*in every process its own"):
+    with pytest.raises(PacelineError, match=r"cannot be copied or pickled.*in every process that uses it"):
         duplicate(llm)
 
 
@@ -620,7 +620,7 @@ def test_beams_are_refused_by_name(llm: LLM) -> None:
 
 
 def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.llm.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("paceline.engine.loading.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     for given, said in (("max_num_seqs", "max_batch_size"), ("draft_dtpe", "draft_dtype")):
         with pytest.raises(ParameterError, match=f"^{given}=4 .*{said}"):
             make(**{given: 4})

@@ -1,7 +1,7 @@
-"""The promise: speculation changes the speed and nothing else.
+"""Losslessness: speculation changes the speed and no output.
 
-Greedy and coupled runs equal plain decoding token by token, whatever draft tokens, in whatever company. Rejection keeps
-the distribution.
+Greedy and coupled decoding equal plain decoding token by token, with any drafter and in any batch. The rejection rule
+keeps the distribution.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ DRAFTS: dict[str, Callable[[], Model]] = {
     "flat": lambda: FlatToy(blur=0.3),
     "llama": lambda: tiny_llama(1),
 }
-MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # whose rounds the kernels play
+MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # "native" runs rounds in the kernels
 DRAFTS["native"] = lambda: tiny_native(1, 1)
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -103,14 +103,14 @@ BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid", "parallel", "transfer"]
 BRANCHING_NATIVELY = [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
-BACKENDS_AND_LENGTHS = [  # lengths do not know how attention is run, so few of them are tried with another one
+BACKENDS_AND_LENGTHS = [  # length policies do not depend on the attention backend, so the second backend gets few
     *(pytest.param("padded", k, marks=pytest.mark.slow if k in (1, "profiled") else ()) for k in LENGTHS),
     *(pytest.param("split", k, marks=() if k in (4, "random") else pytest.mark.slow) for k in LENGTHS),
 ]
 
 
 def some_slow(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Test parameters of which only ``fast`` are no slow ones: the others go ways that others go, too."""
+    """Test parameters, marked slow except those in ``fast``: the slow ones cover code that the fast ones cover, too."""
     slow = pytest.mark.slow
     return [case if case in fast else pytest.param(*_as_tuple(case), marks=slow) for case in cases]
 
@@ -121,7 +121,7 @@ def _as_tuple(case: Any) -> tuple[Any, ...]:
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
-HELD = StructuredOutputs(regex="toy")  # whatever it says, toy.ToyConstraint holds the row
+REGEX = StructuredOutputs(regex="toy")  # the content is ignored: toy.ToyConstraint restricts the row
 GREEDY = [SamplingParams(temperature=0, max_tokens=22, seed=seed) for seed in range(len(PROMPTS))]
 MIXED = [
     SamplingParams(temperature=0, max_tokens=22, seed=0),
@@ -132,8 +132,10 @@ MIXED = [
     SamplingParams(temperature=0.9, max_tokens=9, seed=5, min_p=0.2, min_tokens=8, logit_bias={0: 3.0}),
     SamplingParams(temperature=2.0, max_tokens=16, seed=6, top_k=8, top_p=0.8, min_p=0.05, n=2, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=9, seed=7, stop_token_ids=(4, 5), num_speculative_tokens=0),
-    SamplingParams(temperature=0, max_tokens=24, seed=8, structured_outputs=HELD),
-    SamplingParams(temperature=1.1, max_tokens=24, seed=9, structured_outputs=HELD, n=2, top_p=0.9, presence_penalty=1),
+    SamplingParams(temperature=0, max_tokens=24, seed=8, structured_outputs=REGEX),
+    SamplingParams(
+        temperature=1.1, max_tokens=24, seed=9, structured_outputs=REGEX, n=2, top_p=0.9, presence_penalty=1
+    ),
 ]
 FAMILIES = {"greedy": GREEDY, "mixed": MIXED}
 EVERYTHING = [  # every row has every parameter
@@ -161,18 +163,18 @@ SIBLINGS = [
 
 
 def no_repeats(answer: list[int], logits: Tensor) -> Tensor:
-    """A processor: no token of the last three again."""
+    """Logits processor that forbids the last three tokens."""
     return logits.index_fill(0, torch.tensor(answer[-3:], dtype=torch.int64), -torch.inf)
 
 
 def climbing(answer: list[int], logits: Tensor) -> Tensor:
-    """Another, which looks at the logits, too: the leader loses, the more the longer the answer is."""
+    """Logits processor that lowers the largest logit in proportion to the length of the answer."""
     logits[logits.argmax()] -= 0.3 * len(answer)
     return logits
 
 
 def best_three(answer: list[int], logits: Tensor) -> Tensor:
-    """Another, of the model's own logits: what a bias or penalty does to them comes later."""
+    """Logits processor that keeps the three largest logits, before bias and penalties."""
     return logits.masked_fill(logits < logits.topk(3).values[-1], -torch.inf)
 
 
@@ -197,13 +199,13 @@ PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS, "processed
 
 
 def unranked(params: SamplingParams) -> SamplingParams:
-    """All answers, in the order of sampling."""
+    """The same parameters for all samples, without ranking."""
     return replace(params, n=params.answers, best_of=None, rank_by=None)
 
 
 @functools.cache
 def plain(model: str, family: str) -> list[list[list[int]]]:
-    """Plain decoding of every prompt, alone in its batch, in rounds of the host's."""
+    """Answers of plain decoding, one prompt per batch, in host rounds."""
     alone = []
     for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1)
@@ -214,23 +216,23 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
 
 
 def cheap_budget() -> AutoLength:
-    """Verifies whatever has a chance: a draft token costs next to nothing."""
+    """Policy for which draft tokens cost almost nothing, so nearly all are verified."""
     return AutoLength(CostModel(linear_costs(token=0.01)))
 
 
 def cheap_confident(engine: Engine) -> AutoLength:
-    """Drafts cost little, and draft tokens that are nearly sure to be wrong are not verified."""
+    """Policy for which drafting is cheap; draft tokens that are almost surely wrong are not verified."""
     costs = CostModel(linear_costs(token=0.3, draft_step=0.1))
     return AutoLength(costs, engine.parts.drafter.decoders, copies=False)
 
 
 def cheap_hybrid(engine: Engine) -> AutoLength:
-    """Likewise; and some rounds copy, others ask the draft model."""
+    """Policy with the same costs, under which some rounds use n-gram drafts and others the draft model."""
     return AutoLength(CostModel(linear_costs(token=0.3, draft_step=0.1)), engine.parts.drafter.decoders)
 
 
 def nearly_the_answers(model: str, family: str) -> list[list[int]]:
-    """Documents to copy from: in most places all rows match one, and what follows there is mostly right."""
+    """Documents for n-gram lookup: the answers with an error in every 17th token."""
     texts = [[*prompt, *one] for prompt, each in zip(PROMPTS, plain(model, family), strict=True) for one in each]
     return [[(token + 1) % VOCAB if place % 17 == 16 else token for place, token in enumerate(text)] for text in texts]
 
@@ -243,7 +245,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
     same |= {"parallel": "feature", "parallel hybrid": "hybrid", "transfer": "feature"}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
-    others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # gives way to the script
+    others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
     named = (same | others).get(drafter)
     documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
     if drafter.endswith("hybrid"):
@@ -311,7 +313,7 @@ def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, 
 
 @pytest.mark.parametrize("length", some_slow(LENGTHS, (4, "random", "caps", "selection")))
 @pytest.mark.parametrize("drafter", ["ngram", "always", "sometimes", "ragged"])
-def test_certain_guesses_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
+def test_certain_draft_tokens_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
     engine = speculative_engine("toy", drafter, length, "mixed", acceptance="rejection")
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
 
@@ -341,7 +343,7 @@ RULES_AND_LENGTHS = [(rule, k) for rule in ("coupled", "rejection") for k in (1,
 @pytest.mark.parametrize(("rule", "length"), some_slow(RULES_AND_LENGTHS, [("coupled", "random")]))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_restricted_rows_equal_plain_decoding(drafter: str, length: int | str, rule: str) -> None:
-    """Under the rejection rule the greedy ones do."""
+    """Under the rejection rule this holds for the greedy rows."""
     engine = speculative_engine("toy", drafter, length, "processed", acceptance=rule, prefill_chunk=7)
     found = answers(run(engine, PROMPTS, PROCESSED))
     for params, answer, alone in zip(PROCESSED, found, plain("toy", "processed"), strict=True):
@@ -354,7 +356,7 @@ def test_restricted_rows_equal_plain_decoding_along_trees(drafter: str) -> None:
     assert answers(run(engine, PROMPTS, PROCESSED)) == plain("toy", "processed")
 
 
-needs_kernels = pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"needs rounds in the kernels: {native.why_none()}")
 
 
 @needs_kernels
@@ -384,19 +386,19 @@ def test_restricted_rows_equal_plain_decoding_on_the_kernels(drafter: str) -> No
     ],
 )
 def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: str, family: str) -> None:
-    """Where every row needs the host, now and then, and where none does."""
+    """Covers families in which all, some and none of the rows need host rounds."""
     engine = speculative_engine("native", drafter, length, family, prefill_chunk=7)
-    played = count_native_rounds(engine)
+    rounds_by = count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-    assert played["natively"] > 0 or family == "everything"  # whose rows want log-probabilities
+    assert rounds_by["natively"] > 0 or family == "everything"  # whose rows want log-probabilities
     assert "rounds by the kernels" in engine.describe()
-    assert family != "greedy" or not played["by the host"]
+    assert family != "greedy" or not rounds_by["by the host"]
 
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
 @pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel", "parallel hybrid"])
-def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, family: str) -> None:
+def test_a_native_head_equals_plain_decoding_in_host_and_native_rounds(drafter: str, family: str) -> None:
     engine = speculative_engine("native", drafter, "random", family, prefill_chunk=7)
     engine.parts.native = None
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
@@ -406,9 +408,7 @@ def test_a_head_of_the_kernels_changes_nothing_whoever_plays(drafter: str, famil
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kind", ["feature", "parallel", "hidden_transfer"])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(
-    drafter: str, kind: str, width: int
-) -> None:
+def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
@@ -423,37 +423,37 @@ def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(
 @needs_kernels
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", ["self", "ngram", "sometimes", "hybrid"])
-def test_the_description_tells_whose_guesses_the_host_judges(drafter: str, rule: str) -> None:
+def test_the_description_names_draft_tokens_that_host_rounds_verify(drafter: str, rule: str) -> None:
     engine = speculative_engine("native", drafter, 3, "mixed", acceptance=rule)
-    played = count_native_rounds(engine)
+    rounds_by = count_native_rounds(engine)
     run(engine, PROMPTS, [SamplingParams(seed=seed, max_tokens=8) for seed in range(len(PROMPTS))])
     assert engine.describe().count("rounds by the kernels") == 1
-    assert bool(played["by the host"]) == ("(step by step: draft tokens with probabilities)" in engine.describe())
+    assert bool(rounds_by["by the host"]) == ("(step by step: draft tokens with probabilities)" in engine.describe())
 
 
 @needs_kernels
-def test_the_description_tells_of_a_rule_that_the_kernels_do_not_have() -> None:
+def test_the_description_names_a_rule_without_native_kernel() -> None:
     engine = speculative_engine("native", "self", 3, "mixed", acceptance="synthetic:0.8", benchmark=True)
     assert engine.parts.native is None
     assert "rounds by the host (the kernels do not have this acceptance rule)" in engine.describe()
 
 
 def count_native_rounds(engine: Engine) -> Counter[str]:
-    """How many rounds who played, as they are played."""
-    runner, played = engine.parts.native, Counter[str]()
+    """Counter of rounds, "natively" or "by the host", that grows as rounds run."""
+    runner, rounds_by = engine.parts.native, Counter[str]()
     assert runner is not None
     suits = runner.can_run
 
     def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
-        played["natively" if suits(rule, draft) else "by the host"] += 1
+        rounds_by["natively" if suits(rule, draft) else "by the host"] += 1
         return suits(rule, draft)
 
     runner.can_run = counted  # type: ignore[method-assign]
-    return played
+    return rounds_by
 
 
 @needs_kernels
-def test_a_rule_that_is_put_in_the_place_of_the_engines_is_asked() -> None:
+def test_a_rule_that_replaces_the_engines_own_is_called() -> None:
     engine = speculative_engine("native", "ngram", 4, "greedy")
     asked, rule = [], engine.parts.accept
 
@@ -466,7 +466,7 @@ def test_a_rule_that_is_put_in_the_place_of_the_engines_is_asked() -> None:
     assert asked
 
 
-@pytest.mark.parametrize("family", some_slow(FAMILIES, ("mixed",)))  # of whose rows some are greedy
+@pytest.mark.parametrize("family", some_slow(FAMILIES, ("mixed",)))  # some of its rows are greedy
 @pytest.mark.parametrize(
     ("backend", "drafter"),
     some_slow(
@@ -523,11 +523,11 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
             *itertools.product(["head", "ngram"], [4, "auto", "random"]),
             ("none", 4),
         ],
-    ),  # nobody's draft tokens have no length
+    ),  # without a drafter there is no length
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
-    """Of the mixed family it plays some and leaves the others to the host."""
+def test_device_rounds_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
+    """In the mixed family the device runs some rounds and the host the others."""
     options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
     engine = speculative_engine("toy", drafter, length, family, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
@@ -542,10 +542,8 @@ def test_rounds_that_the_device_plays_alone_equal_plain_decoding(drafter: str, l
         [("model", 4), ("model", "auto"), ("model", "random"), ("self", 4), ("self", "caps"), ("head", "random")],
     ),
 )
-def test_trees_in_rounds_of_the_device_equal_plain_decoding(
-    drafter: str, length: int | str, width: int, family: str
-) -> None:
-    """Where rows ask for penalties or log-probabilities the host plays."""
+def test_trees_in_device_rounds_equal_plain_decoding(drafter: str, length: int | str, width: int, family: str) -> None:
+    """Rounds of rows with penalties or log-probabilities run on the host."""
     options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7, "speculation_width": width}
     engine = speculative_engine("toy", drafter, length, family, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
@@ -564,7 +562,7 @@ def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafte
 
 @pytest.mark.parametrize("model", ["toy", "flat"])
 @pytest.mark.parametrize("drafter", ["hybrid", "model", "ngram", "ragged"])
-def test_who_weighs_copies_against_a_draft_model_changes_nothing_whatever_the_drafter_has(
+def test_weighing_ngram_drafts_against_a_draft_model_equals_plain_decoding_with_any_drafter(
     drafter: str, model: str
 ) -> None:
     engine = speculative_engine(model, drafter, "hybrid", "mixed", prefill_chunk=7)
@@ -572,8 +570,10 @@ def test_who_weighs_copies_against_a_draft_model_changes_nothing_whatever_the_dr
 
 
 def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
-    """Of each prompt. right: one of its answers; nearly: with errors, some at the very places where matches begin;
-    wrong: another prompt's answers; hostile: every short match there can be, all leading astray.
+    """References of each prompt.
+
+    right: one of its answers. nearly: an answer with errors, some of them where matches begin. wrong: another prompt's
+    answers. hostile: texts in which nearly every short match exists and continues wrongly.
     """
     rng, right = random.Random(7), [each[-1] for each in plain(model, family)]
     if kind == "right":
@@ -597,11 +597,13 @@ def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
 )
 @pytest.mark.parametrize("kind", ["right", "nearly", "wrong", "hostile"])
 def test_references_and_siblings_change_no_answer(kind: str, drafter: str, length: int | str, family: str) -> None:
-    rule = "rejection" if drafter == "ngram" and kind in ("right", "hostile") else "coupled"  # of copies: the same
+    rule = (
+        "rejection" if drafter == "ngram" and kind in ("right", "hostile") else "coupled"
+    )  # both rules are the same for n-gram drafts
     engine = speculative_engine("flat", drafter, length, family, acceptance=rule, max_batch_size=5, prefill_chunk=7)
     outputs = []
     for prompt, params, texts in zip(PROMPTS, PARAMS[family], references_of(kind, "toy", family), strict=True):
-        copied = [] if params.num_speculative_tokens == 0 else texts  # which would be refused
+        copied = [] if params.num_speculative_tokens == 0 else texts  # references would be refused
         outputs.append(engine.add(replace(make_request(prompt, params), references=copied)))
     while engine.busy:
         engine.step()
@@ -610,7 +612,7 @@ def test_references_and_siblings_change_no_answer(kind: str, drafter: str, lengt
 
 
 @pytest.mark.parametrize(("model", "rows"), [("toy", 1), ("flat", 3), ("llama", 3), ("llama", 16)])
-def test_four_answers_guessed_from_each_other_equal_four_alone(model: str, rows: int) -> None:
+def test_four_samples_drafted_from_each_other_equal_four_alone(model: str, rows: int) -> None:
     engine = speculative_engine(model, "ngram", 4, "siblings", max_batch_size=rows, prefill_chunk=7)
     assert answers(run(engine, PROMPTS, SIBLINGS)) == plain(model, "siblings")
 
@@ -624,14 +626,14 @@ def test_a_real_transformer_equals_its_plain_decoding_at_any_length(drafter: str
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_company_and_order_change_nothing(rows: int, chunk: int) -> None:
+def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> None:
     order = random.Random(10 * rows + chunk).sample(range(len(PROMPTS)), len(PROMPTS))
     engine = speculative_engine("toy", "model", "random", "mixed", max_batch_size=rows, prefill_chunk=chunk)
     found = answers(run(engine, [PROMPTS[i] for i in order], [MIXED[i] for i in order]))
     assert found == [plain("toy", "mixed")[i] for i in order]
 
 
-def test_requests_that_arrive_while_others_decode_change_nothing() -> None:
+def test_requests_that_arrive_during_decoding_change_no_answer() -> None:
     rng = random.Random(3)
     engine = speculative_engine("toy", "model", "random", "mixed", max_batch_size=3, prefill_chunk=4)
     outputs, waiting = {}, list(range(len(PROMPTS)))
@@ -652,7 +654,7 @@ def test_an_engine_used_again_gives_the_same_answers() -> None:
 
 @functools.cache
 def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """What chats say next, and questions about one text; and what plain decoding answers that reads all of it anew."""
+    """Prompts of next chat turns and of questions about one text, and the answers of plain decoding without a cache."""
     texts = zip(PROMPTS, plain(model, family), strict=True)
     said = [[*prompt, *each[0], 3, 1 + i] for i, (prompt, each) in enumerate(texts)]
     prompts = [said[i] if i % 3 else [*PROMPTS[6][: 20 + i], 5 + i, 2] for i in range(len(PROMPTS))]
@@ -666,8 +668,8 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
 
 @pytest.mark.parametrize(("drafter", "rows"), [("model", 3), ("hybrid", 6)])
 @pytest.mark.parametrize("model", MODELS)
-def test_what_was_read_before_changes_no_answer(model: str, drafter: str, rows: int) -> None:
-    """Chats' next turns and texts that begin alike, some given up in the middle, in rows that move."""
+def test_cached_prefixes_change_no_answer(model: str, drafter: str, rows: int) -> None:
+    """Next chat turns and prompts with a common prefix, some of them aborted, in rows that move."""
     rng, family = random.Random(rows), "mixed"
     more = {"max_batch_size": rows, "prefill_chunk": rng.choice([4, 1000])}
     engine = speculative_engine(model, drafter, "random", family, attention="auto", **more)
@@ -692,7 +694,7 @@ def test_what_was_read_before_changes_no_answer(model: str, drafter: str, rows: 
 
 @pytest.mark.parametrize("drafter", ["model", "sometimes", "ngram"])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_logprobs_are_the_models_own_whoever_guessed(drafter: str, rule: str) -> None:
+def test_logprobs_are_the_models_own_with_any_drafter(drafter: str, rule: str) -> None:
     params = [
         SamplingParams(temperature=t, max_tokens=12, seed=i, logprobs=3) for i, t in enumerate((0, 1.0, 0.5, 2.0))
     ]
@@ -721,7 +723,7 @@ PARAMS["ranked"] = RANKED
 
 
 def own_logprobs(prompt: list[int], answer: list[int]) -> list[float]:
-    """Of an answer's tokens, by the model itself, each from the whole text before it."""
+    """Log-probability of each token of an answer, computed from the whole text before it."""
     distributions = [torch.tensor(logits_after(ToyModel(), [*prompt, *answer[:place]])) for place in range(len(answer))]
     return [
         float(distribution.log_softmax(-1)[token]) for distribution, token in zip(distributions, answer, strict=True)
@@ -730,7 +732,7 @@ def own_logprobs(prompt: list[int], answer: list[int]) -> list[float]:
 
 @functools.cache
 def by_rank() -> list[list[int]]:
-    """Which answers are the best of each prompt, by plain Python: their indices, best first."""
+    """Indices of each prompt's best answers, best first, ranked in plain Python."""
     ranks = []
     for prompt, params, each in zip(PROMPTS, RANKED, plain("toy", "ranked"), strict=True):
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
@@ -775,8 +777,8 @@ def test_ranking_changes_no_answer_and_speculation_no_rank(
 
 
 @pytest.mark.parametrize("length", [0, 4, "auto", "random"])
-def test_the_device_ranks_alone(length: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranking takes no round off it; siblings whose company is not ranked move among them."""
+def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round moves to the host for ranking, also with unranked requests in the batch."""
     params = [
         SamplingParams(
             temperature=t, max_tokens=20, seed=i, n=3, best_of=3 + i % 2, rank_by="logprob" if i % 3 else None
@@ -798,7 +800,7 @@ def test_the_device_ranks_alone(length: int | str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_answers_are_ranked_by_what_was_drawn_under_both_rules(rule: str) -> None:
+def test_answers_are_ranked_by_their_own_logprobs_under_both_rules(rule: str) -> None:
     engine = speculative_engine("toy", "model", 4, "ranked", acceptance=rule)
     for output in run(engine, PROMPTS, RANKED):
         scores = [
@@ -814,7 +816,7 @@ def test_answers_are_ranked_by_what_was_drawn_under_both_rules(rule: str) -> Non
 def tree_engine(
     model: str, script: str, shape: str, family: str, length: int | str = "random", **options: Any
 ) -> Engine:
-    """An engine whose drafter draft tokens trees."""
+    """An engine whose scripted drafter proposes trees."""
     engine = speculative_engine(model, "never", length, family, **options)
     truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
     scripts = {"never": never, "always": always, "sometimes": sometimes}
@@ -852,7 +854,7 @@ def test_trees_equal_plain_decoding_at_any_length(length: int | str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
-    """Of scored trees ``auto`` verifies the best draft tokens, in an order of its own."""
+    """In trees with scores ``auto`` selects the best draft tokens and reorders them."""
     engine = tree_engine("flat", "always", shape, "mixed", "budget", attention="auto")
     drafter, policy = engine.parts.drafter, engine.parts.policy
     assert isinstance(drafter, ScriptedTrees)
@@ -870,7 +872,9 @@ def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
-def test_every_parameter_knows_its_own_path(model: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_parameter_applies_along_the_path_of_a_tree(
+    model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     engine = tree_engine(model, "sometimes", "random", "everything", max_batch_size=len(PROMPTS))
     assert answers(run(engine, PROMPTS, EVERYTHING)) == plain("toy", "everything")
@@ -894,8 +898,8 @@ def test_trees_through_ragged_attention_equal_plain_decoding(model: str, determi
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "chain"])
-def test_right_guesses_of_trees_are_kept(shape: str) -> None:
-    """Each round keeps a path down to a leaf: fewer rounds than tokens say that nothing was lost on the way."""
+def test_correct_draft_tokens_of_trees_are_accepted(shape: str) -> None:
+    """Every round accepts a path to a leaf, so the number of rounds is bounded by the number of tokens and depth."""
     engine = tree_engine("flat", "always", shape, "greedy", 6, attention="auto")
     engine.parts.drafter.ragged = engine.parts.drafter.short = False  # type: ignore[attr-defined]
     depth = {"two roots": 3, "chain and siblings": 3, "binary": 2, "star": 1, "random": 1}[shape]
@@ -923,8 +927,7 @@ def test_logprobs_along_a_path_are_the_models_own(model: str, kernels: str, monk
 @pytest.mark.parametrize("shape", ["star", "binary"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 def test_trees_at_the_end_of_the_cache_equal_plain_decoding(model: str, shape: str) -> None:
-    """A short row wants many draft tokens; a long one has fewer slots left than that, though they stand at few
-    positions."""
+    """A short row gets many draft tokens while a long row has few cache slots left: siblings need one slot each."""
     prompts = [PROMPTS[i] for i in (3, 5, 7, 8)]
     params = [SamplingParams(temperature=0, max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
     alone = answers(run(make_engine(TARGETS[model](), max_model_len=24), prompts, params))
@@ -952,11 +955,11 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
 
 
 def count_siblings(engine: Engine) -> Counter[str]:
-    """Rounds of rows, by what they kept: of a tree's paths the one that its first draft tokens make, or another."""
-    play, kept = engine.parts.verify_and_commit, Counter[str]()
+    """Counter of accepted paths: "nothing", "first" (the first draft tokens) or "sibling", and of rounds with trees."""
+    verify, kept = engine.parts.verify_and_commit, Counter[str]()
 
     def counted(batch: Batch, draft: Draft) -> Verdict:
-        verdict = play(batch, draft)
+        verdict = verify(batch, draft)
         for row, taken in enumerate(verdict.host.accepted):
             path = list(range(taken)) if verdict.path is None else verdict.path[row, :taken].tolist()
             kept["nothing" if not path else "first" if path == list(range(taken)) else "sibling"] += 1
@@ -980,7 +983,7 @@ def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: in
     engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
     kept = count_siblings(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
-    assert kept["trees"] > 0 or length == "budget"  # of these draft tokens it may verify what makes chains
+    assert kept["trees"] > 0 or length == "budget"  # this policy may reduce a tree to chains
     assert f", width {width}," in engine.describe()
 
 
@@ -997,24 +1000,24 @@ def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, mod
 
 @needs_kernels
 @pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-def test_drafted_trees_whoever_plays_the_round_equal_plain_decoding(drafter: str) -> None:
+def test_drafted_trees_equal_plain_decoding_in_host_and_native_rounds(drafter: str) -> None:
     engine = speculative_engine("native", drafter, 4, "mixed", speculation_width=2, prefill_chunk=7)
-    kept, played = count_siblings(engine), count_native_rounds(engine)
+    kept, rounds_by = count_siblings(engine), count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert kept["sibling"] > 0
-    assert min(played["natively"], played["by the host"]) > 0
+    assert min(rounds_by["natively"], rounds_by["by the host"]) > 0
     assert "rounds by the kernels;" in engine.describe()
 
 
 @needs_kernels
 @pytest.mark.parametrize("width", [1, "auto", 2, 4])
 @pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-def test_rounds_are_played_in_one_native_call_whatever_the_width(drafter: str, width: int | str) -> None:
+def test_rounds_run_in_one_native_call_at_any_width(drafter: str, width: int | str) -> None:
     engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
-    kept, played = count_siblings(engine), count_native_rounds(engine)
+    kept, rounds_by = count_siblings(engine), count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
     assert (kept["trees"] == 0) == (engine.parts.drafter.width == 1)
-    assert not played["by the host"]
+    assert not rounds_by["by the host"]
 
 
 @needs_kernels
@@ -1023,18 +1026,16 @@ def test_rounds_are_played_in_one_native_call_whatever_the_width(drafter: str, w
 @pytest.mark.parametrize("shape", SHAPES)
 def test_trees_in_rounds_of_one_native_call_equal_plain_decoding(shape: str, script: str, family: str) -> None:
     engine = tree_engine("native", script, shape, family, prefill_chunk=7)
-    played = count_native_rounds(engine)
+    rounds_by = count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-    assert played["natively"] > 0
-    assert family != "greedy" or not played["by the host"]
+    assert rounds_by["natively"] > 0
+    assert family != "greedy" or not rounds_by["by the host"]
 
 
 @needs_kernels
 @pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
 @pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel"])
-def test_trees_of_a_head_of_the_kernels_equal_plain_decoding(
-    drafter: str, width: int, length: int | str, family: str
-) -> None:
+def test_trees_of_a_native_head_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
     engine = speculative_engine("native", drafter, length, family, speculation_width=width, prefill_chunk=7)
     kept = count_siblings(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
@@ -1042,8 +1043,8 @@ def test_trees_of_a_head_of_the_kernels_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_tree_that_a_model_grows_for_itself_is_right_to_its_depth(model: str) -> None:
-    """So the first candidate of each depth must have followed those before it, and what was kept is read."""
+def test_a_tree_that_a_model_drafts_for_itself_is_accepted_to_its_depth(model: str) -> None:
+    """The first candidate of each depth must extend the path before it, and the cache must hold the accepted path."""
     rounds, k = {}, 4
     for width in (1, 3):
         engine = speculative_engine(model, "self", k, "greedy", speculation_width=width, prefill_chunk=7)
@@ -1074,7 +1075,7 @@ def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
         [*itertools.product(["toy"], LENGTHS), ("flat", "random"), ("llama", "random")],
     ),
 )
-def test_a_model_that_drafts_for_itself_is_always_right(model: str, rule: str, length: int | str) -> None:
+def test_a_model_that_drafts_for_itself_is_always_accepted(model: str, rule: str, length: int | str) -> None:
     engine = speculative_engine(model, "self", length, "mixed", acceptance=rule, prefill_chunk=7)
     for output in run(engine, PROMPTS, MIXED):
         for answer in output.outputs:
@@ -1083,14 +1084,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: str, rule: str, l
 
 
 @pytest.mark.parametrize(("drafter", "rate"), [("always", 1.0), ("never", 0.0)])
-def test_scripted_drafters_are_accepted_as_scripted(drafter: str, rate: float) -> None:
+def test_scripted_drafters_have_the_scripted_acceptance_rate(drafter: str, rate: float) -> None:
     engine = speculative_engine("toy", drafter, 4, "mixed")
     given = [answer.metrics for output in run(engine, PROMPTS, MIXED) for answer in output.outputs]
     assert {metrics.acceptance_rate for metrics in given if metrics.drafted} == {rate}
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_many_rounds_without_guesses_leave_nothing_stale_in_the_draft_cache(rule: str) -> None:
+def test_many_plain_rounds_leave_nothing_stale_in_the_draft_cache(rule: str) -> None:
     positions = 640
     toy = functools.partial(ToyModel, max_positions=positions)
     engine = make_engine(toy(), toy(blur=0.15), drafter="model", acceptance=rule, max_model_len=positions)
@@ -1134,8 +1135,8 @@ def test_many_rounds_without_guesses_leave_nothing_stale_in_the_draft_cache(rule
     assert rates["after"] > rates["before"] - 0.2
 
 
-def test_a_draft_models_acceptance_is_that_of_a_fresh_cache_after_rounds_without_guesses() -> None:
-    """Exactly: with the target as its own drafter, one stale key anywhere would cost acceptance."""
+def test_a_draft_model_that_is_the_target_is_always_accepted_after_plain_rounds() -> None:
+    """With the target as its own draft model, a single stale key would cause rejections."""
     engine = make_engine(ToyModel(), ToyModel(), drafter="model")
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
@@ -1145,16 +1146,15 @@ def test_a_draft_models_acceptance_is_that_of_a_fresh_cache_after_rounds_without
         assert output.outputs[0].metrics.accepted == output.outputs[0].metrics.drafted
 
 
-# --- the distribution
-# ----------------------------------------------------------------------------------------------------------
+# --- the distribution -------------------------------------------------------------------------------------------------
 
 SMALL = 4
-LAW_PROMPT = [1, 3, 0, 2, 2]
-LAW_DOCUMENT = [*LAW_PROMPT, 1, 2, 0, 3]
-LAW_TARGET = functools.partial(ToyModel, SMALL, scale=0.9)
-LAW_DRAFT = functools.partial(ToyModel, SMALL, scale=0.9, blur=0.5)
-LAW_PARAMS = {
-    "plain law": {"temperature": 1.0},
+SMALL_PROMPT = [1, 3, 0, 2, 2]
+SMALL_DOCUMENT = [*SMALL_PROMPT, 1, 2, 0, 3]
+SMALL_TARGET = functools.partial(ToyModel, SMALL, scale=0.9)
+SMALL_DRAFT = functools.partial(ToyModel, SMALL, scale=0.9, blur=0.5)
+SMALL_PARAMS = {
+    "temperature only": {"temperature": 1.0},
     "every knob": {
         "temperature": 1.4,
         "top_k": 3,
@@ -1165,28 +1165,28 @@ LAW_PARAMS = {
         "repetition_penalty": 1.3,
         "logit_bias": {2: 0.5},
     },
-    "a structure": {"temperature": 1.2, "structured_outputs": HELD},
+    "a structure": {"temperature": 1.2, "structured_outputs": REGEX},
 }
 SAMPLES = 4000
-SLOW_COUPLED = pytest.param("coupled", marks=pytest.mark.slow)  # equal to plain decoding, to the token: tested above
+SLOW_COUPLED = pytest.param("coupled", marks=pytest.mark.slow)  # tests above show equality with plain decoding
 
 
 def exact_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The probability of every three-token answer, by enumeration."""
+    """Probability of every three-token answer, by enumeration."""
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer: dict[tuple[int, ...], float] = {}
         for answer, chance in distribution.items():
-            logits = logits_after(LAW_TARGET(), [*LAW_PROMPT, *answer])
-            each = slow_distribution(slow_adjust(logits, params, LAW_PROMPT, answer, frozenset()), params)
+            logits = logits_after(SMALL_TARGET(), [*SMALL_PROMPT, *answer])
+            each = slow_distribution(slow_adjust(logits, params, SMALL_PROMPT, answer, frozenset()), params)
             longer |= {(*answer, token): chance * p for token, p in enumerate(each)}
         distribution = longer
     return distribution
 
 
 def p_value(engine: Engine, params: SamplingParams) -> float:
-    """Of the chi-squared test that the engine's three-token answers follow the exact distribution."""
-    output = run(engine, [LAW_PROMPT], [params])[0]
+    """p-value of a chi-squared test that the engine's three-token answers follow the exact distribution."""
+    output = run(engine, [SMALL_PROMPT], [params])[0]
     found = Counter(tuple(answer.token_ids) for answer in output.outputs)
     distribution = exact_distribution(params)
     assert found.keys() <= {answer for answer, chance in distribution.items() if chance > 0}, "an impossible answer"
@@ -1194,42 +1194,41 @@ def p_value(engine: Engine, params: SamplingParams) -> float:
     rest = max(1e-9, 1 - sum(distribution[a] for a in frequent))
     observed = [found[a] for a in frequent] + [SAMPLES - sum(found[a] for a in frequent)]
     expected = [distribution[a] * SAMPLES for a in frequent] + [rest * SAMPLES]
-    if expected[-1] < 8:  # too rare a remainder joins the last cell
+    if expected[-1] < 8:  # a remainder with too few samples joins the last cell
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
     return float(chisquare(observed, [e * SAMPLES / sum(expected) for e in expected]).pvalue)
 
 
-def law_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
-    draft: AnyModel | None = LAW_DRAFT() if drafter in ("model", "hybrid") else None
+def small_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
+    draft: AnyModel | None = SMALL_DRAFT() if drafter in ("model", "hybrid") else None
     if drafter == "feature":
-        draft = tiny_native_head(LAW_TARGET(), 8)  # it can say two of the four tokens
+        draft = tiny_native_head(SMALL_TARGET(), 8)  # its vocabulary has two of the four tokens
     if drafter == "parallel":
-        draft = tiny_head(LAW_TARGET(), 8, parallel=True)
+        draft = tiny_head(SMALL_TARGET(), 8, parallel=True)
     if drafter == "transfer":
-        draft = tiny_transfer_head(LAW_TARGET(), 8)
+        draft = tiny_transfer_head(SMALL_TARGET(), 8)
     named = {"parallel": "feature", "transfer": "feature"}.get(
         drafter, drafter if drafter in ("model", "ngram", "hybrid", "feature") else None
     )
     engine = make_engine(
-        LAW_TARGET(),
+        SMALL_TARGET(),
         draft,
-        documents=[LAW_DOCUMENT] if drafter == "hybrid" else (),  # what every row copies at first
+        documents=[SMALL_DOCUMENT] if drafter == "hybrid" else (),  # n-gram lookup matches it at first
         drafter=named,
         acceptance=rule,
         num_speculative_tokens=k,
         max_batch_size=rows,
         max_model_len=16,
     )
-    if drafter == "random guesses":
-        engine.parts.drafter = GuessesByOwnLaw()
+    if drafter == "independent draft":
+        engine.parts.drafter = IndependentDrafter()
     return engine
 
 
-class GuessesByOwnLaw(Drafter):
-    """Draws draft tokens from fixed distributions that have nothing to do with the target, and says so; counts differ
-    by row."""
+class IndependentDrafter(Drafter):
+    """Draws draft tokens from fixed distributions that are independent of the target, with random counts."""
 
-    name = "own law"
+    name = "independent"
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
@@ -1243,16 +1242,15 @@ class GuessesByOwnLaw(Drafter):
         return Draft(flat.view(batch.rows, k), counts, q.clone())
 
 
-# a path each: draws of the target, draws from distributions with every kind of parameter, distributions that differ by
-# row
-LAWS = [
+# One case per code path: the target's draws, distributions with all parameters, distributions that differ by row.
+FAST_CASES = [
     ("model", "coupled", 2, "every knob"),
-    *(("model", "rejection", 2, knobs) for knobs in LAW_PARAMS),
-    ("hybrid", "rejection", 2, "plain law"),
+    *(("model", "rejection", 2, knobs) for knobs in SMALL_PARAMS),
+    ("hybrid", "rejection", 2, "temperature only"),
     ("parallel", "rejection", 2, "every knob"),
-    ("random guesses", "rejection", 2, "plain law"),
+    ("independent draft", "rejection", 2, "temperature only"),
 ]
-MORE_LAWS = [
+MORE_CASES = [
     ("none", "coupled", 1),
     ("model", "coupled", 2),
     ("model", "rejection", 1),
@@ -1263,51 +1261,54 @@ MORE_LAWS = [
     ("parallel", "coupled", 2),
     ("parallel", "rejection", 2),
     ("transfer", "rejection", 2),
-    ("random guesses", "rejection", 2),
+    ("independent draft", "rejection", 2),
 ]
-SLOW_LAWS = [
-    (*distribution, knobs) for distribution in MORE_LAWS for knobs in LAW_PARAMS if (*distribution, knobs) not in LAWS
+SLOW_CASES = [
+    (*distribution, knobs)
+    for distribution in MORE_CASES
+    for knobs in SMALL_PARAMS
+    if (*distribution, knobs) not in FAST_CASES
 ]
 
 
 @pytest.mark.parametrize(
     ("drafter", "rule", "k", "knobs"),
-    [*LAWS, *(pytest.param(*distribution, marks=pytest.mark.slow) for distribution in SLOW_LAWS)],
+    [*FAST_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
-def test_three_tokens_follow_the_exact_law(drafter: str, rule: str, k: int, knobs: str) -> None:
-    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **LAW_PARAMS[knobs])
-    assert p_value(law_engine(drafter, rule, k), params) > 1e-3
+def test_three_tokens_follow_the_exact_distribution(drafter: str, rule: str, k: int, knobs: str) -> None:
+    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **SMALL_PARAMS[knobs])
+    assert p_value(small_engine(drafter, rule, k), params) > 1e-3
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("rule", "knobs"),
     [
-        ("rejection", "plain law"),
-        *(pytest.param("rejection", knobs, marks=pytest.mark.slow) for knobs in [*LAW_PARAMS][1:]),
-        pytest.param("coupled", "plain law", marks=pytest.mark.slow),
+        ("rejection", "temperature only"),
+        *(pytest.param("rejection", knobs, marks=pytest.mark.slow) for knobs in [*SMALL_PARAMS][1:]),
+        pytest.param("coupled", "temperature only", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_head_cannot_say_leaves_the_law_as_it_is(rule: str, knobs: str) -> None:
-    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=23, **LAW_PARAMS[knobs])
-    engine = law_engine("feature", rule, 2)
+def test_tokens_outside_of_a_heads_vocabulary_keep_the_distribution(rule: str, knobs: str) -> None:
+    params = SamplingParams(n=SAMPLES, max_tokens=3, seed=23, **SMALL_PARAMS[knobs])
+    engine = small_engine("feature", rule, 2)
     assert p_value(engine, params) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["stops", "confident"])
-def test_drafts_that_end_by_what_was_drafted_keep_the_law(policy: str, rule: str) -> None:
-    """A stop that depends on the draft tokens drawn so far, their own likelihoods included."""
-    engine = law_engine("model", rule, 3)
+def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(policy: str, rule: str) -> None:
+    """Whether drafting stops depends on the draft tokens so far and their likelihoods."""
+    engine = small_engine("model", rule, 3)
     engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
-@pytest.mark.parametrize("policy", ["hybrid", "by the guesses"])
-def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: str, rule: str) -> None:
-    engine = law_engine("hybrid", rule, 3, rows=250)  # of which now and then enough have nothing to copy
-    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByGuesses()
+@pytest.mark.parametrize("policy", ["hybrid", "by the first token"])
+def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: str, rule: str) -> None:
+    engine = small_engine("hybrid", rule, 3, rows=250)  # enough rows to have rounds in which many find no match
+    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken()
     engine.parts.policy.clock = itertools.count(step=1e-2).__next__  # type: ignore[attr-defined]
     drafter, copied = engine.parts.drafter, []
     propose = drafter.propose
@@ -1317,47 +1318,47 @@ def test_rounds_of_copies_between_those_of_a_draft_model_keep_the_law(policy: st
         copied.append(draft.tokens.tolist() == copies.propose(batch, wish).tokens.tolist())
         return draft
 
-    copies = NgramDrafter([LAW_DOCUMENT])
+    copies = NgramDrafter([SMALL_DOCUMENT])
     drafter.propose = recorded  # type: ignore[method-assign]
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
     assert 0.1 < sum(copied) / len(copied) < 0.9
 
 
-class CopyByGuesses(FixedLength):
-    """Copies if those of the first row begin with a small token, else asks the draft model."""
+class CopyByFirstToken(FixedLength):
+    """Uses the n-gram draft if its first token in the first row is small, else the draft model."""
 
     def __init__(self) -> None:
         super().__init__(3)
 
     def choose(self, batch: Batch) -> SpeculationPlan:
         return SpeculationPlan(
-            3, instead=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
+            3, fallback=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
         )
 
 
 class StopWhenUnsure(FixedLength):
-    """Three draft tokens, or those up to the first that is less likely than most."""
+    """Three draft tokens, or fewer if one has a confidence below 0.3."""
 
     def __init__(self) -> None:
         super().__init__(3)
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        return SpeculationPlan(3, enough=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
+        return SpeculationPlan(3, stop_drafting=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
 
 
-def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:
-    engine = law_engine("model", "rejection", 2)
+def test_many_requests_with_own_seeds_follow_the_exact_distribution() -> None:
+    engine = small_engine("model", "rejection", 2)
     params = [SamplingParams(max_tokens=3, seed=seed) for seed in range(SAMPLES)]
-    found = Counter(tuple(o.outputs[0].token_ids) for o in run(engine, [LAW_PROMPT] * SAMPLES, params))
+    found = Counter(tuple(o.outputs[0].token_ids) for o in run(engine, [SMALL_PROMPT] * SAMPLES, params))
     distribution = exact_distribution(params[0])
     cells = list(itertools.product(range(SMALL), repeat=3))
     assert chisquare([found[c] for c in cells], [distribution[c] * SAMPLES for c in cells]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
-def test_rounds_that_the_device_plays_alone_keep_the_law(rule: str) -> None:
+def test_device_rounds_keep_the_distribution(rule: str) -> None:
     engine = make_engine(
-        LAW_TARGET(), LAW_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
+        SMALL_TARGET(), SMALL_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
         attention="padded", max_batch_size=50, max_model_len=16,
     )  # fmt: skip
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3
@@ -1382,14 +1383,16 @@ def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
 @pytest.mark.parametrize(
     "wrong", ["recovered from the target", pytest.param("bonus from the draft", marks=pytest.mark.slow)]
 )
-def test_a_wrong_rule_fails_the_test_of_the_law(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_fails_the_test_of_the_distribution(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_last_draw", _wrong_last_draw(wrong))
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
-    assert p_value(law_engine("model", "rejection", 2), params) < 1e-6
+    assert p_value(small_engine("model", "rejection", 2), params) < 1e-6
 
 
-def test_a_rule_that_shares_its_noise_with_the_guess_fails_the_test_of_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_shares_noise_with_the_draft_fails_the_test_of_the_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shared = functools.partial(noise_key, purpose=Purpose.DRAFT)
     monkeypatch.setattr(rules, "noise_key", lambda seed, position, purpose: shared(seed, position))
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20)
-    assert p_value(law_engine("model", "rejection", 2), params) < 1e-6
+    assert p_value(small_engine("model", "rejection", 2), params) < 1e-6

@@ -1,4 +1,4 @@
-"""paceline: batched speculative decoding for language models, without changing the output."""
+"""paceline: batched speculative decoding for language models. It does not change the output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: ``paceline --help`` need not wait for torch."""
+    """Import public names on first use, so that ``paceline --help`` does not import torch."""
     import importlib
 
     if name in _HOMES:

@@ -1,4 +1,4 @@
-"""``python -m paceline`` and the installed command ``paceline``: Ctrl-C is exit code 130, while modules load, too."""
+"""``python -m paceline`` and the command ``paceline``. Ctrl-C ends them with exit code 130, even during imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line interface."""
     try:
         from paceline.cli.main import app
 

@@ -1,4 +1,4 @@
-"""The name that plugins know ``paceline.core.batch`` by; ``Wish`` is the earlier name of ``SpeculationPlan``."""
+"""Import path of ``paceline.core.batch`` for plugins. ``Wish`` is the former name of ``SpeculationPlan``."""
 
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.batch import SpeculationPlan as Wish

@@ -1,4 +1,4 @@
-"""The name that plugins know ``paceline.core.draft`` by."""
+"""Import path of ``paceline.core.draft`` for plugins."""
 
 from paceline.core.draft import Draft, Verdict
 

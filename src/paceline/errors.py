@@ -1,37 +1,37 @@
-"""Every error that paceline raises on purpose.
+"""Exceptions that paceline raises.
 
 PacelineError
-├── ParameterError (also ValueError)     a parameter is outside its range; names the field and the range
-├── ModelError                           something is wrong with a model
-│   ├── ModelNotFoundError               no such name, directory or file (or no network to fetch it)
-│   ├── ModelFormatError                 the files are there but broken, truncated or of an unknown kind
-│   └── VocabularyMismatchError          draft and target do not speak the same tokens
-├── RequestError                         one request cannot be served; the others go on
+├── ParameterError (also ValueError)     a parameter is out of range; names the parameter and the range
+├── ModelError                           a model cannot be used
+│   ├── ModelNotFoundError               unknown name, directory or file (or no network to download it)
+│   ├── ModelFormatError                 files are corrupt, truncated or of an unsupported kind
+│   └── VocabularyMismatchError          draft model and target have different vocabularies
+├── RequestError                         one request cannot be served; other requests continue
 │   ├── EmptyPromptError
 │   ├── PromptTooLongError
-│   └── StructureError                   answers cannot be held to the structure asked for
-├── ProfileError                         a profile cannot be read, or is of another machine or model
-├── CapacityError                        the rows asked for do not fit into memory
-├── RankError                            a process that shares the model has ended, and the engine with it
-├── MissingPackageError                  an optional package is not installed; says how to get it
-└── ApiError (server/errors.py)          an HTTP answer that is no success
+│   └── StructureError                   the requested structure cannot be enforced
+├── ProfileError                         a profile cannot be read, or belongs to another machine or model
+├── CapacityError                        the requested rows do not fit into memory
+├── RankError                            a process of a tensor-parallel group has ended; the engine has ended, too
+├── MissingPackageError                  an optional package is not installed; says how to install it
+└── ApiError (server/errors.py)          an HTTP error response
 """
 
 from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """The root: catch this to catch everything paceline raises on purpose."""
+    """Base class of all exceptions that paceline raises on purpose."""
 
 
-LONGEST_SHOWN = 200  # characters of a value in a message
+LONGEST_SHOWN = 200  # maximum length of a value in a message, in characters
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: of any value, however long, on one line, and without half characters."""
+    """Format a value for a message: shortened, on one line and without unpaired surrogates."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 (of a number of thousands of digits, or of an object that is broken)
+    except Exception:  # noqa: BLE001 (repr fails for integers of thousands of digits and for broken objects)
         return f"<{type(value).__name__}>"
     if len(text) > LONGEST_SHOWN:
         text = f"{text[: LONGEST_SHOWN // 2]} ... {text[-LONGEST_SHOWN // 2 :]}"
@@ -39,7 +39,10 @@ def shown(value: object) -> str:
 
 
 class ParameterError(PacelineError, ValueError):
-    """A parameter is outside its allowed range."""
+    """A parameter is out of range.
+
+    field: name of the parameter. value: the rejected value. allowed: the allowed values, as text.
+    """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field}={shown(value)} is not allowed: {allowed}")
@@ -49,23 +52,23 @@ class ParameterError(PacelineError, ValueError):
 
 
 class ModelError(PacelineError):
-    """Something is wrong with a model."""
+    """A model cannot be used."""
 
 
 class ModelNotFoundError(ModelError):
-    """No model of that name, directory or file."""
+    """No model has that name, directory or file."""
 
 
 class ModelFormatError(ModelError):
-    """The model's files are broken, truncated or of a kind that cannot be run."""
+    """The model's files are corrupt, truncated or of an unsupported kind."""
 
 
 class VocabularyMismatchError(ModelError):
-    """Draft model and target do not share a vocabulary."""
+    """Draft model and target have different vocabularies."""
 
 
 class RequestError(PacelineError):
-    """One request cannot be served; the others are not affected."""
+    """One request cannot be served. Other requests are not affected."""
 
 
 class EmptyPromptError(RequestError):
@@ -77,24 +80,27 @@ class PromptTooLongError(RequestError):
 
 
 class StructureError(RequestError):
-    """Answers cannot be held to the structure asked for: it is broken, or says what cannot be enforced."""
+    """The requested structure is invalid, or uses features that cannot be enforced."""
 
 
 class ProfileError(PacelineError):
-    """A profile that cannot be read, or that was measured on another machine or with other models."""
+    """A profile cannot be read, or was measured on another machine or with other models."""
 
 
 class CapacityError(PacelineError):
-    """The rows asked for need more memory than there is."""
+    """The requested rows need more memory than is available."""
 
 
 class RankError(PacelineError):
-    """The processes that share a model cannot go on together; the engine has ended, and a new LLM is needed."""
+    """A process of a tensor-parallel group failed. The engine has ended; create a new LLM."""
 
 
 class MissingPackageError(PacelineError):
-    """Something optional was asked for, and a package that it needs is not installed."""
+    """An optional feature needs a package that is not installed.
+
+    package: name of the missing module. extra: the extra of paceline that installs it.
+    """
 
     def __init__(self, package: str | None, extra: str) -> None:
-        name = (package or "").partition(".")[0]  # what was looked for may be a part of it
+        name = (package or "").partition(".")[0]  # the missing module may be a submodule
         super().__init__(f'the package {name} is not installed: pip install "paceline[{extra}]"')

@@ -1,14 +1,12 @@
-"""The offline Python API: a batch of prompts in, their answers out."""
+"""Offline Python API: ``LLM`` decodes batches of prompts."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NoReturn, Self, TypeAlias, Unpack
 
 import torch
@@ -19,7 +17,6 @@ from paceline.config import (
     DEFAULT_MODEL,
     EngineConfig,
     EngineOptions,
-    QuantizationName,
     SamplingParams,
     StructuredOutputs,
     check_used,
@@ -35,64 +32,71 @@ from paceline.config.inputs import (
     as_references,
     as_sources,
 )
-from paceline.config.ranges import FileName
 from paceline.core.hardware import (
     default_threads,
-    resolve_device,
-    resolve_dtype,
-    threads_of_each,
+    ignore_torch_context,
     torch_threads,
-    whatever_torch_was_told,
 )
 from paceline.core.outputs import RequestOutput, Score, TokenLogprob
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
-from paceline.drafters.heads.decoder import HeadModel
-from paceline.drafters.heads.loading import find_head, load_head_for
+from paceline.drafters.heads.loading import find_head
 from paceline.engine.calls import CallArguments, Made, OnError, check_params, fields_of
 from paceline.engine.engine import Engine, Models, Request
+from paceline.engine.loading import (
+    TokenizerSource,
+    check_model_source,
+    load_draft,
+    load_dtype,
+    load_head,
+    load_target,
+    load_tokenizer,
+    loading_progress,
+    serve_other_rank,
+)
 from paceline.engine.scoring import ScoredText
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
-from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded, name_of
-from paceline.models.hub import resolve_tokenizer
-from paceline.models.loading import check_source, eos_token_ids, load_model
-from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed
-from paceline.models.prepare import prepare
-from paceline.models.shares import Share
+from paceline.models.boundary import Source
+from paceline.models.loading import check_source, eos_token_ids
 from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
 
-_OF_WEIGHTS = "dtype", "quantization", "draft_dtype", "draft_quantization", "device", "deterministic", "tensor_parallel"
+_WEIGHT_OPTIONS = (
+    "dtype",
+    "quantization",
+    "draft_dtype",
+    "draft_quantization",
+    "device",
+    "deterministic",
+    "tensor_parallel",
+)
 
 _as_prompt = partial(as_prompt, "prompts")
 
 ModelSource: TypeAlias = Source
-TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
 
 
 class LLM:
-    """A target model, perhaps with a drafter, ready to decode batches. Calls from several threads share its rounds.
+    """A target model, optionally with a drafter, that decodes batches. Threads that call it share its rounds.
 
     ``with LLM(...) as llm:`` closes it at the end.
 
     model: a hub name, a directory, a .gguf file, an embedded name ("smollm2-135m") or a loaded PreTrainedModel.
-    draft_model: likewise; it must share the target's vocabulary. Giving one makes drafter="hybrid" the default, on CUDA
-        "model" (see EngineConfig). Or a trained head (EAGLE-3) of this target, a directory or a hub name: "hybrid".
-        "smollm2-135m-head" comes with the package.
-    tokenizer: a loaded one, or the directory, file or name of one, in place of the model's own. A loaded
-        PreTrainedModel has none: without one, prompts and answers are token ids.
-    reference_documents: texts (or token ids) that the n-gram drafter may copy from, besides each row's own tokens.
-    use_tqdm: whether a terminal shows what is being done: loading, packing, measuring costs.
+    draft_model: a draft model, named in the same ways, with the target's vocabulary. It makes drafter="hybrid" the
+        default, on CUDA "model" (see EngineConfig). Or a trained head (EAGLE-3) of this target, as a directory or a hub
+        name, for which "hybrid" is the default. "smollm2-135m-head" comes with the package.
+    tokenizer: a loaded tokenizer, or the directory, file or name of one, which replaces the model's own. A loaded
+        PreTrainedModel has no tokenizer: without one, prompts and answers are token ids.
+    reference_documents: texts or token ids that the n-gram drafter may copy from, beside each row's own tokens.
+    use_tqdm: whether to show the stages of start-up on a terminal: loading, packing, measuring costs.
     options: see EngineConfig.
 
-    Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
+    Raises ModelError (model not found, corrupt files, different vocabularies), ParameterError, CapacityError.
     """
 
-    @whatever_torch_was_told
-    @torch.inference_mode(False)  # what is made in a caller's inference mode could be written in that mode alone
+    @ignore_torch_context
+    @torch.inference_mode(False)  # tensors made in a caller's inference mode could only be written in that mode
     def __init__(
         self,
         model: ModelSource = DEFAULT_MODEL,
@@ -103,28 +107,30 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[EngineOptions],
     ) -> None:
-        _check_source("model", model)
+        check_model_source("model", model)
         if draft_model is not None:
-            _check_source("draft_model", draft_model)
+            check_model_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
         config = engine_config(options, draft_model, documents)
         if find_head(model) is not None:
-            raise ParameterError("model", model, "a model; this is a trained head: its target's draft_model")
+            raise ParameterError(
+                "model", model, "a model; this is a trained head, which is passed as draft_model of its target"
+            )
         check_source(model, config.max_model_len)
-        for draft_too in (False, True):
-            _dtype(config, of_draft=draft_too)  # what this device cannot do is refused before anything is loaded
-        _serve_if_launched(config.tensor_parallel)
-        self.tokenizer = _load_tokenizer(model, tokenizer)
+        for of_draft in (False, True):
+            load_dtype(config, of_draft=of_draft)  # raises before anything is loaded if the device lacks the dtype
+        serve_other_rank(config.tensor_parallel)
+        self.tokenizer = load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)
         if draft_model is not None and head is None:
             self._check_vocabulary(draft_model)
         references = [self._encode(document) for document in documents]
-        with _stages(use_tqdm) as begin:
-            with torch_threads(config.threads or default_threads()):  # for a while: other engines have their own
-                draft = None if draft_model is None or head is not None else _load_draft(draft_model, config, begin)
-                target = _load_target(model, config, begin)
-                draft = draft if head is None else _load_head(head, model, target, config)
-            self._models = Models(target, draft, self._eos(model), references)
+        with loading_progress(use_tqdm) as begin:
+            with torch_threads(config.threads or default_threads()):  # other engines have their own number
+                draft = None if draft_model is None or head is not None else load_draft(draft_model, config, begin)
+                target = load_target(model, config, begin)
+                draft = draft if head is None else load_head(head, model, target, config)
+            self._models = Models(target, draft, self._eos_token_ids(model), references)
             self._models.users.add(self)
             begin("measuring what rounds cost")
             self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
@@ -139,28 +145,32 @@ class LLM:
         return llm
 
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
-        """Another engine on the same weights, with some options changed (but not how the weights were loaded)."""
-        for fixed, given in options.items():
-            if fixed in _OF_WEIGHTS:
-                raise ParameterError(fixed, given, "what the weights were loaded with; make a new LLM")
+        """Return an LLM on the same weights with other options.
+
+        Options that determine how weights are loaded cannot change. Raises ParameterError, CapacityError.
+        """
+        for name, value in options.items():
+            if name in _WEIGHT_OPTIONS:
+                raise ParameterError(name, value, "what the weights were loaded with; make a new LLM")
         config = replace(self.engine.config, **options)
         check_used(config, options)
         return self._sharing(self, config)
 
     def plain(self) -> LLM:
-        """The same weights decoding without speculation, for comparison."""
+        """Return an LLM on the same weights that decodes without speculation, for comparison."""
         return self.with_options(drafter=None, num_speculative_tokens=0, profile=None)
 
     @property
     def config(self) -> EngineConfig:
+        """Options of the engine. Raises PacelineError after ``close``."""
         return self.engine.config
 
     def _check_vocabulary(self, draft_model: ModelSource) -> None:
-        draft = _load_tokenizer(draft_model, None)
+        draft = load_tokenizer(draft_model, None)
         if self.tokenizer is not None and draft is not None:
             check_same_vocabulary(self.tokenizer, draft)
 
-    def _eos(self, model: ModelSource) -> tuple[int, ...]:
+    def _eos_token_ids(self, model: ModelSource) -> tuple[int, ...]:
         of_model = eos_token_ids(model)
         of_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         return tuple(dict.fromkeys((*of_model, *of_tokenizer)))
@@ -175,19 +185,23 @@ class LLM:
         on_finished: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Continue all prompts (strings or token ids) in one batch; results in the order of the prompts.
+        """Continue all prompts (strings or token ids) in one batch. Results are in the order of the prompts.
 
-        params: one for all, or one a prompt; a ``time_budget`` counts from this call on. references: for each prompt a
-        list of texts (or token ids) that its answers will repeat in parts: n-gram lookup copies from them; they change
-        the speed and nothing else. on_finished is called with each request as it ends, in the order of ending.
-        If interrupted, what has not ended has finish_reason "abort" and the interrupt goes on to the caller.
-        What goes wrong with one request ends it with finish_reason "error" and its ``error``; the others go on.
-        on_error: a prompt that cannot be served (too long, empty, no text, a blank reference) raises before anything is
-        decoded, and the error names it: "prompts[3]: ...". With "skip" the others are served: the result in its place
-        has one answer without tokens, finish_reason "error" and the ``error``.
+        params: one for all prompts, or one per prompt. A ``time_budget`` starts with this call.
+        references: for each prompt a list of texts or token ids that its answers are likely to repeat in part. N-gram
+            lookup copies from them; they change the speed only.
+        use_tqdm: whether to show a progress bar.
+        on_finished: called with each request when it ends, in the order of ending.
+        on_error: "raise" raises for a prompt that cannot be served (too long, empty, no text, a blank reference),
+            before anything is decoded; the message names it: "prompts[3]: ...". "skip" serves the other prompts; the
+            result of such a prompt has one answer without tokens, finish_reason "error" and the ``error``.
+
+        An error while a request is decoded ends only this request, with finish_reason "error" and its ``error``. If the
+        call is interrupted, unfinished requests get finish_reason "abort" and the interrupt propagates.
+        Raises ParameterError, RequestError, MissingPackageError.
         """
         call = CallArguments(params, references, on_error)
-        return self._run(self._made(as_prompts("prompts", prompts), call), use_tqdm, on_finished)
+        return self._run(self._make_requests(as_prompts("prompts", prompts), call), use_tqdm, on_finished)
 
     def chat(
         self,
@@ -201,10 +215,10 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several in one batch, through the model's chat template. See ``generate``.
+        """Answer one conversation, or several in one batch, with the model's chat template. See ``generate``.
 
-        A message's content is a text, or a list of text parts: {"type": "text", "text": ...}.
-        add_generation_prompt, chat_template_kwargs: as ``tokens_of_chat`` has them.
+        The content of a message is a text, or a list of text parts: {"type": "text", "text": ...}.
+        add_generation_prompt, chat_template_kwargs: see ``tokens_of_chat``.
         """
         call, fields = (
             CallArguments(params, references, on_error),
@@ -214,7 +228,7 @@ class LLM:
         def read(conversation: Sequence[Message]) -> list[int]:
             return self._need_tokenizer("chat").chat(conversation, fields)
 
-        return self._run(self._made(as_conversations(messages), call, read), use_tqdm, on_finished)
+        return self._run(self._make_requests(as_conversations(messages), call, read), use_tqdm, on_finished)
 
     def tokens_of_chat(
         self,
@@ -223,10 +237,11 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """A conversation as the prompt the model was trained on.
+        """Token ids of a conversation in the format of the model's chat template.
 
-        add_generation_prompt: whether the assistant's turn is begun at its end. chat_template_kwargs: what else the
-        model's chat template knows by name, as ``enable_thinking`` of some. Raises ParameterError, RequestError.
+        add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
+        chat_template_kwargs: further variables of the chat template, for example ``enable_thinking``.
+        Raises ParameterError, RequestError.
         """
         return self._need_tokenizer("chat").chat(messages, fields_of(chat_template_kwargs, add_generation_prompt))
 
@@ -238,93 +253,94 @@ class LLM:
         references: Sequence[Sequence[Prompt]] | None = None,
         on_error: OnError = "raise",
     ) -> Iterator[RequestOutput]:
-        """Like ``generate``, but yields a request's (growing) result whenever it gained tokens or ended.
+        """Yield the growing result of a request whenever it has gained tokens or ended. Arguments as in ``generate``.
 
-        The last time that a request is yielded it is finished, and its answers are in the order of their rank, if they
-        are ranked: until then they are all there, in the order of sampling. Leaving the iterator ends what is not.
+        Until a request ends, its result has all samples in the order of sampling. When it is yielded for the last time
+        it is finished, and ranked answers are in the order of their rank. Closing the iterator aborts unfinished
+        requests.
         """
-        made = self._made(as_prompts("prompts", prompts), CallArguments(params, references, on_error))
-        yield from (each for each in made if isinstance(each, RequestOutput))
-        with self._begun(made, use_tqdm=False, final=False) as call:
+        made = self._make_requests(as_prompts("prompts", prompts), CallArguments(params, references, on_error))
+        yield from (refused for refused in made if isinstance(refused, RequestOutput))
+        with self._submit(made, use_tqdm=False, final=False) as call:
             yield from call
 
     def beam_search(self, *_: object, **__: object) -> NoReturn:
-        """There is none: raises PacelineError, which says what to do."""
+        """Raise PacelineError: there is no beam search. The message names alternatives."""
         raise PacelineError(
             "there is no beam search here: SamplingParams(n=..., best_of=..., rank_by='logprob') gives the most likely "
             "of many samples; transformers has beams"
         )
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The Hugging Face tokenizer. Raises ParameterError where there is none."""
+        """Return the Hugging Face tokenizer. Raises ParameterError if there is none."""
         return self._need_tokenizer("get_tokenizer").huggingface
 
     def score(
         self, prompts: Sequence[Prompt], continuations: Sequence[Prompt], *, use_tqdm: bool = True
     ) -> list[Score]:
-        """The log-probability of each continuation behind its prompt (strings or token ids), in the order given.
+        """Log-probability of each continuation after its prompt (strings or token ids), in the order of the prompts.
 
-        A text's continuation begins with the first token behind those of its prompt alone. Continuations of one prompt,
-        and prompts that begin alike, cost what is different in them; as many are read at a time as the engine has rows.
-        Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is read.
+        If both are strings, the continuation begins at the first token after the tokens of the prompt alone. A prefix
+        that several texts share is computed once. At most as many texts as the engine has rows are processed at once.
+        Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
         """
-        before, behind = as_documents("prompts", prompts), as_documents("continuations", continuations)
-        if len(before) != len(behind):
-            raise ParameterError("continuations", f"{len(behind)} entries", f"one a prompt ({len(before)})")
-        return self._scores([self._pair(*pair) for pair in zip(before, behind, strict=True)], use_tqdm)
+        prefixes, suffixes = as_documents("prompts", prompts), as_documents("continuations", continuations)
+        if len(prefixes) != len(suffixes):
+            raise ParameterError("continuations", f"{len(suffixes)} entries", f"one per prompt ({len(prefixes)})")
+        return self._score_pairs([self._encode_pair(*pair) for pair in zip(prefixes, suffixes, strict=True)], use_tqdm)
 
-    def _scores(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
-        """texts: tokens, and which is the first that is scored."""
+    def _score_pairs(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
+        """Score texts, given as token ids and the index of the first scored token."""
         scope = self.engine.scope_of(SamplingParams())
         scored = [ScoredText(tokens, scope=scope, first=first) for tokens, first in texts]
-        self._read(scored, "continuations", use_tqdm)
+        self._score_texts(scored, "continuations", use_tqdm)
         return [_score(text.logprobs) for text in scored]
 
-    def _read(self, scored: Sequence[ScoredText], what: str, use_tqdm: bool) -> None:
-        """Score texts, those that begin alike one after the other."""
+    def _score_texts(self, scored: Sequence[ScoredText], what: str, use_tqdm: bool) -> None:
+        """Score texts in sorted order, so that texts with a common prefix are neighbours. what: label of the bar."""
         neighbours = sorted(scored, key=lambda text: list(text.token_ids))
         try:
-            with self._share().turn() as engine:
+            with self._open_engine().turn() as engine:
                 engine.scorer.add(neighbours)
             with tqdm(total=len(scored), desc=what, disable=not use_tqdm) as bar:
                 for text in neighbours:
                     while not text.finished:
-                        with self._share().turn() as engine:
+                        with self._open_engine().turn() as engine:
                             engine.score_some(awaited=engine.busy)
                     bar.update()
         finally:
-            with self._share().turn() as engine:
+            with self._open_engine().turn() as engine:
                 engine.scorer.drop(scored)
 
-    def _read_prompts(self, requests: Sequence[Request], use_tqdm: bool) -> None:
-        """The log-probabilities of those prompts that ask for them."""
+    def _score_prompts(self, requests: Sequence[Request], use_tqdm: bool) -> None:
+        """Compute the prompt log-probabilities of requests that want them."""
         texts: list[tuple[Request, ScoredText]] = []
         for request in requests:
             if (top := request.params.prompt_logprobs) is not None:
                 text = ScoredText(request.prompt_token_ids, top=top, scope=self.engine.scope_of(request.params))
                 texts.append((request, text))
-        self._read([text for _, text in texts if not text.finished], "prompts", use_tqdm and bool(texts))
+        self._score_texts([text for _, text in texts if not text.finished], "prompts", use_tqdm and bool(texts))
         for request, text in texts:
             request.prompt_logprobs = [None, *text.logprobs]
 
-    def _pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
-        """Both as one text, and the number of tokens before the continuation."""
-        before = self._encode(prompt)
+    def _encode_pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
+        """Token ids of prompt and continuation as one text, and the number of tokens before the continuation."""
+        prompt_tokens = self._encode(prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
             tokens = self._encode(prompt + continuation)
         else:
-            tokens = before + self._encode(continuation, plain=True)
-        if not before:
-            raise EmptyPromptError("a prompt has no tokens, so nothing says what its continuation follows")
-        if len(before) >= len(tokens):
-            raise ParameterError("continuations", continuation, "texts of at least one token behind the prompt's")
+            tokens = prompt_tokens + self._encode(continuation, plain=True)
+        if not prompt_tokens:
+            raise EmptyPromptError("a prompt has no tokens, so its continuation has no context")
+        if len(prompt_tokens) >= len(tokens):
+            raise ParameterError("continuations", continuation, "texts of at least one token after the prompt's")
         self.engine.check_scored(tokens)
-        return tokens, len(before)
+        return tokens, len(prompt_tokens)
 
     def close(self) -> None:
-        """Give the caches back. The object cannot be used afterwards; closing it again does nothing.
+        """Free the caches. The object cannot be used afterwards; closing it again does nothing.
 
-        Other processes that share the target end when nobody uses it any more.
+        The other processes of a tensor-parallel target end once no LLM uses it.
         """
         if self._shared is not None:
             self._shared.close()
@@ -333,10 +349,10 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """Raises PacelineError after ``close``."""
-        return self._share().engine
+        """The engine. Raises PacelineError after ``close``."""
+        return self._open_engine().engine
 
-    def _share(self) -> SharedEngine:
+    def _open_engine(self) -> SharedEngine:
         if self._shared is None:
             raise PacelineError("this LLM was closed; make a new one")
         return self._shared
@@ -349,16 +365,17 @@ class LLM:
 
     def __reduce__(self) -> NoReturn:
         raise PacelineError(
-            "an LLM cannot be copied or pickled: it holds weights, caches and threads of this process. Make it where "
-            "it is used, in every process its own; llm.with_options(...) is another engine on the same weights"
+            "an LLM cannot be copied or pickled: it holds weights, caches and threads of this process. Create one in "
+            "every process that uses it; llm.with_options(...) makes another engine on the same weights"
         )
 
     def _run(
         self, made: list[Made], use_tqdm: bool, on_finished: Callable[[RequestOutput], None] | None
     ) -> list[RequestOutput]:
-        refused = [each for each in made if isinstance(each, RequestOutput)]
+        """Decode all requests; return their results and those of refused prompts, in the order of ``made``."""
+        refused = [entry for entry in made if isinstance(entry, RequestOutput)]
         with (
-            self._begun(made, use_tqdm=use_tqdm, final=True) as call,
+            self._submit(made, use_tqdm=use_tqdm, final=True) as call,
             tqdm(total=len(made), desc="answers", disable=not use_tqdm) as bar,
         ):
             for output in itertools.chain(refused, call):
@@ -367,20 +384,20 @@ class LLM:
                     if on_finished is not None:
                         on_finished(output)
         served = iter(call.outputs)
-        return [each if isinstance(each, RequestOutput) else next(served) for each in made]
+        return [entry if isinstance(entry, RequestOutput) else next(served) for entry in made]
 
     @contextmanager
-    def _begun(self, made: Sequence[Made], *, use_tqdm: bool, final: bool) -> Iterator[SharedCall]:
-        """The requests in the engine, behind the log-probabilities of their prompts."""
-        requests = [each for each in made if isinstance(each, Request)]
-        self._read_prompts(requests, use_tqdm)
-        with self._share().begin(requests, final=final) as call:
+    def _submit(self, made: Sequence[Made], *, use_tqdm: bool, final: bool) -> Iterator[SharedCall]:
+        """Compute prompt log-probabilities, then add the requests to the engine for the duration of the context."""
+        requests = [entry for entry in made if isinstance(entry, Request)]
+        self._score_prompts(requests, use_tqdm)
+        with self._open_engine().begin(requests, final=final) as call:
             yield call
 
-    def _made(
+    def _make_requests(
         self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt] = _as_prompt
     ) -> list[Made]:
-        """read: makes a prompt of an entry."""
+        """Make a request of each entry, or its result if it is refused. read: converts an entry to a prompt."""
 
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
             request = self.request(read(entry), params, arrival=call.arrival, references=references)
@@ -401,23 +418,23 @@ class LLM:
         client: str = "",
         priority: int = 0,
     ) -> Request:
-        """A prompt as ``engine.add`` takes it: tokens, how they become text again, and what the answers must look like.
+        """Make the request that ``engine.add`` takes: token ids, detokenizer and constraint.
 
-        arrival: when it came, on the clock of time.monotonic; None: when it is added.
+        arrival: time of arrival in seconds of time.monotonic; None uses the time at which the request is added.
         Raises ParameterError, StructureError, MissingPackageError.
         """
         check_params(params)
         text = prompt if isinstance(prompt, str) else None
-        make_stream = self._stream if self.tokenizer is not None else None
+        make_stream = self._make_detokenizer if self.tokenizer is not None else None
         tokens = self._encode(prompt)
-        copied = [self._encode(each, plain=True) for each in as_references("references", references)]
-        make_constraint = self._constraint(params)
+        reference_ids = [self._encode(reference, plain=True) for reference in as_references("references", references)]
+        make_constraint = self._constraint_factory(params)
         return Request(
-            tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority, copied
+            tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority, reference_ids
         )
 
-    def _constraint(self, params: SamplingParams) -> Callable[[], Constraint] | None:
-        """What makes the constraint of one answer; None where any token may come.
+    def _constraint_factory(self, params: SamplingParams) -> Callable[[], Constraint] | None:
+        """Factory for the constraint of one answer; None if any token is allowed.
 
         Raises ParameterError, StructureError, MissingPackageError.
         """
@@ -435,8 +452,9 @@ class LLM:
     def structure(
         self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
     ) -> Callable[[], Constraint]:
-        """What makes a constraint for one answer; any thread may ask. ``stopped``: whether nobody waits any more.
+        """Compile a structure; returns a factory for the constraint of one answer. Any thread may call it.
 
+        stopped: returns true once the result is no longer needed, which aborts the compilation.
         Raises StructureError, MissingPackageError.
         """
         return self._grammars.compile(wanted, stopped)
@@ -446,7 +464,7 @@ class LLM:
         tokenizer, models = self._need_tokenizer("structured_outputs"), self._models
         return Grammars(tokenizer, models.target.vocab_size, models.eos_token_ids)
 
-    def _stream(self, params: SamplingParams) -> Detokenizer:
+    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
         assert self.tokenizer is not None
         return Detokenizer(
             self.tokenizer,
@@ -457,96 +475,17 @@ class LLM:
         )
 
     def _encode(self, prompt: Prompt, plain: bool = False) -> list[int]:
-        """plain: without the special tokens that begin a text; references stand in the middle of one."""
+        """Token ids of a prompt. plain: without special tokens, for references and continuations."""
         if not isinstance(prompt, str):
             return list(prompt)
         return self._need_tokenizer("a text prompt").encode(prompt, add_special_tokens=not plain)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise ParameterError("tokenizer", None, f"{what} needs one: pass tokenizer=..., or give token ids")
+            raise ParameterError("tokenizer", None, f"{what} needs one: pass tokenizer=..., or use token ids")
         return self.tokenizer
 
 
-def _score(told: Sequence[TokenLogprob]) -> Score:
-    greedy = all(token.logprob >= token.top[0][1] for token in told)
-    return Score([token.token_id for token in told], [token.logprob for token in told], greedy)
-
-
-def _dtype(config: EngineConfig, *, of_draft: bool = False) -> torch.dtype:
-    """In which the target, or the draft model or head, is loaded. Raises ParameterError."""
-    device = resolve_device(config.device)
-    if of_draft and config.draft_dtype != "same":
-        return resolve_dtype(config.draft_dtype, device, "draft_dtype")
-    return resolve_dtype(config.dtype, device)
-
-
-Begin: TypeAlias = Callable[[str], None]  # called with what is done from now on
-
-
-@contextmanager
-def _stages(shown: bool) -> Iterator[Begin]:
-    """A line on a terminal, which says what is done, and for how long when the next stage begins."""
-    with tqdm(bar_format="{desc} ({elapsed})", leave=False, disable=None if shown else True) as bar:
-        yield lambda stage: bar.set_description_str(stage, refresh=True)
-
-
-def _load(
-    source: ModelSource, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None, begin: Begin
-) -> AnyModel:
-    device = resolve_device(config.device)
-    name = name_of(source) if is_loaded(source) else os.fspath(source)
-    begin(f"loading {name}")
-    kept = find_packed(source, dtype, device, config.attention, quantization)
-    if kept is not None and (packed := kept.load()) is not None:
-        return packed
-    loaded = load_model(source, dtype=dtype, device=device)
-    begin(f"packing {name}")
-    model = prepare(loaded, config.attention, quantization, config.deterministic)
-    del loaded  # its memory is not needed to keep the packed weights
-    if kept is not None and isinstance(model, NativeModel):
-        kept.save(model)
-    return model
-
-
-def _load_target(source: ModelSource, config: EngineConfig, begin: Begin) -> AnyModel:
-    """All of it, or rank 0's part."""
-    if config.tensor_parallel == 1:
-        return _load(source, config, _dtype(config), config.quantization, begin)
-    from paceline.models.parallel.launch import lead
-
-    device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
-    threads = config.threads or threads_of_each(share.ranks)
-    return lead(source, share, _dtype(config), device, threads)
-
-
-def _serve_if_launched(ranks: int) -> None:
-    """A rank other than 0 that torchrun has started comes back from here no more."""
-    if ranks > 1:
-        from paceline.models.parallel.launch import serve_if_launched
-
-        serve_if_launched(ranks)
-
-
-def _load_draft(source: ModelSource, config: EngineConfig, begin: Begin) -> AnyModel:
-    quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
-    return _load(source, config, _dtype(config, of_draft=True), quantization, begin)
-
-
-def _load_head(path: Path, source: ModelSource, target: AnyModel, config: EngineConfig) -> HeadModel:
-    dtype = _dtype(config, of_draft=True)
-    return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
-
-
-def _load_tokenizer(source: ModelSource, given: TokenizerSource | None) -> Tokenizer | None:
-    if given is not None:
-        if not isinstance(given, PreTrainedTokenizerBase):
-            FileName("a loaded PreTrainedTokenizerBase, or a directory, a file or a name").take("tokenizer", given)
-            return Tokenizer.load(resolve_tokenizer(given))
-        return Tokenizer.load(given)
-    return Tokenizer.load(source) if isinstance(source, (str, os.PathLike)) else None
-
-
-def _check_source(name: str, source: object) -> None:
-    if not is_loaded(source):
-        FileName("a model's name, directory or file, or a loaded PreTrainedModel").take(name, source)
+def _score(tokens: Sequence[TokenLogprob]) -> Score:
+    greedy = all(token.logprob >= token.top[0][1] for token in tokens)
+    return Score([token.token_id for token in tokens], [token.logprob for token in tokens], greedy)

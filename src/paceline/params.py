@@ -1,4 +1,4 @@
-"""The name that plugins know ``paceline.config`` by."""
+"""Import path of ``paceline.config`` for plugins."""
 
 from paceline.config import EngineConfig, SamplingParams, ServerConfig, StructuredOutputs
 

@@ -1,4 +1,4 @@
-"""The name that plugins know ``paceline.core.row_keeper`` by."""
+"""Import path of ``paceline.core.row_keeper`` for plugins."""
 
 from paceline.core.row_keeper import PerRow, RowKeeper, RowKeepers
 

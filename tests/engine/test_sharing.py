@@ -63,7 +63,7 @@ def count_rounds(llm: LLM) -> list[int]:
 
 def begin_together(llm: LLM, threads: int) -> None:
     """Hold all rounds until ``threads`` threads have queued their requests."""
-    shared, all_begun = llm._share(), threading.Barrier(threads)
+    shared, all_begun = llm._open_engine(), threading.Barrier(threads)
     original = shared.begin
 
     def begin(*requests: Any, **options: Any) -> Any:
@@ -199,7 +199,7 @@ def test_a_failed_round_raises_in_its_caller_and_shows_in_the_results_of_others(
         llm.engine.parts.accept = original
         raise error("as planned")
 
-    waiting = llm._share().begin([llm.request(PROMPTS[2], LONG)])  # no row is free
+    waiting = llm._open_engine().begin([llm.request(PROMPTS[2], LONG)])  # no row is free
     llm.engine.parts.accept = broken
     with pytest.raises(error, match="as planned"):
         list(stream)
@@ -251,7 +251,7 @@ def test_text_that_is_held_back_until_the_end_is_in_the_last_item(monkeypatch: p
     llm = toy_llm()
     request = llm.request(PROMPTS[0], LONG)
     request.make_stream = lambda _: HoldsTextBack()
-    monkeypatch.setattr(llm, "_made", lambda *_: [request])
+    monkeypatch.setattr(llm, "_make_requests", lambda *_: [request])
     texts = [output.outputs[0].text for output in llm.stream(PROMPTS[0], LONG)]
     assert texts[-1] == "x" * 60
 

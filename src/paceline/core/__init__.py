@@ -1,1 +1,1 @@
-"""The algorithm as values and pure functions: nodes, drafts, batch, sampling, acceptance rules, the KV cache."""
+"""The algorithm as values and pure functions: drafts, the batch, sampling, acceptance rules and the KV cache."""

@@ -1,9 +1,10 @@
-"""The host's round: what becomes of a draft, from the target's logits. Two rules (``rules.py``), one distribution: the
-target's.
+"""Acceptance rules as host rounds call them: draft and target logits in, verdict out.
 
-Shapes: B rows, k draft tokens, V vocabulary. Position j of the target's logits [B, k + 1, V] follows draft token j.
-Logits [N, V] are those of the N real tokens of a ragged draft, row after row. Place 0 of a tree is the row's unseen
-token.
+Both lossless rules (``rules.py``) produce tokens that follow the target's distribution.
+
+Shapes: B rows, k draft tokens, V vocabulary. Position j of the target's logits [B, k + 1, V] follows the first j draft
+tokens of its row. Logits [N, V] hold only the N real tokens of a ragged draft, row after row. Position 0 of a tree is
+the row's pending token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.config import SYNTHETIC
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Logprobs, Verdict
 from paceline.core.ops import Gained
-from paceline.core.rules import keep_by_chance, keep_equal, keep_likely, places_of
+from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching, places_of
 from paceline.core.sampling import Choices, Purpose, draw
 from paceline.errors import ParameterError
 
@@ -25,17 +26,20 @@ AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 
 
 def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-    """The coupled rule (``rules.keep_equal``); greedy decoding is the case without noise."""
+    """Apply the coupled rule (``rules.accept_matching``); greedy decoding is the case without noise.
+
+    logits: [B, k + 1, V] or [N, V].
+    """
     choices = Choices.after(draft, logits, batch)
-    if choices.ops is not None:  # one call, and no draws beyond the first that no draft token foresaw
+    if choices.ops is not None:  # one call, which stops drawing in each row at the first rejected draft token
         scored = batch.sampling.scored
         tokens, accepted, path, own = choices.ops.accept(choices.places, Purpose.DRAW, scored)
         return Verdict(tokens, accepted, draft.counts, None if own is None else Logprobs.alone(own), path=path)
-    return keep_equal(draft, _draw(draft, logits, batch))
+    return accept_matching(draft, _draw(draft, logits, batch))
 
 
 def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
-    """[B, k + 1]: the target's own draws; where a row has no draft token they mean nothing."""
+    """Target's own draws, [B, k + 1] int64. Entries at padding are meaningless."""
     rectangle = logits if logits.dim() == 3 else _rectangle(draft, logits)
     if draft.tree is None:
         return draw(rectangle, batch, draft.tokens)
@@ -43,47 +47,51 @@ def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
 
 
 def _rectangle(draft: Draft, flat: Tensor) -> Tensor:
-    """[N, V] of the real tokens -> [B, k + 1, V], 0 elsewhere."""
+    """Scatter logits [N, V] of the real tokens into [B, k + 1, V], 0 elsewhere."""
     table = flat.new_zeros(*draft.real.shape, flat.shape[1])
     table[draft.real] = flat
     return table
 
 
 def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-    """The rejection rule (``rules.keep_likely``).
+    """Apply the rejection rule (``rules.accept_by_ratio``).
 
-    Draft tokens without probabilities are certain ones (q = 1), for which the coupled rule is the same distribution.
+    logits: [B, k + 1, V] or [N, V]. Draft tokens without probabilities were certain (q = 1). For them the coupled rule
+    has the same acceptance probability. Raises ParameterError if the draft is a tree.
     """
     _refuse_tree(draft, "rejection")
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
     distribution = Choices(logits, batch, draft.tokens).distribution()
-    return keep_likely(draft, distribution, draft.probabilities, batch.state(batch.rows))
+    return accept_by_ratio(draft, distribution, draft.probabilities, batch.state(batch.rows))
 
 
 def _refuse_tree(draft: Draft, rule: str) -> None:
     if draft.parents is not None:
         raise ParameterError(
-            "acceptance", rule, "'coupled' where a drafter guesses trees: this rule knows chains alone"
+            "acceptance", rule, "'coupled' where a drafter drafts trees: this rule verifies chains only"
         )
 
 
 def synthetic(rate: float) -> AcceptanceRule:
-    """Keep each draft token with this probability, whatever it is: for benchmarks of models with random weights."""
+    """Return a rule that accepts each draft token with probability ``rate``, whatever it is.
+
+    It serves benchmarks of models with random weights; the text it produces is meaningless.
+    """
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         _refuse_tree(draft, f"{SYNTHETIC}{rate}")
-        return keep_by_chance(draft, _draw(draft, logits, batch), batch.state(batch.rows), rate)
+        return accept_at_rate(draft, _draw(draft, logits, batch), batch.state(batch.rows), rate)
 
     return accept
 
 
 def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
-    """The rule, followed by the log-probabilities of the tokens drawn if any live row asked for them."""
+    """Wrap a rule so that its verdict has log-probabilities whenever a live row asks for them."""
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         verdict = rule(draft, logits, batch)
-        if batch.sampling.logprobs is not None and verdict.logprobs is None:  # the kernels' draw may have found them
+        if batch.sampling.logprobs is not None and verdict.logprobs is None:  # the kernels may already have added them
             verdict.logprobs = _logprobs(draft, logits, batch, verdict)
         return verdict
 
@@ -91,7 +99,7 @@ def with_logprobs(rule: AcceptanceRule) -> AcceptanceRule:
 
 
 def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> Logprobs:
-    """Of the tokens that rows gained; of rows that did not ask they mean nothing."""
+    """Log-probabilities of the tokens that rows gained. Entries of rows that did not ask are meaningless."""
     assert batch.sampling.logprobs is not None
     if verdict.path is not None:
         logits = _along_path(draft, logits, verdict.path)
@@ -108,7 +116,10 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
 
 
 def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:
-    """A tree's logits [B, k + 1, V] in the order in which its rows gained their tokens."""
+    """Reorder a tree's logits to the order in which its rows gained their tokens: [B, k + 1, V].
+
+    logits: [B, k + 1, V] or [N, V]. path: [B, k], see ``Verdict``.
+    """
     places = places_of(path)
     if logits.dim() == 3:
         return logits.gather(1, places[..., None].expand_as(logits))
@@ -120,13 +131,13 @@ def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:
 RULES: dict[str, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}
 
 
-def knows_trees(rule: AcceptanceRule) -> bool:
-    """Of the rules above; the others refuse trees by name."""
+def supports_trees(rule: AcceptanceRule) -> bool:
+    """Whether ``rule`` can verify trees. The other rules raise ParameterError for them."""
     return rule is RULES["coupled"]
 
 
 def make_rule(acceptance: str) -> AcceptanceRule:
-    """The rule of ``EngineConfig.acceptance``, which has checked it."""
+    """Return the rule for ``EngineConfig.acceptance``, which has validated the name."""
     if acceptance.startswith(SYNTHETIC):
         return with_logprobs(synthetic(float(acceptance.removeprefix(SYNTHETIC))))
     return RULES[acceptance]

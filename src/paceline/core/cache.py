@@ -1,4 +1,4 @@
-"""The keys and values of all rows, in one place that never moves."""
+"""KV cache of all rows, in tensors that are allocated once and never move."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from paceline.errors import ParameterError
 
 
 class KVCache(RowTables):
-    """Keys and values, each [layer, row, head, position, dim]; on a CPU a few positions more than ``positions``."""
+    """Keys and values, each [layer, row, head, position, dim].
+
+    The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
+    ParameterError if a size is below 1.
+    """
 
     def __init__(
         self,
@@ -30,13 +34,14 @@ class KVCache(RowTables):
 
     @staticmethod
     def bytes_for(layers: int, rows: int, heads: int, positions: int, dim: int, dtype: torch.dtype) -> int:
-        """Memory that such a cache takes on a device, where all of it is taken at once, in bytes."""
+        """Bytes that such a cache takes on devices where all memory is allocated at once."""
         return 2 * layers * rows * heads * (positions + 1) * dim * dtype.itemsize
 
     def write_index(self, first_row: int, positions: Tensor) -> Tensor:
-        """Where tokens for slots ``positions`` [B, L] of rows first_row, first_row + 1, ... go: flat [B * heads * L].
+        """Flat index of the slots ``positions`` [B, L] of rows first_row, first_row + 1, ...: [B * heads * L] int64.
 
-        The same for every layer, so it is computed once a forward pass. Positions beyond the end go to the trash.
+        It is the same for every layer, so it is computed once per forward pass. Positions beyond a row's end map to its
+        trash slot.
         """
         _, _, heads, width, _ = self.keys.shape
         row = torch.arange(first_row, first_row + positions.shape[0], device=positions.device)
@@ -45,7 +50,7 @@ class KVCache(RowTables):
         return (line * width + self.within(row[:, None], positions)[:, None, :]).flatten()
 
     def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k and v [B, heads, L, dim] of one layer at ``index`` (from ``write_index``)."""
+        """Store k and v, [B, heads, L, dim] each, of one layer at ``index`` (from ``write_index``)."""
         dim = k.shape[-1]
         self.keys[layer].view(-1, dim).index_copy_(0, index, k.reshape(-1, dim).to(self.keys.dtype))
         self.values[layer].view(-1, dim).index_copy_(0, index, v.reshape(-1, dim).to(self.values.dtype))

@@ -1,4 +1,4 @@
-"""What a container may use: the limits of the control groups that this process is in, version 1 and 2."""
+"""Memory and CPU limits of the control groups (version 1 and 2) that this process belongs to."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")  # the groups of this process, a line a hierarchy
+OWN = Path("/proc/self/cgroup")  # the groups of this process, one line per hierarchy
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """What one version calls its files, and in memory.stat the pages that the kernel takes back before memory ends."""
+class _MemoryFiles:
+    """File names of one version, and the fields of memory.stat that count reclaimable pages."""
 
     controller: str
     limits: tuple[str, ...]
     usage: str
-    files: tuple[str, str]  # cached pages of files: long unused, lately used
-    mapped: str  # pages of files that somebody has mapped
+    file_pages: tuple[str, str]  # cached file pages: inactive, active
+    mapped: str  # file pages that a process has mapped
     slab: str | None
 
 
-_VERSION_1 = _Memory(
+_VERSION_1 = _MemoryFiles(
     "memory",
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
@@ -30,7 +30,7 @@ _VERSION_1 = _Memory(
     "total_mapped_file",
     None,
 )
-_VERSION_2 = _Memory(
+_VERSION_2 = _MemoryFiles(
     "",
     ("memory.max", "memory.high"),
     "memory.current",
@@ -41,15 +41,18 @@ _VERSION_2 = _Memory(
 
 
 def free_memory(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Bytes that this process may still take before a limit of its group or of one above it; None without a limit."""
-    rooms = [
-        _room(group, names) for names in (_VERSION_1, _VERSION_2) for group in _groups(root, own, names.controller)
+    """Bytes that this process may still allocate before its group or a parent group reaches a limit.
+
+    Returns None if there is no limit.
+    """
+    available = [
+        _available(group, names) for names in (_VERSION_1, _VERSION_2) for group in _groups(root, own, names.controller)
     ]
-    return min((room for room in rooms if room is not None), default=None)
+    return min((size for size in available if size is not None), default=None)
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """CPUs' worth of time that this process may use; None without a limit."""
+    """Number of CPUs whose time this process may use, as a fraction; None if there is no limit."""
     quotas = [_quota_1(group) for group in _groups(root, own, "cpu")] + [
         _quota_2(group) for group in _groups(root, own)
     ]
@@ -57,9 +60,10 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def _groups(root: Path, own: Path, controller: str = "") -> Iterator[Path]:
-    """The directories of this process's group and of those above it. controller: of version 1; "" is version 2.
+    """Yield the directories of this process's group and of its parents.
 
-    In a container they may be cut: its own group is then the root of what it sees, whatever its name is.
+    controller: name of a version 1 controller; "" selects version 2. A container may see only its own group, which is
+    then the root, whatever its name is.
     """
     base = root / controller
     inner = Path(_path_in(own, controller).lstrip("/"))
@@ -75,7 +79,7 @@ def _path_in(own: Path, controller: str) -> str:
     return ""
 
 
-def _room(group: Path, names: _Memory) -> int | None:
+def _available(group: Path, names: _MemoryFiles) -> int | None:
     limits = [limit for name in names.limits if (limit := _number(group / name)) is not None]
     usage = _number(group / names.usage)
     if not limits or usage is None:
@@ -83,31 +87,30 @@ def _room(group: Path, names: _Memory) -> int | None:
     return max(0, min(limits) - max(0, usage - _reclaimable(group / "memory.stat", names)))
 
 
-def _reclaimable(stat: Path, names: _Memory) -> int:
-    """As the kernel's MemAvailable has it, all cached pages of files and its caches; but not files that are mapped.
+def _reclaimable(stat: Path, names: _MemoryFiles) -> int:
+    """Bytes that the kernel frees under memory pressure: cached file pages and slab, without mapped files.
 
-    A file just written or read is cached until the memory is needed. Docker's figure leaves out the inactive ones
-    alone, but what was read twice is active and goes as well. Mapped pages may be weights in
-    use: they would be read again.
+    The kernel's MemAvailable counts the same pages. Docker's figure subtracts only inactive pages, but a file that was
+    read twice is active and is reclaimed as well. Mapped pages are left out because they may be weights in use.
     """
     fields = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
-    inactive, active = (_whole(fields.get(name)) or 0 for name in names.files)
+    inactive, active = (_whole(fields.get(name)) or 0 for name in names.file_pages)
     mapped, slab = (_whole(fields.get(name or "")) or 0 for name in (names.mapped, names.slab))
     return max(inactive, inactive + active - mapped) + slab
 
 
 def _quota_1(group: Path) -> float | None:
-    return _share(_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
+    return _ratio(_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
 
 
 def _quota_2(group: Path) -> float | None:
     quota, _, period = _read(group / "cpu.max").partition(" ")
-    return _share(quota, period)
+    return _ratio(quota, period)
 
 
-def _share(quota: str, period: str) -> float | None:
-    time, of = _whole(quota), _whole(period)
-    return time / of if time and of else None
+def _ratio(quota: str, period: str) -> float | None:
+    quota_us, period_us = _whole(quota), _whole(period)
+    return quota_us / period_us if quota_us and period_us else None
 
 
 def _number(path: Path) -> int | None:
@@ -115,9 +118,9 @@ def _number(path: Path) -> int | None:
 
 
 def _whole(text: str | None) -> int | None:
-    """The number; None for "max", for -1 and for what is not there: no limit."""
-    found = (text or "").strip()
-    return int(found) if found.isdecimal() else None
+    """Parse a whole number; None for "max", -1 and missing text, which all mean no limit."""
+    stripped = (text or "").strip()
+    return int(stripped) if stripped.isdecimal() else None
 
 
 def _read(path: Path) -> str:

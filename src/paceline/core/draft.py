@@ -1,4 +1,7 @@
-"""What is drafted for the rows of a batch, and what a round decided. B rows, k draft tokens, V vocabulary."""
+"""Drafts and verdicts: the draft tokens of a batch, and the result of a round.
+
+Shapes: B rows, k draft tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,15 @@ from torch import Tensor
 from paceline.core.nodes import Tree
 from paceline.errors import ParameterError
 
-KINDS = 8  # most kinds of draft tokens that a drafter may tell apart
-BESIDE = (
-    KINDS // 2
-)  # more than its kind would be, of a draft token that stands beside a better one: right where that is wrong
+MAX_KINDS = 8  # kinds of draft tokens that a drafter may distinguish
+# Offset added to the kind of a lower-ranked sibling: it can only be accepted where a better sibling is rejected.
+SIBLING_KIND = MAX_KINDS // 2
 
 
 class OnDemand:
-    """A dataclass' tensor that is given, or made of what the host knows when it is first asked for.
+    """Descriptor for a dataclass field: a tensor that is set, or made from host data at its first access.
 
-    default: where it may be left out.
+    default: None makes the field optional.
     """
 
     def __init__(self, make: Callable[[Any], Tensor | None], *default: None) -> None:
@@ -36,33 +38,30 @@ class OnDemand:
             made = instance.__dict__[self._name] = self._make(instance)
             return made
         if not self._default:
-            raise AttributeError(self._name)  # for ``dataclass``: there is no default
+            raise AttributeError(self._name)  # tells ``dataclass`` that there is no default
         return None
 
 
 def real_places(counts: Tensor, width: int) -> Tensor:
-    """[B, width] bool: the first counts[i] places of row i."""
+    """Mask of the first counts[i] positions of row i: [B, width] bool."""
     return torch.arange(width, device=counts.device) < counts[:, None]
 
 
 @dataclass
 class Draft:
-    """What a drafter draft tokens, given as tensors or (``of``) as the host's lists; the others are made when asked
-    for.
+    """Draft tokens of a batch, given as tensors or, with ``of``, as lists. The other form is made when it is needed.
 
-    tokens: [B, k] int64. counts: [B] int64, how many of a row's draft tokens are real (the rest is padding).
-    probabilities: [B, k, V] float32, the distribution each draft token was drawn from; None if draft tokens are not
-    drawn (n-gram) or are
-        drawn with the target's own noise (coupled).
-    confidence: [B, k] or wider, on the host, the drafter's own score from 0 to 1 of each draft token, given that those
-    before
-        it are right; None if it has none.
-    logits: [B, k, V], in the place of probabilities where these are theirs at the rows' temperatures (on a device).
-    parents: [B, k] int64, the draft token that each draft token follows, one before it, or -1: the row's unseen token.
-    None: each
-        follows the one before, a chain. Trees have no probabilities.
-    kinds: [B, k] or wider, on the host, where each draft token comes from, as far as that says something about it (its
-        drafter's numbers, 0 to ``KINDS`` - 1); None: all from the same.
+    tokens: [B, k] int64.
+    counts: [B] int64, number of real draft tokens of each row; the rest is padding.
+    probabilities: [B, k, V] float32, the distribution that each draft token was drawn from. None if draft tokens are
+        not drawn (n-gram) or are drawn with the target's own noise (coupled rule). Trees have none.
+    confidence: [B, k] or wider, on the host. The drafter's probability, from 0 to 1, that a draft token is accepted if
+        its ancestors are; None if the drafter has no such score.
+    logits: [B, k, V], on a device. They replace ``probabilities``, which are their softmax at the rows' temperatures.
+    parents: [B, k] int64, index of each draft token's parent, which comes before it; -1 is the row's pending token.
+        None: a chain.
+    kinds: [B, k] or wider, on the host. Source of each draft token, a number of its drafter from 0 to
+        ``MAX_KINDS`` - 1, which tells acceptance rates apart; None if all have the same source.
     """
 
     tokens: Tensor = OnDemand(lambda draft: draft._table(draft.draft_tokens, 0))  # type: ignore[assignment]
@@ -70,7 +69,7 @@ class Draft:
     probabilities: Tensor | None = None
     confidence: Sequence[Sequence[float]] | None = None
     logits: Tensor | None = None
-    parents: Tensor | None = OnDemand(lambda draft: draft._table(draft.follows, -1), None)  # type: ignore[assignment]
+    parents: Tensor | None = OnDemand(lambda draft: draft._table(draft.host_parents, -1), None)  # type: ignore[assignment]
     kinds: Sequence[Sequence[int]] | None = None
 
     @staticmethod
@@ -79,17 +78,21 @@ class Draft:
         device: torch.device,
         confidence: Sequence[Sequence[float]] | None = None,
         kinds: Sequence[Sequence[int]] | None = None,
-        follows: Sequence[Sequence[int]] | None = None,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> Draft:
-        """draft tokens: of each row. follows: of trees, what each of them follows."""
+        """Make a draft from lists.
+
+        draft_tokens: real draft tokens of each row. confidence, kinds: as in the class, one entry per draft token.
+        parents: for trees, index of each draft token's parent, -1 for the pending token; None for chains.
+        """
         draft = Draft.__new__(Draft)
         draft.draft_tokens, draft._device, draft.confidence, draft.kinds = draft_tokens, device, confidence, kinds
         k = draft.k
-        draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
+        draft.host_parents = None if parents is None else [[*line, *[-1] * (k - len(line))] for line in parents]
         draft._listed = True
         return draft
 
-    _listed = False  # whether it was given as lists
+    _listed = False  # whether the draft was made from lists
 
     @property
     def k(self) -> int:
@@ -100,7 +103,7 @@ class Draft:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def _table(self, lines: Sequence[list[int]] | None, padding: int) -> Tensor | None:
-        """[B, k]; None of None."""
+        """Pad lists to a tensor [B, k]; None stays None."""
         if lines is None:
             return None
         k = self.k
@@ -108,75 +111,73 @@ class Draft:
 
     @cached_property
     def draft_tokens(self) -> list[list[int]]:
-        """The real draft tokens of each row, read once: on the CPU an operator takes longer than many a round's
-        decision.
+        """Real draft tokens of each row, read from the tensors once.
 
-        Raises ParameterError if a count is not one of the row's draft tokens.
+        Raises ParameterError if a count is negative or exceeds k.
         """
         counts = self.counts.tolist()
         if not all(0 <= count <= self.k for count in counts):
-            raise ParameterError("counts", counts, f"from 0 to the {self.k} guesses that a row has; mend the drafter")
+            raise ParameterError("counts", counts, f"from 0 to the {self.k} draft tokens of a row; fix the drafter")
         return [line[:count] for line, count in zip(self.tokens.tolist(), counts, strict=True)]
 
     @property
     def drafted(self) -> list[int]:
-        """How many draft tokens of each row are real, on the host."""
+        """``counts`` on the host."""
         return [len(line) for line in self.draft_tokens]
 
     @cached_property
-    def follows(self) -> list[list[int]] | None:
+    def host_parents(self) -> list[list[int]] | None:
         """``parents`` on the host, read once."""
         return None if self.parents is None else self.parents.tolist()
 
     @cached_property
     def real(self) -> Tensor:
-        """[B, k + 1] bool: each row's unseen token and its real draft tokens."""
+        """Mask of each row's pending token and real draft tokens, [B, k + 1] bool."""
         return real_places(self.counts + 1, self.k + 1)
 
     @cached_property
-    def ways(self) -> list[list[list[int]]]:
-        """Of each row and place the draft tokens on the way there: none for place 0, the unseen token's."""
+    def token_paths(self) -> list[list[list[int]]]:
+        """For each row and position, the draft tokens on the path from the root: none for position 0, the root."""
         tokens = self.tokens.tolist()
         chain = list(range(-1, self.k - 1))
-        parents = self.follows or [chain] * len(tokens)
-        ways: list[list[list[int]]] = []
-        for line, follows in zip(tokens, parents, strict=True):
-            ways.append([[]])
-            for token, parent in zip(line, follows, strict=True):
-                ways[-1].append([*ways[-1][parent + 1], token])
-        return ways
+        parents = self.host_parents or [chain] * len(tokens)
+        paths: list[list[list[int]]] = []
+        for row_tokens, row_parents in zip(tokens, parents, strict=True):
+            paths.append([[]])
+            for token, parent in zip(row_tokens, row_parents, strict=True):
+                paths[-1].append([*paths[-1][parent + 1], token])
+        return paths
 
     @cached_property
     def tree(self) -> Tree | None:
-        """None for a chain."""
+        """Ancestors and depths of the positions; None for a chain."""
         return None if self.parents is None else Tree.of(self.parents, self.counts)
 
     @cached_property
     def ragged(self) -> bool:
-        """Whether some row has fewer than k draft tokens; reads the device."""
+        """Whether some row has fewer than k draft tokens. Synchronizes with the device."""
         return not bool(self.real.all())
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
-        """No draft token for any row: the round is plain decoding."""
+        """Draft without tokens for ``rows`` rows: the round is plain decoding."""
         return _empty_draft(rows, device)
 
     def capped(self, caps: Sequence[int] | None) -> Draft:
-        """At most caps[i] draft tokens for row i, of a tree as deep; None caps nothing."""
+        """Truncate row i to caps[i] draft tokens, a tree to that depth. None returns the draft unchanged."""
         if caps is None:
             return self
-        if self.follows is not None:
+        if self.host_parents is not None:
             return self._cut(caps)
         if self._listed:
             return Draft.of(self._lines(caps), self._device, self.confidence, self.kinds)
-        most = self.counts.new_tensor(caps)
-        return replace(self, counts=torch.minimum(self.counts, most))
+        return replace(self, counts=torch.minimum(self.counts, self.counts.new_tensor(caps)))
 
     def first(self, counts: Sequence[int]) -> Draft:
-        """The first counts[i] draft tokens of each row alone, as narrow as they allow."""
-        if self.follows is not None:
-            follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
-            return branching(self._lines(counts), follows, self._device)
+        """Keep the first counts[i] draft tokens of each row; k shrinks to the largest count."""
+        if self.host_parents is not None:
+            parents = [line[:count] for line, count in zip(self.host_parents, counts, strict=True)]
+            return branching(self._lines(counts), parents, self._device)
         k = max(counts)
         if self._listed or k == 0:
             return Draft.of(self._lines(counts), self._device)
@@ -189,34 +190,37 @@ class Draft:
         return [line[:count] for line, count in zip(self.draft_tokens, counts, strict=True)]
 
     def _cut(self, depths: Sequence[int]) -> Draft:
-        """Of a tree: row i without what stands deeper than depths[i]."""
-        assert self.follows is not None
+        """Remove the draft tokens of trees that are deeper than depths[i] in row i."""
+        assert self.host_parents is not None
         kept = [
-            [place for place, depth in enumerate(depths_of(line[:count])) if depth <= most]
-            for line, count, most in zip(self.follows, self.drafted, depths, strict=True)
+            [place for place, depth in enumerate(depths_of(line[:count])) if depth <= limit]
+            for line, count, limit in zip(self.host_parents, self.drafted, depths, strict=True)
         ]
         scores = None if self.confidence is None else _taken(self.confidence, kept)
         kinds = None if self.kinds is None else _taken(self.kinds, kept)
-        return branching(_taken(self.draft_tokens, kept), self._follows_among(kept), self._device, scores, kinds)
+        return branching(_taken(self.draft_tokens, kept), self._parents_among(kept), self._device, scores, kinds)
 
     def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
-        """Of a tree: row i has its real draft tokens in the order orders[i], in which none comes before what it
-        follows.
-        """
-        return Draft.of(_taken(self.draft_tokens, orders), self._device, follows=self._follows_among(orders))
+        """Reorder the real draft tokens of trees: row i takes the order orders[i], in which parents come first."""
+        return Draft.of(_taken(self.draft_tokens, orders), self._device, parents=self._parents_among(orders))
 
-    def _follows_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What each of these draft tokens follows among them."""
-        assert self.follows is not None
+    def _parents_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Parents of the kept draft tokens, as indices into ``kept``."""
+        assert self.host_parents is not None
         new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
-        return [[places[old] for old in line] for places, line in zip(new, _taken(self.follows, kept), strict=True)]
+        return [
+            [places[old] for old in line] for places, line in zip(new, _taken(self.host_parents, kept), strict=True)
+        ]
 
     @cached_property
     def _device(self) -> torch.device:
         return self.tokens.device
 
     def spread(self, first: int, rows: int) -> Draft:
-        """The draft of a part of a batch as one of the whole batch, whose other rows have no draft tokens."""
+        """Embed the draft of a part of a batch into a batch of ``rows`` rows, in which other rows have no draft tokens.
+
+        first: index of the part's first row.
+        """
 
         def widen(table: Tensor) -> Tensor:
             wide = table.new_zeros(rows, *table.shape[1:])
@@ -230,7 +234,7 @@ class Draft:
 
         confidence, kinds = longer(self.confidence), longer(self.kinds)
         if self._listed:
-            return Draft.of(longer(self.draft_tokens) or [], self._device, confidence, kinds, longer(self.follows))
+            return Draft.of(longer(self.draft_tokens) or [], self._device, confidence, kinds, longer(self.host_parents))
         distributions = None if self.probabilities is None else widen(self.probabilities)
         parents = None if self.parents is None else widen(self.parents + 1) - 1
         return Draft(widen(self.tokens), widen(self.counts), distributions, confidence, None, parents, kinds)
@@ -238,26 +242,26 @@ class Draft:
 
 def branching(
     draft_tokens: list[list[int]],
-    follows: list[list[int]],
+    parents: list[list[int]],
     device: torch.device,
     confidence: Sequence[Sequence[float]] | None = None,
     kinds: Sequence[Sequence[int]] | None = None,
 ) -> Draft:
-    """Trees: of each row its draft tokens and what each follows. Where no row has a branch they are chains."""
-    if all(line == list(range(-1, len(line) - 1)) for line in follows):
+    """Make a draft of trees from each row's draft tokens and their parents; a draft of chains if no row branches."""
+    if all(line == list(range(-1, len(line) - 1)) for line in parents):
         return Draft.of(draft_tokens, device, confidence, kinds)
-    return Draft.of(draft_tokens, device, confidence, kinds, follows)
+    return Draft.of(draft_tokens, device, confidence, kinds, parents)
 
 
 def _taken(table: Sequence[Sequence[Any]], kept: Sequence[Sequence[int]]) -> list[list[Any]]:
-    """Of each row the entries at these places."""
+    """Select the entries at positions kept[i] of row i."""
     return [[line[place] for place in places] for line, places in zip(table, kept, strict=True)]
 
 
-def depths_of(follows: Sequence[int]) -> list[int]:
-    """How deep each draft token of a row stands, from 1 on. follows: the draft token that each follows, or -1."""
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Depth of each draft token of a row, from 1 on. parents: index of each parent, -1 for the root."""
     depths: list[int] = []
-    for parent in follows:
+    for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return depths
 
@@ -269,7 +273,11 @@ def _empty_draft(rows: int, device: torch.device) -> Draft:
 
 @dataclass
 class Logprobs:
-    """Under the target's own distribution: own [B, k + 1] of the tokens drawn; top_ids, top_values [B, k + 1, m]."""
+    """Log-probabilities under the target's unmodified distribution.
+
+    own: [B, k + 1] float32, of the drawn tokens. top_ids: [B, k + 1, m] int64, the m most likely tokens. top_values:
+    [B, k + 1, m] float32, of these.
+    """
 
     own: Tensor
     top_ids: Tensor
@@ -277,101 +285,105 @@ class Logprobs:
 
     @staticmethod
     def alone(own: Tensor) -> Logprobs:
-        """Of the tokens drawn, and of no others."""
+        """Log-probabilities ``own`` [B, k + 1] of the drawn tokens only (m = 0)."""
         nothing = own.new_empty(*own.shape, 0)
         return Logprobs(own, nothing.long(), nothing)
 
     @cached_property
     def host(self) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[float]]]]:
-        """own, top_ids and top_values, read once."""
+        """``own``, ``top_ids`` and ``top_values`` as lists, read once."""
         return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
 
 
-class JudgedTree(NamedTuple):
-    """What became of a row's tree.
+class VerifiedTree(NamedTuple):
+    """Result of verifying one row's tree.
 
-    depths: of each of its draft tokens, from 1 on. saved_at: the place among the draft tokens kept of the first that
-    stands
-    beside a better one: a chain would have ended there; None: there is none. whole: nothing was drafted after the last
-    one kept.
+    depths: depth of each draft token, from 1 on. saved_at: index, among the accepted draft tokens, of the first
+    lower-ranked sibling, where a chain would have ended; None if there is none. fully_accepted: whether the last
+    accepted draft token has no children.
     """
 
     depths: list[int]
     saved_at: int | None
-    whole: bool
+    fully_accepted: bool
 
     @staticmethod
-    def of(follows: Sequence[int], path: Sequence[int]) -> JudgedTree:
-        """follows: the draft token that each draft token follows, or -1. path: the draft tokens kept."""
-        saved_at = next((place for place, draft_token in enumerate(path) if stands_beside(follows, draft_token)), None)
-        return JudgedTree(depths_of(follows), saved_at, (path[-1] if path else -1) not in follows)
+    def of(parents: Sequence[int], path: Sequence[int]) -> VerifiedTree:
+        """Make the result. parents: index of each draft token's parent, or -1. path: accepted draft tokens in order."""
+        saved_at = next((place for place, node in enumerate(path) if is_later_sibling(parents, node)), None)
+        return VerifiedTree(depths_of(parents), saved_at, (path[-1] if path else -1) not in parents)
 
     @property
     def depth(self) -> int:
+        """Depth of the deepest draft token; 0 without draft tokens."""
         return max(self.depths, default=0)
 
     @property
     def branches(self) -> bool:
-        """Whether it is no chain."""
+        """Whether the tree is not a chain."""
         return len(self.depths) > self.depth
 
-    def judged(self, kept: int) -> int:
-        """Draft tokens for the places of the first ``kept`` tokens."""
-        return sum(depth <= kept for depth in self.depths)
+    def verified(self, gained: int) -> int:
+        """Number of draft tokens at the depths of the first ``gained`` tokens."""
+        return sum(depth <= gained for depth in self.depths)
 
 
-def stands_beside(follows: Sequence[int], draft_token: int) -> bool:
-    """Whether a draft token is not the first for its place."""
-    return follows[draft_token] in follows[:draft_token]
+def is_later_sibling(parents: Sequence[int], node: int) -> bool:
+    """Whether an earlier draft token has the same parent as draft token ``node``."""
+    return parents[node] in parents[:node]
 
 
 @dataclass
 class HostVerdict:
-    """A verdict read by the host: tokens (accepted + 1 each), accepted and drafted, a list entry a row.
+    """Verdict on the host, with one list entry per row.
 
-    gained: how many of its tokens each row took, fewer where it ends among them; empty until the round is committed.
-    trees: None where all draft tokens were chains.
+    tokens: the accepted[i] + 1 new tokens of row i. accepted, drafted: number of draft tokens.
+    gained: number of tokens that each row took, fewer than ``tokens`` has if the row ends among them. Empty until the
+        round is committed.
+    trees: results of the rows' trees; None if the draft had chains only.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
     drafted: list[int]
     gained: list[int] = field(default_factory=list)
-    trees: list[JudgedTree] | None = None
+    trees: list[VerifiedTree] | None = None
 
     @property
     def depths(self) -> list[int]:
-        """How far each row's draft tokens reach."""
+        """Depth of each row's draft."""
         return self.drafted if self.trees is None else [tree.depth for tree in self.trees]
 
     @property
-    def saved(self) -> int:
-        """Rows that kept a draft token which stood beside a better one."""
+    def rows_saved_by_sibling(self) -> int:
+        """Number of rows that accepted a lower-ranked sibling."""
         return sum(tree.saved_at is not None for tree in self.trees or ())
 
-    def judged(self, row: int, kept: int) -> int:
-        """Draft tokens that a row's first ``kept`` tokens judge; where it ended among those accepted not all are."""
+    def verified(self, row: int, gained: int) -> int:
+        """Number of draft tokens that a row's first ``gained`` tokens verify: all, unless the row ended before."""
         drafted = self.drafted[row]
-        if kept > self.accepted[row]:
+        if gained > self.accepted[row]:
             return drafted
-        return min(drafted, kept) if self.trees is None else self.trees[row].judged(kept)
+        return min(drafted, gained) if self.trees is None else self.trees[row].verified(gained)
 
-    def saves(self, row: int, kept: int) -> bool:
-        """Whether among these tokens is a draft token which stood beside a better one."""
-        place = None if self.trees is None else self.trees[row].saved_at
-        return place is not None and place < kept
+    def saved_by_sibling(self, row: int, gained: int) -> bool:
+        """Whether a row's first ``gained`` tokens contain a lower-ranked sibling."""
+        saved_at = None if self.trees is None else self.trees[row].saved_at
+        return saved_at is not None and saved_at < gained
 
-    def whole(self, row: int) -> bool:
-        """Whether nothing was drafted after what was accepted."""
-        return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].whole
+    def fully_accepted(self, row: int) -> bool:
+        """Whether no draft token of the row comes after the accepted ones."""
+        return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].fully_accepted
 
 
 @dataclass
 class Verdict:
-    """What a round decided, as tensors or (``of``) as lists: row i gains tokens[i, : accepted[i] + 1].
+    """Result of a round, given as tensors or, with ``of``, as lists: row i gains tokens[i, : accepted[i] + 1].
 
-    tokens: [B, k + 1]. accepted: [B], draft tokens kept. drafted: [B], draft tokens made.
-    path: [B, k], of trees: the draft tokens kept, in their order; behind them each place's own number. None: the first.
+    tokens: [B, k + 1] int64. accepted: [B] int64, accepted draft tokens. drafted: [B] int64, draft tokens.
+    logprobs: log-probabilities of the tokens; None if no row requests them.
+    path: [B, k] int64, for trees: indices of the accepted draft tokens in order, then each position's own index. None
+        for chains, whose first draft tokens are accepted.
     """
 
     tokens: Tensor = OnDemand(lambda verdict: _padded(verdict.host.tokens))  # type: ignore[assignment]
@@ -382,7 +394,7 @@ class Verdict:
 
     @staticmethod
     def of(host: HostVerdict, kept: list[list[int]] | None = None) -> Verdict:
-        """Of lists of the host. kept: of trees, the draft tokens kept."""
+        """Make a verdict from lists. kept: for trees, the indices of each row's accepted draft tokens."""
         verdict = Verdict.__new__(Verdict)
         verdict.host, verdict.kept = host, kept
         return verdict
@@ -396,11 +408,11 @@ class Verdict:
 
     @cached_property
     def host(self) -> HostVerdict:
-        """The one read of a round, on a device; on the CPU a cat would take longer than three reads."""
+        """The verdict as lists. On a device this is the only read of a round; on the CPU three reads cost less."""
         if self.tokens.device.type == "cpu":
             accepted = self.accepted.tolist()
             lines = zip(self.tokens.tolist(), accepted, strict=True)
-            return HostVerdict([line[: kept + 1] for line, kept in lines], accepted, self.drafted.tolist())
+            return HostVerdict([line[: count + 1] for line, count in lines], accepted, self.drafted.tolist())
         table = torch.cat([self.tokens, self.accepted[:, None], self.drafted[:, None]], dim=1).tolist()
         return HostVerdict(
             tokens=[line[: line[-2] + 1] for line in table],
@@ -410,17 +422,17 @@ class Verdict:
 
     @cached_property
     def kept(self) -> list[list[int]] | None:
-        """``path`` on the host, of each row the draft tokens kept alone; None of chains."""
+        """Indices of each row's accepted draft tokens in a tree; None for chains."""
         if self.path is None:
             return None
-        return [path[:good] for path, good in zip(self.path.tolist(), self.host.accepted, strict=True)]
+        return [path[:count] for path, count in zip(self.path.tolist(), self.host.accepted, strict=True)]
 
     def note_trees(self, draft: Draft) -> None:
-        """Of a draft of trees, what became of them, for all who count."""
-        if draft.follows is None or self.kept is None:
+        """Set ``host.trees`` if the draft has trees."""
+        if draft.host_parents is None or self.kept is None:
             return
-        trees = zip(draft.follows, draft.drafted, self.kept, strict=True)
-        self.host.trees = [JudgedTree.of(line[:count], path) for line, count, path in trees]
+        trees = zip(draft.host_parents, draft.drafted, self.kept, strict=True)
+        self.host.trees = [VerifiedTree.of(line[:count], path) for line, count, path in trees]
 
 
 def _padded(lines: list[list[int]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the machine has: memory and number formats."""
+"""Properties of the machine: memory, threads, device names and number formats."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on the device; inside a container, its limit counts."""
+    """Bytes that can still be allocated on the device. On CPUs a container's limit counts."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    import psutil  # which a machine that runs on its GPU need not have
+    import psutil  # optional on machines that run on a GPU
 
     free = int(psutil.virtual_memory().available)
     limited = cgroups.free_memory()
@@ -35,24 +35,24 @@ def available_memory(device: torch.device) -> int:
 
 
 def default_threads() -> int:
-    """CPU threads where nobody asked for a number: torch's own choice, and no more than a container's quota can run.
+    """Default number of CPU threads: torch's own choice, at most a container's CPU quota.
 
-    Threads beyond the quota would wait for those that the kernel stopped until its next period.
+    With more threads than the quota allows, the kernel stops some of them and the others wait for these.
     """
     quota = cgroups.cpu_quota()
     threads = torch.get_num_threads()
     return threads if quota is None else min(threads, max(1, math.ceil(quota)))
 
 
-def threads_of_each(ranks: int) -> int:
-    """The same where so many processes share the machine."""
+def threads_per_rank(ranks: int) -> int:
+    """Default number of CPU threads per process if ``ranks`` processes share the machine."""
     return max(1, default_threads() // ranks)
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 itself (where it does not, other types are faster)."""
+    """Whether the device multiplies bfloat16 in hardware. Without that, other types are faster."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere and later
     flags = _cpu_flags()
     return "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags
 
@@ -68,7 +68,7 @@ def _cpu_flags() -> set[str]:
 
 
 def cpu_name() -> str:
-    """The processor's own name, for reports."""
+    """Model name of the CPU, for reports."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -78,22 +78,25 @@ def cpu_name() -> str:
 
 
 def machine_name(device: torch.device) -> str:
-    """The processor's or the GPU's own name."""
+    """Model name of the GPU or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def cpu_signature() -> str:
-    """What tells processors of one name apart: family, model, stepping and features. Empty where nothing says so."""
+    """Family, model, stepping and features of the CPU, which differ between CPUs of one name. "" if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return ""
     first = cpuinfo.read_text().split("\n\n", 1)[0]
-    told = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features", "CPU part")
-    return "; ".join(" ".join(line.split()) for line in first.splitlines() if line.split(":")[0].strip() in told)
+    fields = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features", "CPU part")
+    return "; ".join(" ".join(line.split()) for line in first.splitlines() if line.split(":")[0].strip() in fields)
 
 
 def resolve_device(name: str) -> torch.device:
-    """Name to device; "auto" is the first CUDA device if there is one, else the CPU."""
+    """Convert a name to a device. "auto" is the first CUDA device if there is one, else the CPU.
+
+    Raises ParameterError if the name is unknown or the machine has no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -108,9 +111,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, field: str = "dtype") -> torch.dtype:
-    """Name to dtype; "auto" is bfloat16 where the device multiplies it natively, else float16 on CUDA, float32 on CPUs.
+    """Convert a name to a dtype.
 
-    Raises ParameterError, of ``field``, for float16 on a CPU: its kernels and torch's fast products know bfloat16.
+    "auto" is bfloat16 where the device multiplies it natively, else float16 on CUDA and float32 on CPUs. Raises
+    ParameterError for ``field`` if float16 is requested on a CPU, whose kernels support bfloat16 instead.
     """
     on_cuda = device.type == "cuda"
     if name == "auto" and native_bfloat16(device):
@@ -123,7 +127,7 @@ def resolve_dtype(name: str, device: torch.device, field: str = "dtype") -> torc
 
 
 class Stopwatch:
-    """Times work on a device, from its making to ``stop``, without waiting for a device that runs behind the host."""
+    """Measures the time of work on a device, from construction to ``stop``, without synchronizing with the device."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -140,7 +144,7 @@ class Stopwatch:
             self._events[which].record()
 
     def seconds(self) -> float | None:
-        """None: the device has not come so far."""
+        """Elapsed seconds; None while the device has not finished the work."""
         if not self._events:
             return self._times[1] - self._times[0]
         first, last = self._events
@@ -153,7 +157,7 @@ def _event() -> torch.cuda.Event:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Let torch use so many CPU threads for a while."""
+    """Context in which torch uses ``threads`` CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -162,22 +166,25 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def whatever_torch_was_told(function: Callable[P, T]) -> Callable[P, T]:
-    """Within it, tensors lie on the CPU unless somebody says where, and products are what they are said to be: whatever
-    a caller told torch.set_default_device, and in a caller's torch.autocast.
+def ignore_torch_context(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator that shields a function from the caller's ``torch.set_default_device`` and ``torch.autocast``.
+
+    Inside the function, tensors without an explicit device are on the CPU and products keep their dtypes.
     """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        told: list[AbstractContextManager[object]] = []
+        overrides: list[AbstractContextManager[object]] = []
         if torch.get_default_device().type != "cpu":
-            told.append(torch.device("cpu"))
-        told += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not told:
+            overrides.append(torch.device("cpu"))
+        overrides += [
+            torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        ]
+        if not overrides:
             return function(*args, **kwargs)
         with ExitStack() as stack:
-            for each in told:
-                stack.enter_context(each)
+            for override in overrides:
+                stack.enter_context(override)
             return function(*args, **kwargs)
 
     return called

@@ -1,7 +1,9 @@
-"""What a target reads in one forward pass: a flat list of nodes. N nodes; B rows of k draft tokens, L = k + 1 places.
+"""Input of one forward pass of the target: a flat list of nodes (tokens).
 
-A row's nodes form a tree below its cached text; a chain is the tree without branches. A key is visible to a node if and
-only if it is the row's text before the block, an ancestor, or the node itself.
+Shapes: N nodes; B rows of k draft tokens, L = k + 1 positions (pending token and draft tokens).
+
+A row's nodes form a tree below its cached text; a chain is a tree without branches. A node attends to the row's text
+before the block, to its ancestors and to itself.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from torch import Tensor
 class Nodes(NamedTuple):
     """tokens, rows (of the cache), positions, slots, parents: [N] int64, on the model's device.
 
-    slots: where in its row of the cache a node's key and value go; None: at its position.
-    parents: the node of this list that a node follows, -1: the row's cached text; None: the node before, if it is of
-        the same row, else the text. Both are None or neither is.
-    read: so many of them were read before: their keys and values lie in their slots, and nothing is asked of them but
-        to be followed. Not 0 in trees alone.
+    slots: slot in its row of the cache for a node's key and value. None: the slot equals the position.
+    parents: index in this list of each node's parent, -1 for the row's cached text. None: the parent is the node
+        before if that belongs to the same row, else the text. ``slots`` and ``parents`` are both None or both set.
+    read: number of leading nodes that an earlier pass has read. Their keys and values are in their slots already, and
+        they only serve as parents. It is 0 except in trees.
 
-    The nodes of a row are consecutive, those read before and the others each. Without parents their positions ascend by
-    one; with parents a node comes after its own, one position further on.
+    The nodes of a row are consecutive, separately for nodes that were read before and for new ones. Without parents,
+    positions in a row ascend by one. With parents, a node comes after its parent and is one position further.
     """
 
     tokens: Tensor
@@ -34,14 +36,14 @@ class Nodes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a node sees: the first ``text`` slots of its row, and those of its ancestors and itself, by position."""
+    """Slots a node attends to: the first ``text`` slots of its row, and ``tail``, its ancestors and itself in order."""
 
     text: int
     tail: tuple[int, ...]
 
 
 def seen_by(nodes: Nodes) -> list[Seen]:
-    """Of every node, in plain Python: for the kernels' twin and for tests."""
+    """Slots that each node attends to, in plain Python: for the kernels' reference implementation and for tests."""
     positions = nodes.positions.tolist()
     if nodes.slots is None or nodes.parents is None:
         return [Seen(position, (position,)) for position in positions]
@@ -53,10 +55,10 @@ def seen_by(nodes: Nodes) -> list[Seen]:
 
 
 class Tree(NamedTuple):
-    """Of each row's unseen token (place 0, the root) and its k draft tokens (places 1 .. k).
+    """Tree of each row's pending token (position 0, the root) and its k draft tokens (positions 1 to k).
 
-    ancestors [B, L, L] bool: whether the second place is an ancestor of the first, or the first itself. depths [B, L].
-    What is no draft token stands where the root stands, so that it sees something and disturbs nobody.
+    ancestors [B, L, L] bool: entry [b, i, j] is true if j is an ancestor of i or i itself. depths [B, L] int64: 0 for
+    the root. Padding has the ancestors and the depth of the root, so that its attention is defined.
     """
 
     ancestors: Tensor
@@ -64,8 +66,10 @@ class Tree(NamedTuple):
 
     @staticmethod
     def of(parents: Tensor, counts: Tensor) -> Tree:
-        """parents [B, k]: the draft token that each draft token follows, one before it, or -1: the root. counts [B]:
-        real ones.
+        """Build the tree from parents and counts.
+
+        parents [B, k] int64: index of each draft token's parent, which comes before it; -1 is the root. counts [B]
+        int64: number of real draft tokens.
         """
         rows, k = parents.shape
         steps = torch.eye(k + 1, dtype=torch.float32, device=parents.device).repeat(rows, 1, 1)

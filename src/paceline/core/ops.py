@@ -1,8 +1,8 @@
-"""Operations that a round needs on logits and rows, behind one protocol, and the values that they take and return.
+"""Operations on logits and rows that a round needs: one protocol, with the values that they take and return.
 
-Shapes: B rows, L places, V vocabulary, G draft tokens. Place j of a call follows the first ``first + j`` draft tokens
-of its row. ``core`` holds the plain torch implementation of each. ``paceline.kernels`` has faster ones; an engine
-hands one in when it is assembled: ``Batch(ops=...)``.
+Shapes: B rows, L positions, V vocabulary, G draft tokens. Position j of a call follows the first ``first + j`` draft
+tokens of its row. ``core`` holds the plain torch implementation of each operation. ``paceline.kernels`` has faster
+ones, which an engine passes to its batch: ``Batch(ops=...)``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Entries(NamedTuple):
-    """Tokens of B rows, row after row: those of row i are numbers starts[i] .. starts[i + 1] - 1 of N.
+    """Sparse values per token of B rows in CSR form: row i has the entries starts[i] to starts[i + 1] - 1 of N.
 
     starts [B + 1] int64, tokens [N] int64, values [N] float32.
     """
@@ -27,7 +27,7 @@ class Entries(NamedTuple):
 
     @staticmethod
     def of(rows: Sequence[dict[int, float]], device: torch.device) -> Entries:
-        """What each row says of some tokens."""
+        """Build from one mapping, token id to value, per row."""
         ends = [0]
         for row in rows:
             ends.append(ends[-1] + len(row))
@@ -42,12 +42,12 @@ class Entries(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """[N]: the row of each token."""
+        """Row of each entry, [N] int64."""
         return torch.arange(len(self.starts) - 1, device=self.starts.device).repeat_interleave(self.starts.diff())
 
 
 class Penalties(NamedTuple):
-    """presence, frequency, repetition [R] float32 of rows with this text [R, P] int64 and prompt_length [R] int64."""
+    """presence, frequency, repetition [R] float32; text [R, P] int64 and prompt_length [R] int64 of the rows."""
 
     presence: Tensor
     frequency: Tensor
@@ -57,7 +57,7 @@ class Penalties(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """floor [R] float32 (the logarithm of min-p, -inf for none), top_k [R] int64, top_p [R] float32."""
+    """floor [R] float32 (logarithm of min_p, -inf for none), top_k [R] int64 (0 for none), top_p [R] float32."""
 
     floor: Tensor
     top_k: Tensor
@@ -65,7 +65,7 @@ class Cuts(NamedTuple):
 
 
 class Minimum(NamedTuple):
-    """Positions [R] int64 before which none of a row's stop tokens may come."""
+    """length [R] int64: positions before which none of a row's stop tokens may come. stops: those tokens."""
 
     length: Tensor
     stops: Entries
@@ -75,8 +75,8 @@ class Minimum(NamedTuple):
 class DrawRows:
     """Sampling parameters of R >= B rows, as a draw reads them.
 
-    temperature [R] float32 (0: the largest), seeds [R] int64, positions [R] int64 of their next tokens. None: no
-    row uses it. All tensors are contiguous and on the CPU.
+    temperature [R] float32 (0 selects the largest logit), seeds [R] int64, positions [R] int64 of the rows' next
+    tokens. The other fields are None if no row uses them. All tensors are contiguous and on the CPU.
     """
 
     temperature: Tensor
@@ -88,14 +88,14 @@ class DrawRows:
     bias: Entries | None = None
 
 
-class Places:
-    """Logits float32 and what else a call needs to know of them; it keeps alive what the call points to.
+class DrawInputs:
+    """Float32 logits and the arguments of a draw. It owns the memory that a native call points to.
 
-    logits: [B, L, V], or [N, V] of the unseen tokens and the real draft tokens alone, row after row.
-    draft_tokens [B, G] int64, of which the first counts [B] of each row are real. parents [B, G]: the draft token that
-    each draft token
-        follows, -1 for the unseen token; None: the one before.
-    instead: of some rows the logits [places, V] that count in the place of those.
+    logits: [B, L, V], or [N, V] for the pending tokens and real draft tokens only, row after row.
+    rows: sampling parameters.
+    draft: [B, G] int64 draft tokens, of which the first counts[i] of row i are real. counts: [B] int64.
+    parents: [B, G] int64 index of each draft token's parent, -1 for the pending token. None: the token before.
+    masked_logits: per row, logits [positions, V] that replace the row's own; None where the row has no constraint.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Places:
         draft: Tensor | None = None,
         counts: Tensor | None = None,
         first: int = 0,
-        instead: Sequence[Tensor | None] | None = None,
+        masked_logits: Sequence[Tensor | None] | None = None,
         parents: Tensor | None = None,
     ) -> None:
         self.logits = logits = evenly_spaced(logits)
-        self.by, self.instead, self.first = rows, instead, first
+        self.draw_rows, self.masked_logits, self.first = rows, masked_logits, first
         self.draft = None if draft is None else draft.contiguous()
         self.counts = None if counts is None else counts.contiguous()
         self.parents = None if parents is None else parents.contiguous()
@@ -121,25 +121,30 @@ class Places:
             self.rows, self.block = logits.shape[0], logits.shape[1]
         self.vocabulary = logits.shape[-1]
 
-    def unmoved(self) -> Tensor | None:
-        """Of trees, the numbers of their draft_tokens [B, G]; None for chains."""
+    def identity_path(self) -> Tensor | None:
+        """Path [B, G] int64 that leaves the draft tokens of trees in place; None for chains."""
         if self.parents is None:
             return None
         return torch.arange(self.block - 1).repeat(self.rows, 1)
 
 
 def evenly_spaced(logits: Tensor) -> Tensor:
-    """[B, L, V] or [N, V] with one stride from place to place, from row to row as well; a head may be wider than V."""
+    """Return logits [B, L, V] or [N, V] with a single stride between positions, across rows as well; copy if needed.
+
+    The stride may exceed V, because an LM head may be padded.
+    """
     even = logits.stride(-1) == 1 and logits.stride(-2) >= logits.shape[-1]
     even = even and (logits.dim() == 2 or logits.stride(0) == logits.shape[1] * logits.stride(1))
-    # contiguous() would leave the stride of a dimension of one place as it is.
+    # contiguous() would not fix the stride of a dimension of size 1.
     return logits if even else logits.clone(memory_format=torch.contiguous_format)
 
 
 class Accepted(NamedTuple):
-    """tokens [B, G + 1] int64, the first accepted [B] + 1 of them drawn, the others 0; path: see ``Verdict``.
+    """Result of ``HostOps.accept``.
 
-    own: [B, G + 1] float32, the drawn tokens' log-probabilities, where they are wanted.
+    tokens: [B, G + 1] int64, of which the first accepted[i] + 1 of row i were drawn; the others are 0.
+    accepted: [B] int64. path: [B, G] int64, see ``Verdict``; None for chains.
+    own: [B, G + 1] float32 log-probabilities of the drawn tokens; None if not requested.
     """
 
     tokens: Tensor
@@ -149,9 +154,7 @@ class Accepted(NamedTuple):
 
 
 class Gained(NamedTuple):
-    """Of each row: tokens [B, k + 1], of which the first accepted [B] + 1 count, and counts [B] of real draft
-    tokens.
-    """
+    """Tokens that rows gain: the first accepted[i] + 1 of tokens [B, k + 1]. counts: [B], real draft tokens."""
 
     tokens: Tensor
     accepted: Tensor
@@ -159,43 +162,44 @@ class Gained(NamedTuple):
 
 
 class HostOps(Protocol):
-    """What replaces the torch operators of a round on the host: one call each. Logits are float32, on the CPU."""
+    """Operations that replace torch operators in host rounds, one call each. Logits are float32, on the CPU."""
 
-    def draw(self, places: Places, purpose: int) -> Tensor:
-        """A token for every place: [B, L] int64."""
+    def draw(self, places: DrawInputs, purpose: int) -> Tensor:
+        """Draw a token for every position: [B, L] int64. purpose: a ``sampling.Purpose``."""
         ...
 
-    def probabilities(self, places: Places) -> Tensor:
-        """The distribution that tokens are drawn from: [B, L, V] float32."""
+    def probabilities(self, places: DrawInputs) -> Tensor:
+        """Distribution that tokens are drawn from: [B, L, V] float32."""
         ...
 
-    def likelihood(self, places: Places, tokens: Tensor) -> Tensor:
-        """Softmax of the adjusted logits, neither divided nor cut, at tokens [B, L] int64 -> [B, L] float32."""
+    def likelihood(self, places: DrawInputs, tokens: Tensor) -> Tensor:
+        """Softmax of the adjusted logits, before temperature and truncation, at tokens [B, L] int64: [B, L] float32."""
         ...
 
-    def accept(self, places: Places, purpose: int, scored: Tensor | None = None) -> Accepted:
+    def accept(self, places: DrawInputs, purpose: int, scored: Tensor | None = None) -> Accepted:
         """Draw each row's tokens up to the first that no draft token matches. ``places`` has draft tokens and counts.
 
-        Of siblings with the same token the first is kept. scored: [B] int64, not 0 for rows whose tokens'
-        log-probabilities are wanted too, under the softmax of the logits as they were given (temperature 1).
+        Of siblings with the same token the first is accepted. scored: [B] int64, nonzero for rows whose tokens need
+        log-probabilities as well, under the softmax of the unmodified logits (temperature 1).
         """
         ...
 
     def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """log_softmax of logits [B, k + 1, V] or [N, V] at the tokens gained: [B, k + 1]; ids, values [B, k + 1, m].
+        """Log-probabilities of the gained tokens and of the m most likely ones.
 
-        wanted: for each row the number of its most likely tokens, -1 for nothing. What no row wants is 0; ties go to
-        the smaller token.
+        logits: [B, k + 1, V] or [N, V]. wanted: number of most likely tokens for each row, -1 for no log-probabilities
+        at all; m is the maximum. Returns own [B, k + 1], ids and values [B, k + 1, m]. Entries that no row wants are 0;
+        ties go to the smaller token id.
         """
         ...
 
     def gain(self, rows: TextRows, tokens: Tensor, accepted: Tensor) -> list[int]:
-        """Commit tokens [B, k + 1], accepted [B], both int64 -> number of tokens that each row gained."""
+        """Commit tokens [B, k + 1] and accepted [B], both int64; return the number of tokens that each row gained."""
         ...
 
 
 class TextRows(NamedTuple):
-    """What a commit reads and writes: text [R, P], length, prompt_length, limit [R], stops [R, S], all int64."""
+    """Tensors that a commit reads and writes: text [R, P], length, prompt_length, limit [R], stops [R, S]; int64."""
 
     text: Tensor
     length: Tensor

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Results of requests: answers, their tokens, metrics and log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from paceline.config import RankName
 
-# outranked: of best_of answers one that could not become one of the n best any more; it is never given back.
+# outranked: one of best_of answers that could no longer become one of the n best. It is never returned.
 FinishReason = Literal["stop", "length", "abort", "deadline", "outranked", "error"]
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]  # plain: the round had no draft tokens for the row
 
@@ -25,9 +25,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Score:
-    """A given continuation under the model, as it is (temperature 1, nothing added or cut).
+    """Log-probabilities of a given continuation under the unmodified model (temperature 1).
 
-    greedy: whether each of its tokens is the model's most likely one.
+    greedy: whether every token is the model's most likely one.
     """
 
     token_ids: list[int]
@@ -36,20 +36,19 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of all of it: the sum."""
+        """Log-probability of the whole continuation: the sum over its tokens."""
         return sum(self.logprobs)
 
 
 @dataclass
 class Metrics:
-    """What one answer cost. Times in seconds from the request's arrival.
+    """Cost of one answer. Points in time are in seconds of time.monotonic.
 
-    cached_tokens: those of the prompt's that were copied from what had been read before, and not read again.
-    rounds: target passes that decoded it (prefill not counted). drafted, accepted: draft tokens verified and kept.
-    saved_by_sibling: rounds that kept a draft token which stood beside a better one: a chain would have ended there.
-    synthetic_acceptance: None; in benchmarks the chance with which draft tokens were kept whatever they were: the text
-    then
-        means nothing.
+    cached_tokens: prompt tokens whose keys and values were copied from an earlier prefill.
+    rounds: target passes that decoded the answer, without prefill.
+    drafted, accepted: number of draft tokens verified, and of those accepted.
+    saved_by_sibling: rounds that accepted a lower-ranked sibling in a tree, where a chain would have ended.
+    synthetic_acceptance: fixed acceptance probability of a benchmark, whose text is meaningless; None otherwise.
     """
 
     arrival_time: float = 0.0
@@ -67,12 +66,12 @@ class Metrics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted; None if nothing was drafted."""
+        """Accepted draft tokens divided by drafted ones; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """1 + accepted / rounds: tokens a round gave on average; None before the first round."""
+        """Mean number of tokens per round, 1 + accepted / rounds; None before the first round."""
         return 1 + self.accepted / self.rounds if self.rounds else None
 
     @property
@@ -90,9 +89,9 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds per token of a batch's first (fastest), last (slowest) and all (their mean) sequences.
+    """Milliseconds per token in a batch: of the fastest sequence (first), the slowest (last), and their mean (all).
 
-    As BASS reports them (2404.15778); the first token of a sequence, which waits for its prompt, is not counted.
+    BASS (2404.15778) reports the same figures. The first token of a sequence, which waits for prefill, is not counted.
     """
 
     first: float
@@ -101,19 +100,21 @@ class Latency:
 
     @staticmethod
     def of(sequences: Iterable[Metrics]) -> Latency | None:
-        """None unless some sequence has ended with two tokens or more."""
-        paces = [pace for each in sequences if (pace := each.ms_per_token) is not None]
-        return Latency(min(paces), max(paces), sum(paces) / len(paces)) if paces else None
+        """Latency over the sequences that ended with at least two tokens; None if there are none."""
+        times_ms = [ms for sequence in sequences if (ms := sequence.ms_per_token) is not None]
+        return Latency(min(times_ms), max(times_ms), sum(times_ms) / len(times_ms)) if times_ms else None
 
 
 @dataclass
 class CompletionOutput:
-    """One answer to a prompt, ``index`` in the order of sampling. ``logprobs`` only if asked for.
+    """One answer to a prompt. ``index`` counts the answers of a request in the order of sampling.
 
-    cumulative_logprob: the sum of its tokens' log-probabilities under the model, where ``logprobs`` or a ranking of the
-        answers are asked for.
-    pieces: the text that each token let out; "" while a character or a stop string is open. Together they are ``text``.
-    error: why it could not go on, where finish_reason is "error"; nobody else's answers are touched by it.
+    logprobs: log-probability of each token; None unless requested.
+    cumulative_logprob: sum of the tokens' log-probabilities under the model; None unless ``logprobs`` or a ranking was
+        requested.
+    pieces: text that each token added, "" while a character or a possible stop string is incomplete. They join to
+        ``text``.
+    error: the exception that ended this answer if finish_reason is "error". Other requests are not affected.
     """
 
     index: int
@@ -130,12 +131,12 @@ class CompletionOutput:
 
     @property
     def mean_logprob(self) -> float | None:
-        """``cumulative_logprob`` over the number of tokens; None without tokens, too."""
+        """``cumulative_logprob`` divided by the number of tokens; None if it is None or there are no tokens."""
         total = self.cumulative_logprob
         return None if total is None or not self.token_ids else total / len(self.token_ids)
 
     def score(self, by: RankName) -> float:
-        """What answers are ranked by; without tokens the least of all."""
+        """Value that answers are ranked by; -inf for an answer without tokens."""
         score = self.mean_logprob if by == "mean_logprob" else self.cumulative_logprob
         return -math.inf if score is None or not self.token_ids else score
 
@@ -148,10 +149,10 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its answers.
 
-    outputs: the answers given back: as long as it runs all of them, in the order of sampling; once it has ended the n
-        best, the best first, if they are ranked (``SamplingParams.rank_by``).
-    candidates: all answers that are made (``best_of``), always in the order of sampling.
-    prompt_logprobs: of each of the prompt's tokens, None for the first; None unless asked for.
+    outputs: the answers to return. While the request runs these are all of them, in the order of sampling. Once it has
+        ended these are the n best, best first, if answers are ranked (``SamplingParams.rank_by``).
+    candidates: all answers that are sampled (``best_of``), always in the order of sampling.
+    prompt_logprobs: log-probability of each prompt token, None for the first one; None unless requested.
     """
 
     request_id: str
@@ -167,13 +168,13 @@ class RequestOutput:
         self.candidates = self.outputs
 
     def close(self) -> None:
-        """All its answers have ended: choose those given back."""
+        """Choose the answers to return; call it once all answers have ended."""
         order = self.candidates if self.rank_by is None else ranked(self.candidates, self.rank_by)
         self.outputs = order[: self.n]
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt's tokens, those that no answer of it had to read: ``Metrics.cached_tokens``."""
+        """Number of prompt tokens that every answer found cached: the minimum of ``Metrics.cached_tokens``."""
         return min((output.metrics.cached_tokens for output in self.candidates), default=0)
 
     @property
@@ -182,29 +183,32 @@ class RequestOutput:
 
     @property
     def error(self) -> Exception | None:
-        """What ended the request, answers and all; None where nothing went wrong."""
+        """First error among the answers; None if all went well."""
         return next((output.error for output in self.candidates if output.error is not None), None)
 
 
-_ROUNDING = 1e-3  # of sums of log-probabilities
+_ROUNDING = 1e-3  # error bound for sums of log-probabilities
 
 
-def is_outranked(answer: CompletionOutput, rivals: Sequence[CompletionOutput], n: int, by: RankName, most: int) -> bool:
-    """Whether n rivals have ended by themselves that an unfinished answer cannot pass, however it goes on.
+def is_outranked(
+    answer: CompletionOutput, rivals: Sequence[CompletionOutput], n: int, by: RankName, max_tokens: int
+) -> bool:
+    """Whether n rivals have stopped by themselves with scores that an unfinished answer can no longer reach.
 
-    No token's log-probability is above 0. So a sum can only fall, and a mean over at most ``most`` tokens cannot rise
-    above what the sum so far would be over all of these.
+    No log-probability is above 0, so a sum can only fall. A mean over at most ``max_tokens`` tokens cannot exceed the
+    current sum divided by ``max_tokens``.
     """
     total = answer.cumulative_logprob
     ended = sorted((rival.score(by) for rival in rivals if rival.finish_reason == "stop"), reverse=True)
     if total is None or len(ended) < n:
         return False
-    return ended[n - 1] > (total + _ROUNDING) / (1 if by == "logprob" else most)
+    return ended[n - 1] > (total + _ROUNDING) / (1 if by == "logprob" else max_tokens)
 
 
 def ranked(answers: Sequence[CompletionOutput], by: RankName) -> list[CompletionOutput]:
-    """Best first: those that ended by themselves before those that were cut; equals in the order given.
+    """Sort answers best first. Answers that stopped by themselves precede truncated ones; ties keep their order.
 
-    An answer that reached max_tokens was cut, too: its last word is not the model's, and loops are very likely text.
+    An answer that reached max_tokens counts as truncated: the model did not end it, and repetitive text has a high
+    likelihood.
     """
     return sorted(answers, key=lambda answer: (answer.finish_reason != "stop", -answer.score(by)))

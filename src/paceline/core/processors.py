@@ -1,7 +1,7 @@
-"""Logits processors: what they leave of a row's logits is what its tokens are drawn from, drafted or not.
+"""Logits processors of a row: its tokens are drawn from the processed logits.
 
-They are asked about every place of a round, behind the row's tokens and the draft tokens before that place. So they
-have to be functions of the tokens and the logits alone, as speculation in transformers needs them, too.
+A processor runs at every position of a round, after the row's tokens and the draft tokens before that position. It must
+therefore be a function of the tokens and the logits only. Assisted generation in transformers has the same requirement.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from paceline.errors import ParameterError, RequestError, shown
 
 
 class ProcessedRow:
-    """A row's constraint (``rows.Constraint``): its processors, asked at each of its places.
+    """Constraint (``rows.Constraint``) that applies a row's logits processors at each position.
 
-    ends: tokens behind which nothing comes.
+    ends: tokens that end the answer.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], ends: Collection[int]) -> None:
         self._processors, self._ends = processors, ends
         self._answer: list[int] = []
-        self._empty: dict[tuple[int, ...], bool] = {}  # by the draft tokens before a place: whether no token is left
+        self._empty: dict[tuple[int, ...], bool] = {}  # draft tokens before a position -> no token is allowed
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> _Places:
-        return _Places(self, list(draft_tokens), first, places)
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> _ProcessorQuery:
+        return _ProcessorQuery(self, list(draft_tokens), first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Raises RequestError if one of the tokens stands where the processors had left none."""
+        """Append the tokens. Raises RequestError if the processors had left no token at one of their positions."""
         if any(self._empty.get(tuple(tokens[:place])) for place in range(len(tokens))):
             raise RequestError("the logits processors left no token that could come next")
         self._empty.clear()
         self._answer += tokens
 
     def process(self, drafted: Sequence[int], logits: Tensor) -> None:
-        """Logits [V] behind these draft tokens, in place."""
+        """Apply the processors to logits [V] after these draft tokens, in place."""
         scores = self.scores(drafted, logits)
-        # The target is asked last: what is noted of a draft model's logits is written over.
+        # The target comes last in a round, so this entry overwrites the one for a draft model's logits.
         self._empty[tuple(drafted)] = not bool((scores > -torch.inf).any())
         logits.copy_(scores)
 
     def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        """What the processors make of logits [V], which stay as they are: float32 [V]."""
+        """Processed logits, float32 [V]; the argument [V] is not changed."""
         scores = logits.float().clone()
         for process in self._processors:
             scores = process([*self._answer, *drafted], scores)
@@ -55,13 +55,13 @@ class ProcessedRow:
         return scores
 
     def goes_on(self, token: int, logits: Tensor) -> bool:
-        """Whether anything can come behind a draft token, by the processed logits [V] of its own place."""
+        """Whether a draft token is allowed and does not end the answer. logits: processed, [V], at its own position."""
         return token not in self._ends and bool(logits[token] > -torch.inf)
 
 
 @dataclass(frozen=True)
-class _Places:
-    """The question what may stand behind the first ``first`` draft tokens, and one more, and so on."""
+class _ProcessorQuery:
+    """Mask query for ``places`` positions; position j follows the first ``first + j`` draft tokens."""
 
     row: ProcessedRow
     drafted: list[int]
@@ -69,10 +69,10 @@ class _Places:
     places: int
 
     def send(self) -> None:
-        """The answer is worked out here, when it is asked for."""
+        """Do nothing: the processors run in ``mask``."""
 
     def mask(self, logits: Tensor) -> None:
-        """Logits [places, V], in place; what follows a draft token that cannot stand there is left alone."""
+        """Process logits [places, V] in place; positions after a rejected or final draft token stay unchanged."""
         for place in range(self.places):
             at = self.first + place
             if place and not self.row.goes_on(self.drafted[at - 1], logits[place - 1]):
@@ -83,9 +83,10 @@ class _Places:
 def processed_row(
     params: SamplingParams, encode: Callable[[str], list[int]], ends: Collection[int], vocab_size: int
 ) -> Callable[[], ProcessedRow]:
-    """What makes the constraint of one answer: allowed tokens, bad words, then the caller's own processors.
+    """Return a factory for the constraint of one answer: allowed tokens, bad words, then the caller's processors.
 
-    encode: a text's tokens without those around it. ends: the tokens that end an answer. Raises ParameterError.
+    encode: tokenizes text without special tokens. ends: the tokens that end an answer. Raises ParameterError if no
+    token could be left.
     """
     spelled = [encode(spelling) for word in params.bad_words for spelling in _spellings(word)]
     words = [word for word in spelled if word]
@@ -99,7 +100,7 @@ def processed_row(
 
 
 def _spellings(word: str) -> Iterator[str]:
-    """A text inside of a word and at its beginning: tokenizers spell them by different tokens."""
+    """Spellings of a word inside of text and after a space, which tokenizers encode differently."""
     bare = word.lstrip(" ")
     yield bare or word
     yield f" {bare}"
@@ -108,13 +109,13 @@ def _spellings(word: str) -> Iterator[str]:
 def _check_some_left(
     params: SamplingParams, words: Sequence[Sequence[int]], ends: Collection[int], vocab_size: int
 ) -> None:
-    """Raise ParameterError where allowed tokens and bad words together could leave none to draw."""
+    """Raise ParameterError if allowed tokens and bad words together could leave no token."""
     held_back = set(ends) if params.min_tokens else set()
     forbidden = {word[-1] for word in words} | held_back
     allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     if forbidden.issuperset(allowed):
-        told = "tokens of which one, at least, completes no bad word and, with min_tokens, ends no answer"
-        raise ParameterError("allowed_token_ids", params.allowed_token_ids, told)
+        allowed_values = "tokens of which one, at least, completes no bad word and, with min_tokens, ends no answer"
+        raise ParameterError("allowed_token_ids", params.allowed_token_ids, allowed_values)
 
 
 def _keep_allowed(allowed: Tensor, _: list[int], logits: Tensor) -> Tensor:

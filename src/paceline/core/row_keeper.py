@@ -1,32 +1,32 @@
-"""Who knows something of each row is told when rows begin, move and end."""
+"""Objects with per-slot state receive the events of rows: join, move and leave."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TypeVar
 
-Known = TypeVar("Known")
+State = TypeVar("State")
 
 
 class RowKeeper:
-    """Owns what it knows of rows. It may take over while rows run, of which it was not told."""
+    """Owner of per-slot state. It may be attached while rows run, so rows without state are normal."""
 
     def join(self, row: int) -> None:
-        """A new text begins in this row."""
+        """Handle a new sequence in slot ``row``."""
 
     def move(self, source: int, destination: int) -> None:
-        """The text of the row ``source`` goes on in the place of ``destination``, whose own has ended."""
+        """Handle that the sequence of slot ``source`` continues in slot ``destination``, whose own has ended."""
 
     def leave(self, row: int) -> None:
-        """The text of this row has ended."""
+        """Handle that the sequence in slot ``row`` has ended."""
 
 
 class RowKeepers(RowKeeper):
-    """Tells several."""
+    """Row keeper that forwards events to several others."""
 
     @property
     def keepers(self) -> Iterable[RowKeeper]:
-        """Whom."""
+        """The row keepers that receive the events."""
         raise NotImplementedError
 
     def join(self, row: int) -> None:
@@ -42,8 +42,8 @@ class RowKeepers(RowKeeper):
             keeper.leave(row)
 
 
-class PerRow(RowKeeper, dict[int, Known]):
-    """What is known of some rows, by row; nothing of a row that begins."""
+class PerRow(RowKeeper, dict[int, State]):
+    """Mapping from slot to the state of its sequence. A new sequence has no entry."""
 
     def join(self, row: int) -> None:
         self.pop(row, None)

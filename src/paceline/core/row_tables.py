@@ -1,8 +1,8 @@
-"""Tables of what is kept of every token of every row. On Linux's CPUs they take the memory that rows use, page by page.
+"""Tables that keep a vector for every token of every row. On Linux CPUs they use physical memory page by page.
 
-Address space is there for every row at its longest, memory is not: the system gives a page when it is first written,
-and takes it back when it is told that nobody needs it (Linux, madvise(2): MADV_DONTNEED). So a row lies in one piece
-whatever its length, and what reads tables need not know that they grow.
+Each row has address space for its maximum length. The system allocates a page when it is first written, and frees it on
+request (madvise(2), MADV_DONTNEED). A row is therefore contiguous at any length, and readers of a table need not know
+that rows grow.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from paceline.errors import CapacityError
 
-GROWS = sys.platform == "linux"  # elsewhere all of a table's memory counts as taken from the start
+GROWS = sys.platform == "linux"  # elsewhere a table's memory is allocated as a whole
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 does not name it
 _GIB = 2**30
 
 
 def grows_on(device: torch.device) -> bool:
-    """Whether rows take the memory that they use; on other devices each takes that of the longest from the start."""
+    """Whether rows take only the memory that they use. On other devices each takes the maximum from the start."""
     return GROWS and device.type == "cpu"
 
 
 class RowTables:
-    """Tables [outer, row, inner, slot, dim] of zeros, alike in shape, whose rows have as many slots each.
+    """Tables [outer, row, inner, slot, dim] of equal shape, initially zero.
 
-    A row is written only at its own slots and nothing is ever erased: what lies at or beyond a row's length is
-    overwritten before anything may look at it. One slot more than a row's own exists: writes beyond the end (the
-    padding at a row's tail) land there, and nothing ever reads it.
+    A row is written only at its own slots, and nothing is ever erased. Slots at or beyond a row's length are
+    overwritten before they are read. Each row has one additional trash slot, which is never read: writes beyond the end
+    (padding at a row's tail) go there.
 
-    sizes: slots that each row has: ``positions`` of them, unless it was given fewer.
+    sizes: number of slots of each row, ``positions`` unless ``resize`` was called.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class RowTables:
         self.grows = grows_on(device)
         width = _padded(self.positions + 1, dim * dtype.itemsize) if self.grows else self.positions + 1
         whole = outer, self.rows, inner, width, dim
-        # Zeros, not garbage, that may hold NaN: NaN x 0 is NaN, also where attention is masked.
+        # Zeros, because uninitialized memory may hold NaN, and NaN x 0 is NaN even where attention is masked.
         self._pages = [_Pages(whole, dtype) for _ in range(tables)] if self.grows else []
         on_device = [] if self.grows else [torch.zeros(whole, dtype=dtype, device=device) for _ in range(tables)]
         self.tables = [pages.tensor for pages in self._pages] or on_device
         self.sizes = [self.positions] * self.rows
-        self._ends = torch.full((self.rows,), self.positions, device=device)  # the sizes, where somebody has set them
+        self._ends = torch.full((self.rows,), self.positions, device=device)  # sizes as a tensor
         self._is_sized = False
 
     @staticmethod
     def row_bytes(tables: int, shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:
-        """Memory that a row of so many slots takes where rows grow, in bytes. shape: outer, inner, dim."""
+        """Bytes that a row of ``positions`` slots takes where rows grow. shape: outer, inner, dim."""
         outer, inner, dim = shape
         return tables * outer * inner * _up((positions + 1) * dim * dtype.itemsize if positions else 0, mmap.PAGESIZE)
 
     def resize(self, row: int, positions: int) -> None:
-        """From now on the row has so many slots; the memory of others is given back, and what they held is lost.
+        """Set the number of slots of a row; the memory of slots beyond is freed and their content is lost.
 
-        It must not be asked of tables that do not grow.
+        The tables must be ones that grow (``grows``).
         """
         assert self.grows
         assert 0 <= positions <= self.positions
@@ -71,40 +71,43 @@ class RowTables:
             self._give_back(row)
 
     def _give_back(self, row: int) -> None:
-        """What lies beyond the row's end."""
+        """Free the memory beyond the row's end."""
         slots = self.sizes[row]
         for pages in self._pages:
             pages.give_back(row, slots + 1 if slots else 0)
 
     def within(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """The slots of these rows [...], those beyond a row's end at its trash slot. rows: broadcasts to the slots."""
+        """Replace slots beyond a row's end by its trash slot.
+
+        slots: [...] int64. rows: int64, broadcastable to ``slots``. Returns the shape of ``slots``.
+        """
         return torch.minimum(slots, self._ends[rows]) if self._is_sized else slots.clamp(max=self.positions)
 
     def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
-        """Move what is kept of accepted nodes behind their rows' texts.
+        """Move the vectors of accepted nodes to the slots right after their rows' texts.
 
-        rows, text [B]: rows, and the first slot behind each one's text, that of its node 0. paths [B, k]: the nodes to
-        be there, one slot after the other, a node's own number where nothing is to move.
+        rows: [B] int64. text: [B] int64, first slot after each row's text, which holds node 0. paths: [B, k] int64, the
+        node for each slot in order; a node's own index where nothing moves.
         """
         order = torch.arange(paths.shape[1], device=paths.device)
-        of_row = rows[:, None]
-        source, place = (self.within(of_row, text[:, None] + nodes) for nodes in (paths, order))
+        column = rows[:, None]
+        source, destination = (self.within(column, text[:, None] + nodes) for nodes in (paths, order))
         for table in self.tables:
-            table[:, of_row, :, place] = table[:, of_row, :, source]
+            table[:, column, :, destination] = table[:, column, :, source]
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
-        """Copy the first ``length`` slots of one row over another: to fill a hole, or to share a prefill."""
+        """Copy the first ``length`` slots of one row to another, to fill a free slot or to share a prefix."""
         for table in self.tables:
             table[:, destination, :, :length] = table[:, source, :, :length]
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
-        """Exchange two rows, the first ``length`` slots of them, and their sizes."""
+        """Exchange the first ``length`` slots of two rows, and their sizes."""
         sizes = self.sizes
-        ones, others = min(length, sizes[one]), min(length, sizes[other])
+        length_one, length_other = min(length, sizes[one]), min(length, sizes[other])
         for table in self.tables:
-            held = table[:, one, :, :ones].clone()
-            table[:, one, :, :others] = table[:, other, :, :others]
-            table[:, other, :, :ones] = held
+            saved = table[:, one, :, :length_one].clone()
+            table[:, one, :, :length_other] = table[:, other, :, :length_other]
+            table[:, other, :, :length_one] = saved
         if sizes[one] != sizes[other]:
             sizes[one], sizes[other] = sizes[other], sizes[one]
             self._ends[[one, other]] = self._ends[[other, one]]
@@ -112,7 +115,7 @@ class RowTables:
 
 
 class _Pages:
-    """One table in memory of its own: pages that nobody has written do not exist."""
+    """One table in reserved address space, in which only written pages take memory."""
 
     def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
         self._outer, self._rows, self._inner, width, dim = shape
@@ -122,7 +125,7 @@ class _Pages:
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
 
     def give_back(self, row: int, slots: int) -> None:
-        """All of a row but its first slots; they are zeros again."""
+        """Free all of a row but its first ``slots`` slots. Freed slots read as zeros."""
         kept = _up(slots * self._slot, mmap.PAGESIZE)
         if kept == self._stripe:
             return
@@ -136,7 +139,10 @@ class _Pages:
 
 
 def _reserve(size: int) -> mmap.mmap:
-    """Address space. In small pages: one of 2 MiB would reach over the tails of several rows, and be taken for each."""
+    """Reserve address space of ``size`` bytes, without huge pages, which would span the unused tails of several rows.
+
+    Raises CapacityError if the system refuses.
+    """
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
     except (OSError, OverflowError, ValueError) as error:
@@ -144,16 +150,16 @@ def _reserve(size: int) -> mmap.mmap:
             f"the system gives no {size / _GIB:.1f} GiB of address space for the rows' caches ({error}); lower "
             "max_batch_size or max_model_len, or look at `ulimit -v` and at vm.overcommit_memory"
         ) from error
-    with suppress(OSError):  # a system that was built without huge pages
+    with suppress(OSError):  # kernels without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
 
 
 def _padded(slots: int, slot: int) -> int:
-    """So many slots of ``slot`` bytes, or a few more, as fill an odd number of pages.
+    """Number of slots, at least ``slots``, of ``slot`` bytes each that fills an odd number of pages.
 
-    Then no page belongs to two rows, and equal slots of neighbouring rows do not share the few places of a processor's
-    cache that addresses a power of two apart have.
+    Whole pages mean that no page belongs to two rows. With an odd number, equal slots of neighbouring rows do not map
+    to the same sets of the CPU cache.
     """
     page = mmap.PAGESIZE
     step = page // math.gcd(page, slot)

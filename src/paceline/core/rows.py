@@ -1,4 +1,4 @@
-"""The rows' sampling parameters as tensors. R rows of capacity, V tokens of vocabulary."""
+"""Sampling parameters of the rows as tensors. Shapes: R rows (capacity), B live rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ _SCALARS: dict[str, torch.dtype] = {
     "frequency_penalty": torch.float32,
     "repetition_penalty": torch.float32,
 }
-MOST_STOPS = 8  # stop tokens of a row that a commit knows; the scheduler cuts at the others
-LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # likely tokens that a program of the device tells: one of these
+MAX_STOP_TOKENS = 8  # stop tokens of a row that a commit checks; the scheduler truncates at further ones
+LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # number of most likely tokens that a compiled device program can report
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
-class Asked(Protocol):
-    """A question to a row's constraint: what may follow its text and some draft tokens."""
+class MaskQuery(Protocol):
+    """Query to a row's constraint: which tokens may follow the row's text and some draft tokens."""
 
     def send(self) -> None:
-        """Whoever works it out may begin. All questions of a round are sent before the first answer is waited for."""
+        """Start the computation. All queries of a round are sent before the first ``mask`` call waits."""
         ...
 
     def mask(self, logits: Tensor) -> None:
-        """Of the row's logits [L, V] at the places asked for, in place: -inf for the tokens that may not come there.
+        """Set the row's logits [L, V] at the queried positions to -inf for forbidden tokens, in place.
 
-        What follows a draft token that may not stand there itself, or an end, is never drawn and stays as it is. Raises
-        what ends the answer: it cannot be held to the constraint any longer.
+        Positions after a forbidden draft token or after the end of the answer are never drawn from and stay unchanged.
+        An exception ends the answer, because the constraint cannot be enforced any longer.
         """
         ...
 
 
 class Constraint(Protocol):
-    """What may follow a row's text: a grammar, for example. It knows the tokens that the row has gained."""
+    """Restriction of a row's tokens, for example a grammar. It tracks the tokens that the row has gained."""
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
-        """What may follow the first ``first + j`` draft tokens, for every j below ``places``."""
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
+        """Query ``places`` positions; position j follows the first ``first + j`` draft tokens."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The row has gained these. What follows an end is ignored."""
+        """Append tokens that the row has gained. Tokens after the end of the answer are ignored."""
         ...
 
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """What some rows want besides a temperature, as far as a program of the device can do it: its shape hangs on that.
+    """Sampling features that a compiled device program must include; one program is compiled per combination.
 
-    adjusts: penalties, or stop tokens that come later. cuts: min-p, top-k or top-p. logprobs: how many likely tokens'
-    log-probabilities beside their own tokens'; None: none at all.
+    adjusts: penalties or a minimum length. cuts: min-p, top-k or top-p. logprobs: number of most likely tokens whose
+    log-probabilities are reported beside those of the drawn tokens; None for no log-probabilities.
     """
 
     adjusts: bool = False
@@ -73,13 +73,13 @@ NOTHING = StepFeatures()
 
 @dataclass(frozen=True)
 class RowState:
-    """What rules, commit and stop tests know of B rows, as views: host and device play with the same tensors.
+    """State of B rows that acceptance rules, commit and stop tests use. Its tensors are views of the batch's own.
 
-    text [B, P]; length, prompt_length, seed [B] int64; temperature [B]. top_k, min_length [B] int64; top_p, floor,
-    presence_penalty, frequency_penalty, repetition_penalty [B]: as in ``SamplingRows``. limit [B] int64: the length at
-    which a row must end; stops [B, S] int64: tokens that end it, -1 none. live [1] int64: rows from here on do not
-    play, whatever their state. reads: whether the host may wait for the device to tell something; never while a graph
-    is captured.
+    text [B, P] int64; length, prompt_length, seed [B] int64; temperature [B] float32. top_k, min_length [B] int64;
+    top_p, floor, presence_penalty, frequency_penalty, repetition_penalty [B] float32: see ``SamplingRows``.
+    limit [B] int64: length at which a row must end. stops [B, S] int64: tokens that end a row, -1 for none.
+    live [1] int64: number of live rows; later rows never gain tokens.
+    may_sync: whether the host may wait for the device. It must be false while a CUDA graph is captured.
     """
 
     text: Tensor
@@ -97,16 +97,17 @@ class RowState:
     limit: Tensor
     stops: Tensor
     live: Tensor
-    reads: bool = True
+    may_sync: bool = True
 
     @property
     def rows(self) -> int:
         return self.length.shape[0]
 
     def gain(self, tokens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each row its accepted [B] + 1 tokens of [B, k + 1], cut behind its first stop token and at its limit.
+        """Append each row's first accepted[i] + 1 tokens, truncated after its first stop token and at its limit.
 
-        Returns how many each has gained, and who gained nothing because it had ended before, [B].
+        tokens: [B, k + 1] int64. accepted: [B] int64. Returns the number of tokens that each row gained, [B] int64, and
+        whether the row had ended before, [B] bool.
         """
         place = torch.arange(tokens.shape[1], device=tokens.device)
         room = self.limit - self.length
@@ -120,35 +121,36 @@ class RowState:
         return gained, ended
 
     def _stopped(self) -> Tensor:
-        """[B] bool: whether a row's answer ends with one of its stop tokens."""
+        """Whether each row's answer ends with one of its stop tokens, [B] bool."""
         last = self.text.gather(1, (self.length - 1).clamp(min=0)[:, None])
         return ((last == self.stops) & (self.stops >= 0)).any(1) & (self.length > self.prompt_length)
 
 
 @dataclass(frozen=True)
-class After:
-    """A row's constraint, some draft tokens further on."""
+class ConstraintAfterDraft:
+    """A row's constraint after some draft tokens, for positions of a tree."""
 
     constraint: Constraint
     draft_tokens: Sequence[int]
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
         return self.constraint.ask([*self.draft_tokens, *draft_tokens], len(self.draft_tokens) + first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        raise NotImplementedError("guesses are no gain")
+        raise NotImplementedError("draft tokens are not committed here")
 
 
 class SamplingRows:
-    """Each row's SamplingParams on the device, and which features any live row uses (so that the others cost nothing).
+    """SamplingParams of each row on the device, and flags for the features that live rows use.
 
     Tensors [R]: temperature, top_k, top_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
-    prompt_length, floor (the logarithm of min_p: what a logit may lie under the leader's, after temperature),
-    min_length (tokens of prompt and answer before which no stop token may come).
-    bias and stop_tokens of the live rows are None while none of them needs them.
-    constraints: of each row, None where anything may follow.
-    logprobs: how many likely tokens' log-probabilities live rows want besides their own tokens'; None: none at all.
-    scored: [B] int64 where rows want those of their own tokens alone, 1 for these rows; else None.
+    prompt_length, floor (logarithm of min_p: the lowest logit relative to the largest, after temperature), min_length
+    (length of prompt and answer in tokens before which no stop token may come).
+    bias, stop_tokens: entries of the live rows; None if no live row has any.
+    constraints: one per row, None where any token may follow.
+    logprobs: number of most likely tokens whose log-probabilities live rows request beside those of their own tokens;
+        None for no log-probabilities.
+    scored: [B] int64, 1 for rows that request log-probabilities of their own tokens; None unless ``logprobs`` is 0.
     """
 
     temperature: Tensor
@@ -163,10 +165,10 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * capacity
         self.constraints: list[Constraint | None] = [None] * capacity
-        self._held_back: list[tuple[int, ...]] = [()] * capacity  # of each row: the tokens that min_tokens holds back
+        self._held_back: list[tuple[int, ...]] = [()] * capacity  # stop tokens of each row that min_tokens forbids
         for name, dtype in _SCALARS.items():
             setattr(self, name, torch.zeros(capacity, dtype=dtype, device=device))
-        self.repetition_penalty.fill_(1)  # rows that nobody has yet are divided by it, too, where the device plays them
+        self.repetition_penalty.fill_(1)  # the device divides free slots by it, too
         self.floor = torch.zeros(capacity, dtype=torch.float32, device=device)
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.prompt_length = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -176,7 +178,7 @@ class SamplingRows:
     def set(
         self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_tokens: tuple[int, ...]
     ) -> None:
-        """Give a row its parameters; ``seed``: its own noise key, ``stop_tokens``: what min_tokens holds back."""
+        """Set the parameters of a row. seed: its noise key. stop_tokens: tokens that min_tokens forbids."""
         self.params[row] = params
         for name in _SCALARS:
             getattr(self, name)[row] = getattr(params, name)
@@ -195,7 +197,7 @@ class SamplingRows:
             table[destination] = table[source]
 
     def part(self, first: int, stop: int) -> SamplingRows:
-        """Rows first .. stop - 1, as views of the same tensors."""
+        """Rows ``first`` to ``stop`` - 1, as views of the same tensors."""
         part = copy.copy(self)
         part.params, part.constraints = self.params[first:stop], self.constraints[first:stop]
         part._held_back = self._held_back[first:stop]
@@ -205,20 +207,20 @@ class SamplingRows:
         return part
 
     def repeated(self, rows: int, times: int) -> SamplingRows:
-        """Each of the first ``rows`` rows so many times in a row, as copies; what is used stays as it is."""
+        """Copy each of the first ``rows`` rows ``times`` times in succession. The feature flags stay unchanged."""
         return self.picked([row for row in range(rows) for _ in range(times)])
 
-    def picked(self, each: Sequence[int]) -> SamplingRows:
-        """These rows, as often as they are named, as copies; what is used stays as it is."""
-        chosen, index = copy.copy(self), torch.tensor(each, device=self.temperature.device)
-        chosen.params, chosen._held_back = [self.params[row] for row in each], [self._held_back[row] for row in each]
+    def picked(self, rows: Sequence[int]) -> SamplingRows:
+        """Copy the named rows, which may repeat. The feature flags stay unchanged."""
+        chosen, index = copy.copy(self), torch.tensor(rows, device=self.temperature.device)
+        chosen.params, chosen._held_back = [self.params[row] for row in rows], [self._held_back[row] for row in rows]
         for name in _TABLES:
             setattr(chosen, name, getattr(self, name)[index])
-        chosen._list_tokens(len(each))
+        chosen._list_tokens(len(rows))
         return chosen
 
     def refresh(self, rows: int) -> None:
-        """Note which features rows 0 .. rows - 1 use; called whenever rows come, go or move."""
+        """Update the feature flags for rows 0 to ``rows`` - 1. Call it whenever rows join, leave or move."""
         live = self.params[:rows]
         self.all_greedy = all(p.greedy for p in live)
         self.any_cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in live)
@@ -230,27 +232,27 @@ class SamplingRows:
         self.any_bias = any(p.logit_bias for p in live)
         self.any_minimum = any(p.min_tokens > 0 for p in live)
         self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
-        self.any_long = self.any_minimum and max(map(len, self._held_back[:rows])) > MOST_STOPS
+        self.any_long = self.any_minimum and max(map(len, self._held_back[:rows])) > MAX_STOP_TOKENS
         self.logprobs = max((p.scored for p in live if p.scored is not None), default=None)
         self.scored = torch.tensor([int(p.scored is not None) for p in live]) if self.logprobs == 0 else None
         self._list_tokens(rows)
 
     def _list_tokens(self, rows: int) -> None:
-        """What rows 0 .. rows - 1 say of single tokens."""
+        """Collect bias and forbidden stop tokens of rows 0 to ``rows`` - 1."""
         device = self.seed.device
         self._drawing: DrawRows | None = None
-        held = [dict.fromkeys(tokens, -math.inf) for tokens in self._held_back[:rows]] if self.any_minimum else []
+        forbidden = [dict.fromkeys(tokens, -math.inf) for tokens in self._held_back[:rows]] if self.any_minimum else []
         self.bias = Entries.of([dict(p.logit_bias) for p in self.params[:rows]], device) if self.any_bias else None
-        self.stop_tokens = Entries.of(held, device) if self.any_minimum else None
+        self.stop_tokens = Entries.of(forbidden, device) if self.any_minimum else None
 
     def drawing(self, text: Tensor, length: Tensor) -> DrawRows:
-        """How the live rows draw, for the kernels: text [R, P] and length [R] are those of the batch."""
+        """Parameters of the live rows for the kernels. text [R, P] and length [R] are those of the batch."""
         if self._drawing is None or self._drawing.positions is not length:
             self._drawing = DrawRows(self.temperature, self.seed, length, *self._features(text))
         return self._drawing
 
     def _features(self, text: Tensor) -> tuple[Cuts | None, Penalties | None, Minimum | None, Entries | None]:
-        """Those that some live row uses."""
+        """Cuts, penalties, minimum length and bias, each None if no live row uses it."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return (
             Cuts(self.floor, self.top_k, self.top_p) if self.any_cut else None,
@@ -261,17 +263,17 @@ class SamplingRows:
 
     @property
     def needs_host(self) -> bool:
-        """Whether any live row asks for what no program of the device does."""
+        """Whether any live row uses a feature that compiled device programs do not support."""
         return self.any_bias or self.any_constraint or self.any_long
 
     @property
-    def asks(self) -> StepFeatures:
-        """What a program of the device has to do for the live rows."""
+    def step_features(self) -> StepFeatures:
+        """Features that a compiled device program must include for the live rows."""
         wanted = self.logprobs
-        told = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
-        return StepFeatures(self.any_penalty or self.any_minimum, self.any_cut, told)
+        logprobs = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
+        return StepFeatures(self.any_penalty or self.any_minimum, self.any_cut, logprobs)
 
     @property
     def adjusts(self) -> bool:
-        """Whether any live row changes its logits before the temperature."""
+        """Whether any live row changes its logits before temperature is applied."""
         return self.any_penalty or self.any_bias or self.any_minimum or self.any_constraint

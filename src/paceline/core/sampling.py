@@ -1,13 +1,13 @@
 """From logits to a token: constraint, bias, penalties, minimum length, temperature, min-p, top-k, top-p, the draw.
 
 Shapes: B rows, L positions, V vocabulary, G draft tokens. Position j of a call is drawn after each row's text and its
-first ``first + j`` draft tokens, so penalties know the draft tokens before it.
+first ``first + j`` draft tokens, so penalties count the draft tokens before it.
 
-``adjust``, ``warp`` and ``probabilities`` are torch, for GPUs and as the twin and judge of the kernels, which on a CPU
-do all of it in one call (``Choices``).
+``adjust``, ``warp`` and ``probabilities`` use torch. They serve GPUs, and they are the reference implementation of the
+CPU kernels, which do all steps in one call (``Choices``).
 
-All noise is a function of (row's seed, position, purpose, token): a row's draw never depends on its neighbours, on the
-drafter or on how many rounds it took.
+All noise is a function of (row's seed, position, purpose, token). A row's draw therefore does not depend on other rows,
+on the drafter or on the number of rounds.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from torch import Tensor
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
-from paceline.core.ops import HostOps, Places
-from paceline.core.rows import Asked, Constraint, RowState, StepFeatures
+from paceline.core.ops import DrawInputs, HostOps
+from paceline.core.rows import Constraint, MaskQuery, RowState, StepFeatures
 
 
 class Purpose(IntEnum):
-    """What a random number is for: different purposes never share one."""
+    """Purpose of a random number. Different purposes use independent numbers."""
 
-    DRAW = 1  # the target's own token; under the coupled rule the drafter draws with it too
+    DRAW = 1  # the target's own token; under the coupled rule the drafter uses it, too
     DRAFT = 2  # a drafter's independent draft token (rejection rule)
-    ACCEPT = 3  # the coin that keeps a draft token (rejection rule)
-    RECOVER = 4  # the token instead of the first rejected draft token, or after the last kept one (rejection rule)
-    SYNTHETIC = 5  # the coin of benchmarks with synthetic acceptance
+    ACCEPT = 3  # acceptance of a draft token (rejection rule)
+    RECOVER = 4  # recovered or bonus token (rejection rule)
+    SYNTHETIC = 5  # acceptance in benchmarks with synthetic acceptance
 
 
 # --- counter-based noise -----------------------------------------------------
 
 _MASK32 = 0xFFFFFFFF
-# A uniform of 24 bits, (h + 1/2) / 2^24, bounds its Gumbel transform -log(-log u): only tokens near the leader can win.
+# A uniform number of 24 bits, (h + 1/2) / 2^24, bounds its Gumbel transform -log(-log u), so only tokens whose score is
+# within NOISE_SPAN of the largest can win.
 _UNIFORM_BITS = 24
 GUMBEL_HIGH = -math.log(-math.log1p(-(2.0 ** -(_UNIFORM_BITS + 1))))
 GUMBEL_LOW = -math.log(-math.log(2.0 ** -(_UNIFORM_BITS + 1)))
 NOISE_SPAN = GUMBEL_HIGH - GUMBEL_LOW + 1e-3
-_FIRST_NUCLEUS = 64  # tokens sorted at first when top_p cuts
+_FIRST_NUCLEUS = 64  # tokens that top_p sorts first; the number grows until the nucleus fits
 _MASS_BITS = 30
 LOG2_E = float.fromhex("0x1.715476p0")
-# 2^x for x from -1/2 to 1/2, relative error 2e-7; every number is one of float32.
+# Polynomial for 2^x, x from -1/2 to 1/2, relative error 2e-7; every coefficient is exact in float32.
 TWO_TO = (
     *map(float.fromhex, ("0x1.5bba06p-10", "0x1.3cea8ap-7", "0x1.c6b754p-5", "0x1.ebf9bcp-3", "0x1.62e42ap-1")),
     1.0,
@@ -55,14 +56,14 @@ TWO_TO = (
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser (Wellons' lowbias32: xor-shift and multiply) on int64 tensors holding 32-bit values."""
+    """Hash int64 tensors that hold 32-bit values with Wellons' lowbias32 (xor-shift and multiply)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
     return x ^ (x >> 16)
 
 
 def noise_key(seed: Tensor, position: Tensor, purpose: Purpose) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words for (seed, position, purpose); seed and position int64, broadcast together."""
+    """Hash (seed, position, purpose) to two 32-bit words. seed, position: int64, broadcast together."""
     low, high = seed & _MASK32, (seed >> 32) & _MASK32
     salt = (0x9E3779B9 * purpose) & _MASK32
     a = _mix(_mix(_mix(low ^ salt) ^ high) ^ position)
@@ -71,13 +72,13 @@ def noise_key(seed: Tensor, position: Tensor, purpose: Purpose) -> tuple[Tensor,
 
 
 def uniform(key: tuple[Tensor, Tensor], token: Tensor | int = 0) -> Tensor:
-    """Uniform numbers in (0, 1), float64, 24 bits, one for each key (and token)."""
+    """Uniform numbers in (0, 1), float64 with 24 random bits, one for each key and token (broadcast together)."""
     h = _mix(_mix(key[0] ^ token) ^ key[1])
     return ((h >> (32 - _UNIFORM_BITS)).double() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
 def sequence_seed(seed: int, sample: int) -> int:
-    """The noise key of answer number ``sample`` to a request with this seed: 63 bits, so that it fits an int64."""
+    """Noise key of sample number ``sample`` of a request with this seed: 63 bits, so that it fits an int64."""
     word = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03) & (2**64 - 1)
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -88,15 +89,15 @@ def sequence_seed(seed: int, sample: int) -> int:
 
 
 def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -> Tensor:
-    """Constraint, bias, penalties, minimum length: logits [B, L, V] (not changed) -> [B, L, V].
+    """Apply constraint, bias, penalties and minimum length: logits [B, L, V] -> [B, L, V]. The input is not changed.
 
-    draft_tokens: [B, >= first + L - 1].
+    draft_tokens: [B, >= first + L - 1] int64.
     """
     rows = batch.sampling
     if not rows.adjusts:
         return logits
     logits = logits.clone()
-    if rows.any_constraint:  # first, as in the kernels: a logits processor reads what the model said
+    if rows.any_constraint:  # first, as in the kernels: logits processors read the model's own logits
         _constrain(logits, batch, draft_tokens, first)
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
@@ -110,26 +111,26 @@ def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -
 
 
 def _constrain(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int) -> None:
-    """What each row's constraint forbids, in place."""
+    """Set logits of tokens that each row's constraint forbids to -inf, in place."""
     tokens, places = draft_tokens.tolist(), logits.shape[1]
-    asked = [
+    queries = [
         (row, constraint.ask(tokens[row], first, places))
         for row, constraint in enumerate(batch.sampling.constraints[: batch.rows])
         if constraint is not None
     ]
-    for _, question in asked:
-        question.send()
-    for row, question in asked:
-        question.mask(logits[row])
+    for _, query in queries:
+        query.send()
+    for row, query in queries:
+        query.mask(logits[row])
 
 
 def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
-    """[B, count]: the positions that the tokens drawn will have."""
+    """Positions in the text of the tokens to draw, [B, count] int64."""
     return batch.live_length[:, None] + torch.arange(first, first + count, device=batch.device)
 
 
 def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """[B, V] float32: how often each token stands in a row's answer, and in its whole text."""
+    """Number of occurrences of each token in a row's answer, and in its whole text: [B, V] float32 each."""
     column = torch.arange(rows.text.shape[1], device=rows.length.device)
     text = column < rows.length[:, None]
     answer = text & (column >= rows.prompt_length[:, None])
@@ -139,51 +140,50 @@ def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _penalise(logits: Tensor, rows: RowState, draft_tokens: Tensor, first: int) -> None:
-    """Presence, frequency and repetition penalties, in place; position j counts the text and the draft tokens before
-    it.
-    """
+    """Apply presence, frequency and repetition penalties in place; position j counts the draft tokens before it."""
     counts, seen = count_tokens(rows, logits.shape[-1])
     presence, frequency = rows.presence_penalty[:, None], rows.frequency_penalty[:, None]
     repetition = rows.repetition_penalty[:, None]
     one = counts.new_ones(rows.rows, 1)
-    for draft_token in range(first + logits.shape[1]):
-        if draft_token >= first:
-            here = logits[:, draft_token - first]
+    for place in range(first + logits.shape[1]):
+        if place >= first:
+            here = logits[:, place - first]
             repeated = torch.where(here > 0, here / repetition, here * repetition)
             here.copy_(torch.where(seen > 0, repeated, here) - presence * (counts > 0) - frequency * counts)
-        if draft_token < draft_tokens.shape[1]:
-            counts.scatter_add_(1, draft_tokens[:, draft_token, None], one)
-            seen.scatter_add_(1, draft_tokens[:, draft_token, None], one)
+        if place < draft_tokens.shape[1]:
+            counts.scatter_add_(1, draft_tokens[:, place, None], one)
+            seen.scatter_add_(1, draft_tokens[:, place, None], one)
 
 
 def _hold_back(logits: Tensor, rows: RowState, first: int) -> None:
-    """Minimum length, in place: no stop token before it, of those that a commit knows."""
+    """Apply the minimum length in place: the first ``MAX_STOP_TOKENS`` stop tokens cannot come before it."""
     position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
     early = (position < rows.min_length[:, None])[..., None] & (rows.stops >= 0)[:, None]
     lowered = torch.where(early, -math.inf, math.inf).to(logits.dtype)
     logits.scatter_reduce_(2, rows.stops.clamp(min=0)[:, None].expand_as(early), lowered, "amin")
 
 
-def shaped(logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int = 0) -> Tensor:
-    """Penalties, minimum length, min-p, top-k and top-p where nothing may be read: logits [B, L, V] (not changed).
+def shaped(logits: Tensor, rows: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0) -> Tensor:
+    """Apply penalties, minimum length, min-p, top-k and top-p without reading the device.
 
-    -> [B, L, V] whose softmax at the rows' temperatures is the distribution; the twin of ``gpu.shape.shaped``.
+    logits: [B, L, V], not changed. draft_tokens: [B, G] int64. Returns logits [B, L, V] whose softmax at the rows'
+    temperatures is the distribution. This is the reference implementation of ``gpu.shape.shaped``.
     """
     logits = logits.float()
-    if asks.adjusts:
+    if features.adjusts:
         logits = logits.clone()
         _penalise(logits, rows, draft_tokens, first)
         _hold_back(logits, rows, first)
-    if asks.cuts:
+    if features.cuts:
         cut = _cut(_scale(logits, rows.temperature), rows, logits.shape[-1], any_top_p=True)
         logits = logits.masked_fill(cut == -math.inf, -math.inf)
     return logits
 
 
 def warp(logits: Tensor, batch: Batch) -> Tensor:
-    """Temperature, min-p, top-k, top-p: [B, L, V] -> logits whose softmax is the distribution; tokens cut have -inf.
+    """Apply temperature, min-p, top-k and top-p: logits [B, L, V] -> [B, L, V] whose softmax is the distribution.
 
-    Rows at temperature 0 are not divided: their draw is the argmax.
+    Tokens that are cut have -inf. Rows at temperature 0 are not divided; their draw is the argmax.
     """
     rows, live = batch.sampling, batch.rows
     scaled = _scale(logits, rows.temperature[:live])
@@ -191,27 +191,27 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def _cut(scaled: Tensor, rows: RowState, largest_top_k: int, *, any_top_p: bool) -> Tensor:
-    """Min-p, top-k, top-p: logits [B, L, V] over their temperature, the leader's 0; what is cut has -inf."""
-    floor = rows.floor[:, None, None]  # under the leader's 0; -inf cuts nothing
+    """Apply min-p, top-k and top-p: tokens that are cut become -inf. scaled: [B, L, V], see ``_scale``."""
+    floor = rows.floor[:, None, None]  # relative to the largest logit, which is 0; -inf cuts nothing
     if largest_top_k:
         floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k, largest_top_k))
     scaled = scaled.masked_fill(scaled < floor, -math.inf)
     if any_top_p:
-        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, reads=rows.reads), -math.inf)
+        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, may_sync=rows.may_sync), -math.inf)
     return scaled
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits [B, L, V] over temperature [B]; rows at 0 are not divided.
+    """Divide logits [B, L, V] by temperature [B]; rows at 0 are not divided.
 
-    The leader's logit becomes 0: next to temperature 0 the others' distance to it survives rounding.
+    The largest logit becomes 0, so that its distance to the others survives rounding at temperatures close to 0.
     """
     divisor = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
     return (logits - logits.amax(-1, keepdim=True)) / divisor
 
 
 def _top_k_floor(scaled: Tensor, top_k: Tensor, largest: int) -> Tensor:
-    """[B, L, 1]: each row's top_k-th logit (tokens tied with it stay too); -inf where top_k is 0."""
+    """Each row's top_k-th largest logit, [B, L, 1]; tokens tied with it stay. -inf where top_k is 0."""
     largest = min(largest, scaled.shape[-1])
     best = scaled.topk(largest, dim=-1).values
     place = (top_k.clamp(1, largest) - 1)[:, None, None].expand(-1, scaled.shape[1], 1)
@@ -219,10 +219,10 @@ def _top_k_floor(scaled: Tensor, top_k: Tensor, largest: int) -> Tensor:
 
 
 def masses(scaled: Tensor) -> Tensor:
-    """e^scaled in units of 2^-30 of the leader's, rounded: int64. scaled: at most 0.
+    """Compute e^scaled, rounded to multiples of 2^-30, as int64 in units of 2^-30. scaled: at most 0.
 
-    Whole numbers, so that sums have no order and rounding decides no tie; and made of float32 multiplications and
-    additions alone, each rounded for itself, which the kernels repeat to the bit.
+    Sums of whole numbers do not depend on their order. The computation uses only float32 multiplications and additions,
+    each rounded separately, which the kernels reproduce to the bit.
     """
     exponent = (scaled.float() * LOG2_E).clamp(min=-64.0)
     whole = exponent.round()
@@ -234,15 +234,16 @@ def masses(scaled: Tensor) -> Tensor:
     return (power * scale).round().long()
 
 
-def _top_p_floor(scaled: Tensor, top_p: Tensor, *, reads: bool = True) -> Tensor:
-    """[B, L, 1]: the smallest logit of the nucleus: tokens above which less than top_p of the mass lies.
+def _top_p_floor(scaled: Tensor, top_p: Tensor, *, may_sync: bool = True) -> Tensor:
+    """Smallest logit of the nucleus, [B, L, 1].
 
-    Only as many tokens are sorted as the widest nucleus has, found by doubling: nuclei are short, vocabularies are not.
-    Where nothing may be read all are.
+    The nucleus has all tokens above which less than top_p of the mass lies. The number of sorted tokens grows by
+    factors of 4 until it covers the widest nucleus, because nuclei are much smaller than vocabularies. Without
+    ``may_sync`` all tokens are sorted.
     """
-    share = torch.where(top_p < 1, top_p, 0.0).double()[:, None, None]  # rows without a nucleus need no sorting
-    limit = (share * masses(scaled).sum(-1, keepdim=True).double()).clamp(min=1.0)  # the leader stays
-    size = min(_FIRST_NUCLEUS, scaled.shape[-1]) if reads else scaled.shape[-1]
+    fraction = torch.where(top_p < 1, top_p, 0.0).double()[:, None, None]  # rows without top_p need no sorting
+    limit = (fraction * masses(scaled).sum(-1, keepdim=True).double()).clamp(min=1.0)  # the largest logit stays
+    size = min(_FIRST_NUCLEUS, scaled.shape[-1]) if may_sync else scaled.shape[-1]
     while True:
         ordered = scaled.topk(size, dim=-1).values
         mass = masses(ordered)
@@ -255,14 +256,15 @@ def _top_p_floor(scaled: Tensor, top_p: Tensor, *, reads: bool = True) -> Tensor
 
 
 def probabilities(logits: Tensor, batch: Batch) -> Tensor:
-    """The distribution that tokens are drawn from: adjusted logits [B, L, V] -> float32 [B, L, V]; one-hot at
-    temperature 0.
+    """Distribution that tokens are drawn from: adjusted logits [B, L, V] -> float32 [B, L, V].
+
+    It is one-hot at temperature 0.
     """
     return _distribution(warp(logits, batch), batch.sampling.temperature[: batch.rows])
 
 
 def probabilities_at_temperature(logits: Tensor, rows: RowState) -> Tensor:
-    """The same for rows that ask for nothing but a temperature."""
+    """Distribution of rows that use only a temperature: logits [B, L, V] -> float32 [B, L, V]."""
     return _distribution(_scale(logits.float(), rows.temperature), rows.temperature)
 
 
@@ -275,12 +277,12 @@ def _distribution(warped: Tensor, temperature: Tensor) -> Tensor:
 
 
 class Choices:
-    """Logits as the model gave them, float32, and what may be asked of them.
+    """Model logits of some positions, with the draws and distributions that follow from them.
 
-    logits: [B, L, V], changed while they are read and then as before. draft tokens: [B, >= first + L - 1]; None for
-    none.
-    counts: [B], how many draft tokens are real; logits may then be [N, V], of the unseen tokens and the real draft
-    tokens alone.
+    logits: [B, L, V]. They are changed temporarily while a method runs. With ``counts`` they may be [N, V], for the
+        pending tokens and real draft tokens only.
+    draft_tokens: [B, >= first + L - 1] int64; None if there are none.
+    counts: [B] int64, number of real draft tokens.
     """
 
     def __init__(
@@ -298,47 +300,45 @@ class Choices:
 
     @staticmethod
     def after(draft: Draft, logits: Tensor, batch: Batch) -> Choices:
-        """What may follow each row's unseen token and its draft tokens; after those of a tree the kernels alone can
-        say.
-        """
+        """Choices after each row's pending token and draft tokens. For trees only the kernels can evaluate them."""
         choices = Choices(logits, batch, draft.tokens, counts=draft.counts)
         choices._tree = draft if draft.parents is not None else None
         return choices
 
     @cached_property
-    def places(self) -> Places:
-        """For the kernels."""
+    def places(self) -> DrawInputs:
+        """Arguments for the kernels."""
         batch = self._batch
         rows = batch.sampling.drawing(batch.tokens, batch.length)
-        instead = self._constrained() if batch.sampling.any_constraint else None
+        masked = self._constrained() if batch.sampling.any_constraint else None
         parents = None if self._tree is None else self._tree.parents
-        return Places(self._logits, rows, self._draft_tokens, self._counts, self._first, instead, parents)
+        return DrawInputs(self._logits, rows, self._draft_tokens, self._counts, self._first, masked, parents)
 
     def _constrained(self) -> Sequence[Tensor | None]:
-        """Copies of the logits of the rows that have a constraint, without what it forbids."""
+        """Masked copies of the logits of rows that have a constraint; None for other rows."""
         rows = self._of_rows()
-        asked = [
-            None if constraint is None else self._questions(constraint, row, len(logits))
+        queries = [
+            None if constraint is None else self._queries(constraint, row, len(logits))
             for row, (constraint, logits) in enumerate(zip(self._batch.sampling.constraints, rows, strict=False))
         ]
-        for questions in asked:
-            for _, question in questions or ():
-                question.send()
+        for row_queries in queries:
+            for _, query in row_queries or ():
+                query.send()
         return [
-            None if questions is None else _masked(questions, logits)
-            for questions, logits in zip(asked, rows, strict=True)
+            None if row_queries is None else _masked(row_queries, logits)
+            for row_queries, logits in zip(queries, rows, strict=True)
         ]
 
-    def _questions(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, Asked]]:
-        """What may come at a row's places: one question along a chain; of a tree each node has a state of its own."""
+    def _queries(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, MaskQuery]]:
+        """Mask queries for a row's positions: one for a whole chain, or one per node of a tree."""
         if self._tree is None:
             return [(slice(None), constraint.ask(self._draft_tokens[row].tolist(), self._first, places))]
         count = int(self._tree.counts[row])
-        ways = enumerate(self._tree.ways[row][: count + 1])
-        return [(slice(place, place + 1), constraint.ask(way, len(way), 1)) for place, way in ways]
+        paths = enumerate(self._tree.token_paths[row][: count + 1])
+        return [(slice(place, place + 1), constraint.ask(path, len(path), 1)) for place, path in paths]
 
     def _of_rows(self) -> Sequence[Tensor]:
-        """Each row's logits [places, V]."""
+        """Logits of each row, [positions, V]."""
         if self._logits.dim() == 3:
             return self._logits.unbind()
         assert self._counts is not None
@@ -347,46 +347,46 @@ class Choices:
 
     @cached_property
     def adjusted(self) -> Tensor:
-        """In torch."""
+        """Adjusted logits [B, L, V], computed by torch."""
         return adjust(self._logits, self._batch, self._draft_tokens, self._first)
 
     def draw(self, purpose: Purpose = Purpose.DRAW) -> Tensor:
-        """A token for every place: [B, L] int64. Greedy rows take their argmax."""
+        """Draw a token for every position: [B, L] int64. Greedy rows take the argmax."""
         if self.ops is not None:
             return self.ops.draw(self.places, purpose)
         return _draw_adjusted(self.adjusted, self._batch, self._first, purpose)
 
     def distribution(self) -> Tensor:
-        """What tokens are drawn from: float32 [B, L, V]; one-hot at temperature 0."""
+        """Distribution that tokens are drawn from: float32 [B, L, V], one-hot at temperature 0."""
         if self.ops is not None:
             return self.ops.probabilities(self.places)
         return probabilities(self.adjusted, self._batch)
 
     def likelihood(self, tokens: Tensor) -> Tensor:
-        """The softmax of the adjusted logits at tokens [B, L] -> [B, L]; whatever the rows' temperatures."""
+        """Softmax of the adjusted logits at tokens [B, L] int64, without temperature: [B, L] float32."""
         if self.ops is not None:
             return self.ops.likelihood(self.places, tokens)
         logits = self.adjusted
         return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
 
 
-def _masked(questions: Sequence[tuple[slice, Asked]], logits: Tensor) -> Tensor:
-    """A copy without what the answers to questions forbid at their places."""
+def _masked(queries: Sequence[tuple[slice, MaskQuery]], logits: Tensor) -> Tensor:
+    """Copy logits [positions, V] and apply the queries' masks."""
     masked = logits.clone(memory_format=torch.contiguous_format)
-    for places, question in questions:
-        question.mask(masked[places])
+    for places, query in queries:
+        query.mask(masked[places])
     return masked
 
 
 def draw(
     logits: Tensor, batch: Batch, draft_tokens: Tensor | None = None, first: int = 0, purpose: Purpose = Purpose.DRAW
 ) -> Tensor:
-    """A token for every place: logits [B, L, V] as the model gave them -> [B, L] int64."""
+    """Draw a token for every position: model logits [B, L, V] -> [B, L] int64. draft_tokens: [B, G] int64."""
     return Choices(logits, batch, draft_tokens, first).draw(purpose)
 
 
 def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -> Tensor:
-    """In torch, from adjusted logits."""
+    """Draw with torch from adjusted logits [B, L, V]: [B, L] int64."""
     rows, live = batch.sampling, batch.rows
     if rows.all_greedy:
         return logits.argmax(-1)
@@ -398,30 +398,33 @@ def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -
 
 
 def draw_at_temperature(logits: Tensor, rows: RowState, first: int = 0, purpose: Purpose = Purpose.DRAW) -> Tensor:
-    """In torch, for rows that ask for nothing but a temperature: logits [B, L, V] -> [B, L] int64."""
+    """Draw with torch for rows that use only a temperature: logits [B, L, V] -> [B, L] int64."""
     position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
     key = noise_key(rows.seed[:, None], position, purpose)
-    return _draw(logits.float(), rows.temperature, key, reads=rows.reads)
+    return _draw(logits.float(), rows.temperature, key, may_sync=rows.may_sync)
 
 
-def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor], *, reads: bool = True) -> Tensor:
-    """logits [B, L, V], temperature [B], a key [B, L] for each place -> [B, L]: the native kernel's twin in torch."""
+def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor], *, may_sync: bool = True) -> Tensor:
+    """Draw from logits [B, L, V] at temperature [B] with a noise key [B, L]: [B, L] int64.
+
+    This is the reference implementation of the native kernel.
+    """
     live, length, vocab = logits.shape
     noisy = (temperature[:, None] > 0).expand(live, length)
     scores = _scale(logits, temperature).view(-1, vocab)
     keys = key[0].flatten(), key[1].flatten()
-    return noisy_argmax(scores, keys, noisy.flatten(), reads=reads).view(live, length)
+    return noisy_argmax(scores, keys, noisy.flatten(), may_sync=may_sync).view(live, length)
 
 
 def noisy_argmax(
-    scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None, *, reads: bool = True
+    scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None, *, may_sync: bool = True
 ) -> Tensor:
-    """argmax of scores [N, V] + Gumbel noise, a sample of softmax(scores): [N] int64. Rows not ``noisy`` [N] get none.
+    """Sample from softmax(scores) as the argmax of scores [N, V] plus Gumbel noise: [N] int64.
 
-    The noise is bounded, so it is made only for tokens that it can carry past the leader; for all of them where
-    nothing may be read from the device, which does not say how many these are. Ties go to the smaller token.
+    noisy: [N] bool, rows that get noise; None adds it to all. The noise is bounded, so it is computed only for tokens
+    that can win. Without ``may_sync`` it is computed for all tokens. Ties go to the smaller token id.
     """
-    if not reads:
+    if not may_sync:
         return _noisy(scores, key, noisy).argmax(-1)
     leader = scores.amax(-1)
     line, token = (scores > (leader - NOISE_SPAN)[:, None]).nonzero(as_tuple=True)
@@ -435,7 +438,7 @@ def noisy_argmax(
 
 
 def _noisy(scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None) -> Tensor:
-    """scores [N, V] with everybody's noise, float64."""
+    """Scores [N, V] plus the noise of every token, float64."""
     gumbel = _gumbel((key[0][:, None], key[1][:, None]), torch.arange(scores.shape[-1], device=scores.device))
     return scores.double() + (gumbel if noisy is None else gumbel * noisy[:, None])
 

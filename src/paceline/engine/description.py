@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
+from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import machine_name
-from paceline.core.room import Room
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.device_round import DeviceRound
@@ -38,7 +38,7 @@ class EngineDescription:
     runner: DeviceRound | None
     threads: int
     max_model_len: int
-    room: Room
+    room: KVCacheBudget
     host_reasons: Iterable[str] = ()
 
     def identity(self) -> Identity:
@@ -85,7 +85,7 @@ class EngineDescription:
     def _describe_room(self) -> str:
         """Name the memory limit of the caches; where rows may have to wait for memory, also how many fit."""
         room = self.room
-        capacity = f"they grow: {room.fits(room.positions)} of that length at once, " if room.is_short else ""
+        capacity = f"they grow: {room.max_rows(room.positions)} of that length at once, " if room.is_short else ""
         return f" ({capacity}{room.limit / GIB:.2f} GiB)"
 
     def _describe_attention(self) -> str:

@@ -17,10 +17,10 @@ from torch import Tensor
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch
+from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import Verdict
-from paceline.core.hardware import threads_of_each, torch_threads, whatever_torch_was_told
+from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
-from paceline.core.room import Filled
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
@@ -61,7 +61,7 @@ class Engine:
     Raises ParameterError if the configuration does not fit the models.
     """
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode(False)  # tensors are written inside and outside of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
@@ -72,7 +72,7 @@ class Engine:
         check_attention(models, config)
         self.room = check_memory(models.target, models.draft, config, self.max_model_len)
         self._on_kernels = isinstance(models.target, FlatModel)  # stored: the check of a protocol takes 20 us
-        self.threads = config.threads or threads_of_each(config.tensor_parallel)
+        self.threads = config.threads or threads_per_rank(config.tensor_parallel)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
@@ -154,7 +154,7 @@ class Engine:
             raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         return self._profile
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
         """Measure the cost of rounds with these models; only while the engine is idle. All cached prefixes are lost."""
         self.scheduler.forget()
@@ -214,7 +214,7 @@ class Engine:
         """Return one line that says what runs, and why not something else."""
         return self._description.describe()
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
         """Capture the rounds that requests will need, the likeliest first; only while the engine is idle.
@@ -259,7 +259,7 @@ class Engine:
         """Raise what ``add`` would raise. May be called from any thread."""
         self._intake.check(request)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     def step(self) -> list[RequestOutput]:
         """Admit requests, prefill one chunk, run one round. Return the requests that gained tokens or ended."""
         if self._skips_torch():
@@ -323,7 +323,7 @@ class Engine:
         self.last_verdict = speculative_round(self.parts, self.batch)
         return self.scheduler.process_outputs(self.last_verdict)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its rows. Return its result; None if there is no such request."""
@@ -331,7 +331,7 @@ class Engine:
         self._collect(self.scheduler.drop(request_id, "abort"))
         return output
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
@@ -380,7 +380,7 @@ class Engine:
         return Scorer(rows_for, room, PrefillChunker(WIDEST_PASS, config.longest_pause))
 
     @property
-    def filled(self) -> Filled:
+    def filled(self) -> CacheUsage:
         """Memory that the caches hold now."""
         return self.scheduler.filled(self.scorer.bytes_held)
 
@@ -393,7 +393,7 @@ class Engine:
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def score_some(self, *, awaited: bool = True) -> list[ScoredText]:
         """Run one pass over the texts to score. Return the texts that have ended. Rounds may run between two passes.
@@ -405,7 +405,7 @@ class Engine:
         with self._own_threads():
             return self.scorer.step(decoding=bool(self.scheduler.running), seconds=self._step_seconds)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""

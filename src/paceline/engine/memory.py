@@ -7,8 +7,8 @@ from functools import cache, partial
 
 from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
+from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import available_memory
-from paceline.core.room import Room
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
@@ -66,10 +66,12 @@ def plan_memory(
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace, scoring)
 
 
-def scoring_room(target: AnyModel, rows: int, positions: int) -> Room:
+def scoring_room(target: AnyModel, rows: int, positions: int) -> KVCacheBudget:
     """Return the memory for caches of scored texts: one text of ``positions`` tokens fits, or several shorter ones."""
     at_once = max(1, min(rows, _SCORED_AT_ONCE // positions))
-    return Room(at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target)))
+    return KVCacheBudget(
+        at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target))
+    )
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
@@ -87,7 +89,7 @@ def _cache_bytes(model: AnyModel, positions: int) -> int:
     return kept + (model.stream_bytes(positions) if isinstance(model, HeadModel) else 0)
 
 
-def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> Room:
+def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> KVCacheBudget:
     """Return the memory for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
 
     If rows grow, one row of ``positions`` tokens must fit, and all rows at ``LEAST_ROW`` tokens. If not, all rows must
@@ -99,7 +101,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
         free, source = available_memory(target.device), "free"
     else:
         free, source = config.memory_limit - plan.weights, "left under memory_limit after the weights"
-    room = Room(plan.caches, rows, positions, cache(partial(row_bytes, target, draft, config)))
+    room = KVCacheBudget(plan.caches, rows, positions, cache(partial(row_bytes, target, draft, config)))
     if plan.to_allocate <= free:
         return room
     rows_grow = _rows_grow(target, draft, config)
@@ -107,7 +109,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
         kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
         short_room = replace(room, limit=free - plan.workspace - plan.scoring - kept_free)
         least_row = min(LEAST_ROW, positions)
-        if short_room.fits(positions) >= 1 and short_room.fits(least_row) >= rows:
+        if short_room.max_rows(positions) >= 1 and short_room.max_rows(least_row) >= rows:
             return short_room
         source += f", of which {kept_free / GIB:.2f} are left to other programs" if kept_free else ""
         plan = replace(plan, caches=max(room.bytes_for(positions), rows * room.bytes_for(least_row)))

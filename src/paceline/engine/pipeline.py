@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, Verdict
+from paceline.core.draft import HostVerdict, Logprobs, Verdict, VerifiedTree
 from paceline.core.rows import SamplingRows, StepFeatures
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
@@ -100,10 +100,10 @@ class Pipeline:
     def why_host(self) -> str | None:
         """Return why the next round has to run on the host; None if the device can run it."""
         sampling, drafter = self.batch.sampling, self.parts.drafter
-        features = sampling.asks
+        features = sampling.step_features
         if self.runner.width > 1 and (features.adjusts or features.logprobs is not None):
             return "trees with penalties, min_tokens or log-probabilities"
-        if drafter.copies and any(self.batch.members[: self.batch.rows]):
+        if drafter.copies and any(self.batch.samples[: self.batch.rows]):
             return "n-gram drafts from references or parallel samples"
         if sampling.needs_host:
             return _why_sampling_on_host(sampling)
@@ -146,7 +146,7 @@ class Pipeline:
         k = plan.k if runner.can_draft else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if plan.caps is None else plan.caps)
-        features = batch.sampling.asks
+        features = batch.sampling.step_features
         ticket = runner.run(batch.rows, k, longest, features, self._missing_tokens(k))
         self._in_flight.append(_InFlightRound(ticket, list(self.scheduler.running), k, features, runner.width))
         self._count_in_flight()
@@ -218,7 +218,7 @@ def _reordered(launched: HostVerdict, lines: list[int | None], logprobs: Logprob
     gained = [0 if line is None else launched.gained[line] for line in lines]
     verdict = Verdict.of(HostVerdict(tokens, accepted, drafted, gained))
     if launched.trees is not None:
-        verdict.host.trees = [JudgedTree.of([], []) if line is None else launched.trees[line] for line in lines]
+        verdict.host.trees = [VerifiedTree.of([], []) if line is None else launched.trees[line] for line in lines]
     if logprobs is not None:
         order = torch.tensor([line or 0 for line in lines])
         tables = logprobs.own, logprobs.top_ids, logprobs.top_values

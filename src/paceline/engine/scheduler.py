@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from paceline.core.batch import Batch, RowStart
+from paceline.core.cache_budget import UNLIMITED, CacheUsage, KVCacheBudget
 from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
-from paceline.core.room import UNLIMITED, Filled, Room
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import (
     WORTH_WAITING,
@@ -58,7 +58,7 @@ class Scheduler:
     in_flight: int = 0
     closed: bool = False
     watched: bool = True
-    room: Room = UNLIMITED
+    room: KVCacheBudget = UNLIMITED
     free: FreeSlotPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Scheduler:
         free = self.capacity - self.num_used_rows if self.waiting else 0
         if free == 0 or not self.room.is_short:
             return free
-        return min(free, self.room.fits(self._max_cache_tokens(self.waiting.first), self.reserved_bytes))
+        return min(free, self.room.max_rows(self._max_cache_tokens(self.waiting.first), self.reserved_bytes))
 
     def _max_cache_tokens(self, sequence: Sequence) -> int:
         """Return the cache positions that the sequence's row may need."""
@@ -158,7 +158,7 @@ class Scheduler:
                 decoder.swap_rows(first, first + index, length)
             self.free.swap(0, index)
             for free in (0, index):
-                self.batch.rest(first + free, len(self.free.rows[free].tokens))
+                self.batch.free_slot(first + free, len(self.free.rows[free].tokens))
         return reusable[index]
 
     def _make_way(self, index: int, reusable: list[int], tokens: int) -> int:
@@ -186,16 +186,16 @@ class Scheduler:
         lengths = [len(prefix.tokens) for index, prefix in enumerate(self.free.rows) if index != except_index]
         return sum(map(self.room.bytes_for, lengths))
 
-    def filled(self, scored: int) -> Filled:
+    def filled(self, scored: int) -> CacheUsage:
         """Return the memory that caches hold now. scored: bytes of texts that are scored."""
         lengths = [*self.batch.lengths[: len(self.running)], *(sequence.prefilled for sequence in self.prefilling)]
-        return Filled(sum(map(self.room.bytes_for, lengths)), self._free_row_bytes(), scored, self.room.limit)
+        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._free_row_bytes(), scored, self.room.limit)
 
     def _empty(self, index: int) -> int:
         """Drop the prefix of a free row. Return the bytes that this frees."""
         row, tokens = self.num_used_rows + index, len(self.free.rows[index].tokens)
         self.free.rows[index] = CachedPrefix()
-        self.batch.rest(row, 0)
+        self.batch.free_slot(row, 0)
         self._resize(row, 0)
         return self.room.bytes_for(tokens)
 
@@ -407,7 +407,7 @@ class Scheduler:
         self._move(last, row, max(self.prefilling[-1].num_computed[0], len(prefix.tokens)))
         self.prefilling[index] = self.prefilling[-1]
         self.prefilling.pop()
-        self.batch.rest(last, len(prefix.tokens))
+        self.batch.free_slot(last, len(prefix.tokens))
         self._resize(last, len(prefix.tokens))
         self.free.put(prefix)
         self.batch.set_rows(len(self.running))

@@ -266,7 +266,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _ask(self, source: Source) -> SpeculationPlan:
         now = self._round
         if source is self.copied:
-            return SpeculationPlan(LONGEST_AUTO, instead=lambda _batch, _copied: 0)
+            return SpeculationPlan(LONGEST_AUTO, fallback=lambda _batch, _copied: 0)
         if now.trial:
             source.belief.doubt()
         now.k = self._reach()
@@ -378,8 +378,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
         Nothing brings more than what it follows: chains are in order, and the first draft tokens of a tree are a tree.
         """
-        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * len(draft.draft_tokens))
-        if draft.follows is None:
+        lines = self._lines(source, bins_of_draft(draft), draft.host_parents or [None] * len(draft.draft_tokens))
+        if draft.host_parents is None:
             return draft, lines
         orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in lines]
         return draft.ordered(orders), [sorted(line, reverse=True) for line in lines]
@@ -422,8 +422,10 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         now = self._round
-        if not self.selects and draft.follows is not None:  # of trees only the last one's shape is known beforehand
-            shape = draft.follows[0]
+        if (
+            not self.selects and draft.host_parents is not None
+        ):  # of trees only the last one's shape is known beforehand
+            shape = draft.host_parents[0]
             self._shape = [*shape, *range(len(shape) - 1, LONGEST_AUTO - 1)]
             now.drafts.append((self.drafted, replace(draft, confidence=None)))
         if not self.selects or now.source is None:

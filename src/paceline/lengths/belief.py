@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paceline.core.batch import Batch
-from paceline.core.draft import KINDS, Draft, Verdict
+from paceline.core.draft import MAX_KINDS, Draft, Verdict
 from paceline.core.row_keeper import PerRow
 
 Judged: TypeAlias = tuple[int, bool]  # a draft token's bin or place, and whether it is right
@@ -38,10 +38,10 @@ DOUBTED = 5.0  # draft tokens of a bin, or of any, that what was known before su
 _LOW = -2 * BIN  # log of odds at the upper edge of the first bin
 _EDGES = tuple(1 / (1 + math.exp(-(_LOW + BIN * edge))) for edge in range(BINS - 1))
 _CENTRES = tuple(1 / (1 + math.exp(-(_LOW + BIN * (place - 0.5)))) for place in range(BINS))
-PLACES = 2 * BINS * KINDS  # the first bin of those without scores
+PLACES = 2 * BINS * MAX_KINDS  # the first bin of those without scores
 # Of each kind: first draft tokens; those after a draft token that was right, which is evidence, too. Without scores: by
 # place.
-_BELIEVED = (*_CENTRES * 2 * KINDS, *[CLUELESS] * LONGEST_AUTO)
+_BELIEVED = (*_CENTRES * 2 * MAX_KINDS, *[CLUELESS] * LONGEST_AUTO)
 
 
 @dataclass
@@ -180,7 +180,7 @@ def bins_of(
 def bins_of_draft(draft: Draft) -> list[list[int]]:
     """Of each row's draft tokens."""
     nothing = [None] * len(draft.draft_tokens)
-    scores, follows, kinds = draft.confidence or nothing, draft.follows or nothing, draft.kinds or nothing
+    scores, follows, kinds = draft.confidence or nothing, draft.host_parents or nothing, draft.kinds or nothing
     rows = zip(draft.draft_tokens, scores, follows, kinds, strict=True)
     return [bins_of(len(draft_tokens), score, parents, kind) for draft_tokens, score, parents, kind in rows]
 
@@ -192,7 +192,7 @@ def judge(draft: Draft, verdict: Verdict) -> list[list[Judged]]:
     """
     judged = []
     for row, (draft_tokens, gained) in enumerate(zip(draft.draft_tokens, verdict.host.tokens, strict=True)):
-        follows = range(-1, len(draft_tokens) - 1) if draft.follows is None else draft.follows[row]
+        follows = range(-1, len(draft_tokens) - 1) if draft.host_parents is None else draft.host_parents[row]
         line: list[Judged] = []
         after = {-1: 0}  # the draft tokens that are right so far, and where in ``gained`` those after them stand
         followed = set()

@@ -1,0 +1,115 @@
+"""Load the target, the draft model or head, and the tokenizer that an engine needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from paceline.config import EngineConfig, QuantizationName
+from paceline.config.ranges import FileName
+from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_rank
+from paceline.drafters.heads.decoder import HeadModel
+from paceline.drafters.heads.loading import load_head_for
+from paceline.models.base import AnyModel
+from paceline.models.boundary import Source, is_loaded, name_of
+from paceline.models.hub import resolve_tokenizer
+from paceline.models.loading import load_model
+from paceline.models.native import NativeModel
+from paceline.models.packed_file import find_packed
+from paceline.models.prepare import prepare
+from paceline.models.shares import Share
+from paceline.models.tokenizer import Tokenizer
+
+TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
+BeginStage: TypeAlias = Callable[[str], None]  # takes the description of the stage that begins
+
+
+@contextmanager
+def loading_progress(shown: bool) -> Iterator[BeginStage]:
+    """Show the current stage of loading and its duration on a terminal. Yields a function that begins a stage."""
+    with tqdm(bar_format="{desc} ({elapsed})", leave=False, disable=None if shown else True) as bar:
+        yield lambda stage: bar.set_description_str(stage, refresh=True)
+
+
+def load_dtype(config: EngineConfig, *, of_draft: bool = False) -> torch.dtype:
+    """Dtype in which the target is loaded or, with ``of_draft``, the draft model or head. Raises ParameterError."""
+    device = resolve_device(config.device)
+    if of_draft and config.draft_dtype != "same":
+        return resolve_dtype(config.draft_dtype, device, "draft_dtype")
+    return resolve_dtype(config.dtype, device)
+
+
+def load_target(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
+    """Load the target or, with tensor parallelism, start the other ranks and load the part of rank 0."""
+    if config.tensor_parallel == 1:
+        return _load(source, config, load_dtype(config), config.quantization, begin)
+    from paceline.models.parallel.launch import lead
+
+    device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
+    threads = config.threads or threads_per_rank(share.ranks)
+    return lead(source, share, load_dtype(config), device, threads)
+
+
+def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
+    """Load the draft model in its own dtype and quantization."""
+    quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
+    return _load(source, config, load_dtype(config, of_draft=True), quantization, begin)
+
+
+def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig) -> HeadModel:
+    """Load a trained draft head from a directory. source: where the target was loaded from."""
+    dtype = load_dtype(config, of_draft=True)
+    return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
+
+
+def _load(
+    source: Source, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None, begin: BeginStage
+) -> AnyModel:
+    """Load a model from the cache of packed weights or, if it has none, from its source; then fill the cache."""
+    device = resolve_device(config.device)
+    name = name_of(source) if is_loaded(source) else os.fspath(source)
+    begin(f"loading {name}")
+    cached_file = find_packed(source, dtype, device, config.attention, quantization)
+    if cached_file is not None and (packed := cached_file.load()) is not None:
+        return packed
+    loaded = load_model(source, dtype=dtype, device=device)
+    begin(f"packing {name}")
+    model = prepare(loaded, config.attention, quantization, config.deterministic)
+    del loaded  # free its memory before the packed weights are written
+    if cached_file is not None and isinstance(model, NativeModel):
+        cached_file.save(model)
+    return model
+
+
+def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:
+    """Load ``tokenizer`` or, if it is None, the model's own. Returns None for a loaded model without a tokenizer.
+
+    Raises ParameterError, ModelNotFoundError, ModelFormatError.
+    """
+    if tokenizer is None:
+        return Tokenizer.load(source) if isinstance(source, (str, os.PathLike)) else None
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return Tokenizer.load(tokenizer)
+    FileName("a loaded PreTrainedTokenizerBase, or a directory, a file or a name").take("tokenizer", tokenizer)
+    return Tokenizer.load(resolve_tokenizer(tokenizer))
+
+
+def check_model_source(name: str, source: object) -> None:
+    """Raise ParameterError for parameter ``name`` unless ``source`` is a loaded model or the name of one."""
+    if not is_loaded(source):
+        FileName("a model's name, directory or file, or a loaded PreTrainedModel").take(name, source)
+
+
+def serve_other_rank(ranks: int) -> None:
+    """Serve rank 0 if torchrun started this process as another rank. In that case the function does not return."""
+    if ranks > 1:
+        from paceline.models.parallel.launch import serve_if_launched
+
+        serve_if_launched(ranks)
