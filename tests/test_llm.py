@@ -740,7 +740,7 @@ def test_a_terminal_sees_what_takes_its_time(
 
 
 def test_a_directory_that_is_no_models_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match=r"no config\.json: it is no model directory"):
+    with pytest.raises(ModelFormatError, match=r"no config\.json, so it is not a Hugging Face model directory"):
         LLM(tmp_path)
     (tmp_path / "little.gguf").touch()
     with pytest.raises(ModelFormatError, match=r"no config\.json.*may be .*little\.gguf"):

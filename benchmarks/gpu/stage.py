@@ -90,7 +90,7 @@ class Stage:
 
     def _begin_anew(self) -> None:
         self.batch.length.fill_(self.setting.context)
-        self._draft.seen.fill_(self.setting.context - 1)
+        self._draft.num_computed_tokens.fill_(self.setting.context - 1)
         self._synchronise()
 
     def _synchronise(self) -> None:

@@ -79,7 +79,7 @@ class Recorder:
 def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
     """[taps, width] of each token, from one plain pass."""
     decoder, recorder = Decoder(target, ReferenceAttention(), 1, len(text)), Recorder(taps)
-    decoder.show(recorder)
+    decoder.attach_reader(recorder)
     decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
     return [recorder.shown[place] for place in range(len(text))]
 

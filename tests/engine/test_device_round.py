@@ -534,7 +534,10 @@ def test_idle_rows_keep_their_text_and_caches() -> None:
     batch = rounds.batch
     batch.set_rows(2)  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
-    text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
+    text, seen = (
+        batch.tokens.clone(),
+        [decoder.num_computed_tokens.clone() for decoder in (rounds.target, rounds.draft) if decoder],
+    )
     with torch.inference_mode():
         gains = read_record(rounds.run(2, 3, 60).read()).gained
     assert gains[0] > 0
@@ -542,15 +545,15 @@ def test_idle_rows_keep_their_text_and_caches() -> None:
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
     assert torch.equal(batch.tokens[1:], text[1:])
     assert rounds.draft is not None
-    assert rounds.draft.seen[2] == seen[1][2]
+    assert rounds.draft.num_computed_tokens[2] == seen[1][2]
 
 
 def test_a_round_with_all_rows_idle_changes_nothing() -> None:
     rounds = runner(TwinOps(), DeviceAcceptance())
-    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
+    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
     with torch.inference_mode(), rounds._all_rows_idle():
         rounds.program(3, 3, 64)
-    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
+    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.num_computed_tokens  # type: ignore[union-attr]
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
     assert rounds.batch.live.item() == 3
 

@@ -443,7 +443,7 @@ def test_rounds_that_a_sibling_saved_are_counted_once_for_answers_and_for_the_se
     deepest = 0
     while engine.busy:
         engine.step()
-        meter.round(engine)
+        meter.record_round(engine)
         deepest = max(deepest, meter.stats().num_speculative_tokens)
     metrics = [output.outputs[0].metrics for output in outputs]
 

@@ -276,7 +276,7 @@ def check_caches(engine: Engine) -> None:
     texts = [scheduler._text(row) for row in range(live)] + [held.tokens for held in scheduler.free.rows]
     for index, decoder in enumerate(scheduler.decoders):
         for row, text in enumerate(texts):
-            known = text[: decoder.held(row)] if index else text
+            known = text[: decoder.num_computed(row)] if index else text
             if not known:
                 continue
             tokens, positions = torch.tensor([known]), torch.arange(len(known))[None]

@@ -11,7 +11,7 @@ from paceline.config import SamplingParams
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, is_outranked, ranked
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.server.metrics import Meter, Pace
+from paceline.server.metrics import Meter, TokenTimes
 from toy import ToyModel, make_engine, run, slow_answer
 from toy_llm import toy_llm
 
@@ -224,7 +224,7 @@ def test_a_requests_first_last_and_all_answers_are_in_the_metrics() -> None:
         for index, seconds in enumerate((1.0, 3.0, 2.0))
     ]
     output, meter = RequestOutput("x", None, [1], ended), Meter(10.0)
-    meter.gained(Pace.of(output), output)
+    meter.record_output(TokenTimes.of(output), output)
     for sequence, seconds in (("first", 0.1), ("last", 0.3), ("all", 0.2)):
         name, labels = "paceline:request_time_per_output_token_seconds_sum", {"sequence": sequence}
         assert meter.registry.get_sample_value(name, labels) == pytest.approx(seconds)

@@ -22,7 +22,7 @@ from paceline.engine import scheduler as scheduler_module
 from paceline.engine import sequences as sequences_module
 from paceline.engine.engine import Engine, Request
 from paceline.kernels import native
-from paceline.models.base import Streams
+from paceline.models.base import HiddenStates
 from paceline.models.decoder import Decoder
 from toy import (
     POSITIONS,
@@ -331,9 +331,9 @@ class Slow(ToyModel):
         super().__init__(max_positions=2000)
         self.pass_ms, self.token_ms, self.seconds = pass_ms, token_ms, 100.0
 
-    def streams(self, tokens: Tensor, *more: Any, **options: Any) -> Streams:
+    def hidden_states(self, tokens: Tensor, *more: Any, **options: Any) -> HiddenStates:
         self.seconds += (self.pass_ms + self.token_ms * tokens.numel()) / 1000
-        return super().streams(tokens, *more, **options)
+        return super().hidden_states(tokens, *more, **options)
 
     def perf_counter(self) -> float:
         return self.seconds

@@ -120,14 +120,14 @@ def test_a_server_reports_utilisation() -> None:
         engine.add(make_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True)))
     while engine.busy:
         engine.step()
-        meter.round(engine)
+        meter.record_round(engine)
         if engine.last_verdict is not None:
             now["seconds"] += engine.chunks.rounds.last
             now["tokens"] += len(engine.last_verdict.host.accepted)
     assert now["tokens"] == 12
     assert value("paceline:decode_seconds_total") == pytest.approx(now["seconds"])
     assert meter.stats().utilisation is None, "the machine's peak is unknown"
-    meter.know(Arithmetic(100, Peak(1e6, "said so")))
+    meter.set_arithmetic(Arithmetic(100, Peak(1e6, "said so")))
     assert meter.stats().utilisation == pytest.approx(200 * 12 / now["seconds"] / 1e6)
     assert value("paceline:token_operations") == 200
     assert value("paceline:peak_operations_per_second") == 1e6

@@ -20,7 +20,7 @@ from paceline.structured.limits import Limits
 from server_support import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 SCHEMAS = 1000
 TOKENS = 120  # of an answer; those that do not end by then are no answers

@@ -13,7 +13,7 @@ from paceline.errors import StructureError
 from paceline.llm import LLM
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import StructureError
 from paceline.structured.schemas import grammar_of
 
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 WRONG = "wrong form"
 
@@ -67,6 +67,18 @@ WRONG = "wrong form"
         ({"type": "string", "format": ["date"]}, WRONG),
         ({"items": {"type": "null"}}, "'type'"),
         ({"$anchor": "a"}, "anchor"),
+        ({"const": -(2**63) + 1}, "last digit"),
+        ({"enum": [2**53 + 1]}, "last digit"),
+        ({"const": 4.2559895300493646e-13}, "last digit"),
+        ({"const": {"a": [8657960497247100.0]}}, "last digit"),
+        ({"const": "\x01"}, "U\\+0001"),
+        ({"type": "object", "properties": {"\x7f": {}}}, "U\\+007F"),
+        ({"type": "string", "pattern": "\\x01"}, "U\\+0001"),
+        (
+            {"type": "object", "properties": {name: {} for name in "abcdefgh"}, "minProperties": 2},
+            "more than 64 choices",
+        ),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": {}, "maxProperties": 1}, "choices"),
     ],
 )
 def test_what_could_not_be_followed_is_refused_wherever_it_stands(schema: Any, says: str) -> None:
@@ -95,3 +107,95 @@ def test_characters_that_no_tokens_spell_are_named(asked: tuple[str, str]) -> No
     with pytest.raises(StructureError, match=r"no tokens to spell U\+(0004|50000)"):
         grammar_of(*asked, unspelled=[0x04, 0xF1])
     grammar_of(*asked)
+
+
+def test_a_schema_has_so_many_parts_and_is_so_deep() -> None:
+    wide = {"type": "object", "properties": {f"p{number}": {} for number in range(2001)}}
+    deep = json.loads('{"anyOf":[' * 400 + "{}" + "]}" * 400)
+    chain = {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(1000)}}
+    for schema, says in ((wide, "2000 parts"), (deep, "too deeply"), (chain, "too deeply")):
+        with pytest.raises(StructureError, match=says):
+            grammar_of("schema", json.dumps(schema))
+
+
+A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
+TAKEN = {
+    "type": "object",
+    "properties": {"ab": {"type": "integer"}, "c/d": {}},
+    "required": ["ab"],
+    "additionalProperties": {"type": "null"},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        (
+            {"type": "string"},
+            ['"\xe9\U0001f600"', r'"\n\""'],
+            [
+                r'"\ud800"',
+                r'"\ud83d\ude00"',
+                r'"\u0041"',
+                '"\x01"',
+                '"\n"',
+                '"\x7f"',
+                r'"\x"',
+            ],
+        ),
+        (
+            {"type": "string"},
+            [b'"\xc3\xa9"'],
+            [
+                b'"\xc0\x80"',
+                b'"\xed\xa0\x80"',
+                b'"\xf5\x80\x80\x80"',
+                b'"\xe0\x80\x80"',
+                b'"\xf4\x90\x80\x80"',
+                b'"\x80"',
+            ],
+        ),
+        (
+            {"type": "string", "pattern": "[^a]"},
+            ['"b"', r'"\""'],
+            ['""', '"a"', '"bb"', r'"\u0062"', b'"\xed\xa0\x80"'],
+        ),
+        ({"type": "string", "pattern": "^.$"}, ['"a"'], ['"\u2028"', r'"\n"']),
+        (
+            {"type": "string", "minLength": 2, "maxLength": 3},
+            ['"\xe9a"', r'"\n\n"'],
+            ['"\xe9"', '"aaaa"', r'"\u0061\u0061"'],
+        ),
+        (
+            TAKEN,
+            ['{"ab":1}', '{ "ab" : 1 , "c/d" : [] , "x" : null }'],
+            ['{"ab":1,"ab":null}', r'{"ab":1,"a\u0062":null}'],
+        ),
+        (TAKEN, [], [r'{"ab":1,"c\/d":null}', '{"x":null,"ab":1}', '{"ab":1,"x":2}', "{}"]),
+        ({**A_OR_B, "minProperties": 1}, ['{"a":null}', '{"b":null}', '{"a":null,"b":null}'], ["{}", '{"c":null}']),
+        ({**A_OR_B, "maxProperties": 1}, ["{}", '{"a":null}', '{"b":null}'], ['{"a":null,"b":null}']),
+        ({"type": "integer"}, ["-5", "9" * 18], ["1.0", "1e3", "01", "9" * 19]),
+        ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, ["-3", "11"], ["-4", "12"]),
+        ({"type": "number", "exclusiveMaximum": 12.25}, ["12.249999", "-7"], ["12.25", "12.2499999999999999999"]),
+        ({"type": "number", "exclusiveMaximum": 10**14}, ["99999999999999"], ["99999999999999.999999"]),
+        ({"enum": [1.5, "x", [2.0]]}, ["1.5", '"x"', "[2]"], ["1.50", "2"]),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
+            ["[]", "[ null ]"],
+            ["[null,null]", "[1]"],
+        ),
+        ({"type": ["null", "array"], "maxItems": 1}, ["null", "[{}]"], ["[1,1]", "[" + " " * 9 + "]"]),
+        ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-02-31"', '"2024-13-01"']),
+    ],
+)
+def test_what_is_enforced_is_enforced_to_the_letter(schema: Any, yes: list[Any], no: list[Any]) -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    start = LLMatcher(LLTokenizer("byte"), grammar_of("schema", json.dumps(schema)))
+
+    def follows(text: str | bytes) -> bool:
+        data, matcher = text.encode() if isinstance(text, str) else text, start.deep_copy()
+        return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+
+    assert [text for text in yes if not follows(text)] == []
+    assert [text for text in no if follows(text)] == []

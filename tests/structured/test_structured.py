@@ -17,7 +17,7 @@ from paceline.structured.schemas import grammar_of
 from server_support import load, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-pytest.importorskip("xgrammar", reason="structured outputs need the extra 'structured'")
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -198,7 +198,7 @@ def test_what_is_enforced_is_enforced(plain: LLM, name: str) -> None:
         jsonschema_rs.validate(schema, json.loads(text))
 
 
-def test_without_xgrammar_the_extra_is_named(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_extra_is_named(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(plain.__dict__, "_grammars", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"paceline\[structured\]"):

@@ -315,8 +315,8 @@ class DeviceRound:
         assert self.draft is not None, "there is no draft model"
         step = proposed.shape[1]
         if step > 0:
-            return self.draft.logits(self.draft.go_on_drafting(proposed[:, -1:], step, before, span))
-        text = _text(state, self.draft.seen[: state.rows], self.draft.reads)
+            return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span))
+        text = _text(state, self.draft.num_computed_tokens[: state.rows], self.draft.reads)
         return self.draft.logits(self.draft.begin_draft(text, before, span))
 
     def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
@@ -338,7 +338,7 @@ class DeviceRound:
     def _catch_up(self, rows: int, width: int, span: int) -> Tensor:
         assert self.draft is not None, "there is no draft model"
         state = self.batch.state(rows, may_sync=False)
-        seen = self.draft.seen[:rows]
+        seen = self.draft.num_computed_tokens[:rows]
         self.draft.forward(_text(state, seen, width), seen, span)
         self._set_num_cached(state, torch.minimum(seen + width, state.length - 1))
         return seen
@@ -346,7 +346,7 @@ class DeviceRound:
     def _set_num_cached(self, state: RowState, seen: Tensor) -> None:
         """Set the number of cached tokens of live rows; idle rows may be in the middle of a prefill."""
         assert self.draft is not None
-        known = self.draft.seen[: state.rows]
+        known = self.draft.num_computed_tokens[: state.rows]
         is_live = torch.arange(state.rows, device=seen.device) < state.live
         known.copy_(torch.where(is_live, seen, known))
 

@@ -83,7 +83,7 @@ class Engine:
         target = self._assembly.decoder(models.target)
         drafter = self._assembly.drafter(target)
         if drafter.reader is not None:
-            target.show(drafter.reader)
+            target.attach_reader(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.batch = self._new_batch()
         self._runner = self._make_runner()

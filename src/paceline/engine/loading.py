@@ -24,7 +24,7 @@ from paceline.models.loading import load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
 
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def load_target(source: Source, config: EngineConfig, begin: BeginStage) -> AnyM
         return _load(source, config, load_dtype(config), config.quantization, begin)
     from paceline.models.parallel.launch import lead
 
-    device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
+    device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_per_rank(share.ranks)
     return lead(source, share, load_dtype(config), device, threads)
 

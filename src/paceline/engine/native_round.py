@@ -115,7 +115,7 @@ class NativeRound:
         call.counts, call.draft_tokens = start + 8 * rows, start + 16 * rows
         call.parents = None if draft.host_parents is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.rows = width, rows
-        self._model.play(call, self._target.cache, self._threads)
+        self._model.run_round(call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:
         drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
@@ -154,7 +154,7 @@ def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
 
 def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
     """Whether the kernels can run rounds of this model."""
-    return isinstance(model, NativeModel) and model.plays_rounds
+    return isinstance(model, NativeModel) and model.runs_rounds
 
 
 def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:

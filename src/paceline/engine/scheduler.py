@@ -226,7 +226,7 @@ class Scheduler:
     def _cached(self, row: int, tokens: int) -> list[int]:
         """Return how many of a row's first ``tokens`` each decoder's cache holds; the target's holds all of them."""
         drafts = self.decoders[1:]
-        return [tokens, *(min(tokens, decoder.held(row)) if tokens else 0 for decoder in drafts)]
+        return [tokens, *(min(tokens, decoder.num_computed(row)) if tokens else 0 for decoder in drafts)]
 
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
@@ -517,5 +517,7 @@ class Scheduler:
         rows = [sequence.reserved_tokens for sequence in (*self.running, *self.prefilling)]
         rows += [len(prefix.tokens) for prefix in self.free.rows]
         for decoder in self.decoders:
-            assert [decoder.room_of(row) for row in range(self.capacity)] == rows, "row sizes and reservations differ"
+            assert [decoder.capacity_of(row) for row in range(self.capacity)] == rows, (
+                "row sizes and reservations differ"
+            )
         assert sum(map(self.room.bytes_for, rows)) <= self.room.limit, "reservations exceed the memory limit"

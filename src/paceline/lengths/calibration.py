@@ -261,7 +261,7 @@ class Calibration:
             self.batch.set_row(row, RowStart(tokens, params, seed=row))
         self.batch.set_rows(rows)
         for decoder in (self.target, *self.drafter.decoders):
-            decoder.seen[:rows] = context - 1
+            decoder.num_computed_tokens[:rows] = context - 1
 
     def _verify(self, rows: int, k: int, context: int) -> Point:
         if self.runner is not None:
@@ -304,6 +304,6 @@ class Calibration:
         def prepare() -> None:
             self._rows(1, self.context)
             for decoder in self.drafter.decoders:
-                decoder.seen[:1] = start
+                decoder.num_computed_tokens[:1] = start
 
         return Point(run, prepare)

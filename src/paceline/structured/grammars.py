@@ -1,19 +1,17 @@
-"""Grammars over a model's tokens. They are compiled and followed in processes of their own (nursery.py)."""
+"""Structures, compiled for a model's tokens and followed by llguidance."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
-import select
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,15 +21,16 @@ from paceline.config import StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
 from paceline.models.tokenizer import Tokenizer
-from paceline.structured.limits import AT_ONCE, KEPT, MOST_PATTERN, MOST_TEXT, REFUSED_KEPT, Limits
-from paceline.structured.messages import receive, send
-from paceline.structured.processes import KILLED, TOO_LONG, Nursery, how_it_ended
+from paceline.structured.limits import AT_ONCE, KEPT, MOST_PATTERN, MOST_TEXT, RENEWAL_SECONDS, Limits
+from paceline.structured.schemas import grammar_of
+from paceline.structured.trial import POLL, TooMuchError, check_compiled, check_followed, nobody_waits, try_out
+from paceline.structured.trial_program import compiled, walk
 
-log = logging.getLogger("paceline")
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 _BYTES = [bytes([byte]) for byte in range(256)]
 _NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}  # JSON itself, and how every character beyond ASCII goes on
-_POLL = 0.05  # seconds
 
 
 class Grammars:
@@ -43,22 +42,16 @@ class Grammars:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limits: Limits | None = None
     ) -> None:
-        if importlib.util.find_spec("xgrammar") is None:
-            raise MissingPackageError("xgrammar", "structured")
+        if importlib.util.find_spec("llguidance") is None:
+            raise MissingPackageError("llguidance", "structured")
         self._limits = Limits() if limits is None else limits
-        self._nursery = Nursery(
-            {
-                "spellings": _spellings(tokenizer),
-                "byte_level": tokenizer.is_byte_level(),
-                "size": vocab_size,
-                "ends": list(eos_token_ids),
-                "unspelled": _unspelled(tokenizer, eos_token_ids),
-                "limits": asdict(self._limits),
-            }
-        )
+        if not eos_token_ids:
+            raise StructureError("the model has no end-of-text token, with which a structured answer ends")
+        vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
+        self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
+        self._tokens = _known_to_llguidance(vocabulary, eos_token_ids)
         self._turn = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Follower] = OrderedDict()  # the last used at the end
-        self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Grammar | TooMuchError] = OrderedDict()  # the last used at the end
         self._one_each: weakref.WeakValueDictionary[tuple[str, str], _Turn] = weakref.WeakValueDictionary()
         self._compiling = threading.Semaphore(AT_ONCE)
 
@@ -70,50 +63,37 @@ class Grammars:
         with self._turn:
             turn = self._one_each.setdefault(key, _Turn())
         with _held(turn.lock, stopped):
-            follower = self._known(key) or self._start(key, stopped)
-        return lambda: GrammarConstraint(follower)
+            found = self._known(key)
+            if found is None:
+                with _held(self._compiling, stopped):
+                    found = self._compiled(key, stopped)
+                self._keep(key, found)
+        if isinstance(found, TooMuchError):
+            raise StructureError(str(found))
+        return lambda: GrammarConstraint(found)
 
-    def _known(self, key: tuple[str, str]) -> Follower | None:
-        """Compiled before and still alive. Raises StructureError if it was too much before."""
+    def _known(self, key: tuple[str, str]) -> Grammar | TooMuchError | None:
         with self._turn:
-            follower = self._kept.get(key)
-            if follower is not None and follower.over is not None:
-                del self._kept[key]
-                self._refuse(key, follower.over)
-                follower = None
-            if key in self._refused:
-                raise StructureError(self._refused[key])
-            if follower is not None:
+            found = self._kept.get(key)
+            if isinstance(found, Grammar) and found.worn:
+                return None
+            if found is not None:
                 self._kept.move_to_end(key)
-            return follower
+            return found
 
-    def _start(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Follower:
-        follower = Follower(self._nursery, {"kind": key[0], "text": key[1]}, self._limits)
-        with _held(self._compiling, stopped):
-            try:
-                follower.start(self._limits.compile_wait, stopped)
-            except TooMuchError as error:
-                with self._turn:
-                    self._refuse(key, str(error))
-                raise
+    def _keep(self, key: tuple[str, str], found: Grammar | TooMuchError) -> None:
         with self._turn:
-            self._kept[key] = follower
+            self._kept[key] = found
             while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)  # it ends when its last answer does
-        return follower
+                self._kept.popitem(last=False)
 
-    def _refuse(self, key: tuple[str, str], why: str) -> None:
-        self._refused[key] = why
-        while len(self._refused) > REFUSED_KEPT:
-            self._refused.popitem(last=False)
-
-    def close(self) -> None:
-        """End the processes; answers that are under way end with them."""
-        self._nursery.close()
-
-
-class TooMuchError(StructureError):
-    """Following the structure takes more time or memory than it may."""
+    def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | TooMuchError:
+        text = grammar_of(*key, self._unspelled)
+        try:
+            try_out(text, self._limits, stopped)
+            return Grammar(text, self._tokens, self._limits)
+        except TooMuchError as error:
+            return error
 
 
 class _Turn:
@@ -124,10 +104,10 @@ class _Turn:
 
 
 @contextmanager
-def _held(lock: Any, stopped: Callable[[], bool]) -> Any:
-    while not lock.acquire(timeout=_POLL):
+def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
+    while not lock.acquire(timeout=POLL):
         if stopped():
-            raise StructureError("nobody waits for this structure any more")
+            raise nobody_waits()
     try:
         yield
     finally:
@@ -145,254 +125,183 @@ def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
     return kind, text
 
 
-def _unspelled(tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> list[int]:
+# --- tokens ---
+
+
+def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
     """The bytes that no token spells alone. Raises StructureError where JSON itself needs one of them."""
-    if not eos_token_ids:
-        raise StructureError("the model has no end-of-text token, with which a structured answer ends")
-    spelled = {tokenizer.token_bytes(t) for t in range(tokenizer.vocab_size) if not tokenizer.is_special(t)}
+    spelled = set(tokens)
     unspelled = [byte for byte, alone in enumerate(_BYTES) if alone not in spelled]
     if missing := _NEEDED.intersection(unspelled):
         shown = ", ".join(f"{byte:02x}" for byte in sorted(missing)[:8])
-        raise StructureError(f"{tokenizer.name} has no tokens for the bytes {shown}, which structured answers need")
+        raise StructureError(f"{name} has no tokens for the bytes {shown}, which structured answers need")
     return unspelled
 
 
-def _spellings(tokenizer: Tokenizer) -> list[str]:
-    """Special tokens are no part of the text, so they spell nothing."""
-    tokens = enumerate(tokenizer.tokens())
-    return ["" if spelling is None or tokenizer.is_special(token) else spelling for token, spelling in tokens]
+def _known_to_llguidance(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    wrapper: Any = vocabulary  # has what is asked of a TokenizerWrapper
+    return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(ends))
 
 
-class Follower:
-    """A process that follows one grammar for all answers that ask for it, and what it may still cost.
+class _Vocabulary:
+    """A model's tokens under the names by which llguidance asks for them. Special tokens are no part of a text."""
 
-    over: why it cannot go on, once it cannot: all its answers end as they are.
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> None:
+        spellings = tokenizer.tokens()
+        text = [s is not None and not tokenizer.is_special(t) and t not in ends for t, s in enumerate(spellings)]
+        self.special_token_ids = [token for token, is_text in enumerate(text) if not is_text]
+        self.tokens = [_bytes_of(tokenizer, t, s or "") if text[t] else b"" for t, s in enumerate(spellings)][:size]
+        self.tokens += [b""] * (size - len(self.tokens))
+        self.eos_token_id = ends[0]
+
+    def __call__(self, text: str) -> list[int]:
+        """Asked for where a grammar forces tokens; here none does."""
+        raise NotImplementedError
+
+
+def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
+    if tokenizer.is_byte_level() or spelling.startswith("<0x"):
+        return tokenizer.token_bytes(token)
+    return spelling.replace("▁", " ").encode()
+
+
+# --- answers ---
+
+
+class Grammar:
+    """A compiled structure, which any number of answers follow.
+
+    Raises StructureError if it cannot be followed, TooMuchError if a mask takes too much.
     """
 
-    def __init__(self, nursery: Nursery, asked: dict[str, str], limits: Limits) -> None:
-        self._nursery, self._asked, self._limits = nursery, asked, limits
-        self.over: str | None = None
-        self.gone: list[int] = []  # answers that are over
-        self._answers = 0
-        self._allowance = limits.mask_seconds
-        self._questions: list[Asked] = []
-        self._deadline: float | None = None  # of the reply that is awaited
-        self.life = 0  # how often it was started
+    def __init__(self, text: str, tokens: LLTokenizer, limits: Limits) -> None:
+        self._text, self._tokens, self._limits = text, tokens, asdict(limits)
+        self.ends = frozenset(tokens.eos_tokens)
+        started = time.thread_time()
+        self._first = self._compiled()
+        self._seconds = time.thread_time() - started
+        self.worn = False  # whether it is to be compiled again before another request uses it
+        trial = self.matcher()
+        walk(trial, self.ends, limits.trial_tokens)
+        check_followed(trial.get_error())
 
-    def new_answer(self) -> int:
-        """A number for it."""
-        self._answers += 1
-        return self._answers
+    def matcher(self) -> LLMatcher:
+        """At the beginning. All share the states that llguidance has worked out, and the limit of their number."""
+        return self._first.deep_copy()
 
-    def start(self, wait: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Compile, in so many seconds at most. Raises StructureError, TooMuchError."""
-        self._connection, self._pid, self._parent = self._nursery.fork()
-        self._release = weakref.finalize(self, _let_go, self._connection, self._parent, self._pid)
-        self.life += 1
-        deadline = time.monotonic() + wait
-        try:
-            send(self._connection, self._asked, deadline=deadline)
-            _wait_for(self._connection, deadline, stopped)
-            said, _ = receive(self._connection, deadline)
-        except _StoppedError as error:
-            self._end()
-            raise StructureError("nobody waits for this structure any more") from error
-        except (OSError, EOFError) as error:
-            why = self._why_it_ended(isinstance(error, TimeoutError), self._limits.compile_seconds)
-            raise TooMuchError(f"the structure asked for is too much to follow: {why}") from error
-        if "error" in said:
-            raise StructureError(said["error"])
+    def renewed(self) -> LLMatcher:
+        """At the beginning, with no states yet; later ones share with it.
 
-    # --- in a round: all questions are sent before the first reply is waited for ---
-
-    def ask(self, question: Asked) -> None:
-        """To be sent with the others."""
-        if self._deadline is not None:  # a round was given up after it was sent
-            self.hear()
-        self._questions.append(question)
-
-    def send(self) -> None:
-        """What has been asked for."""
-        if self._deadline is not None or self.over is not None or not self._questions:
-            return
-        self._deadline = time.monotonic() + self._limits.mask_wait
-        gone, self.gone = self.gone, []
-        try:
-            rows = [question.row() for question in self._questions]
-            send(self._connection, {"gone": gone, "rows": rows}, deadline=self._deadline)
-        except OSError:
-            pass  # heard below
-
-    def hear(self) -> None:
-        """The reply, to everything that was sent; ``over`` if there will be none."""
-        self.send()
-        if self._deadline is None:
-            self._questions.clear()
-            return
-        try:
-            said, masks = receive(self._connection, self._deadline)
-        except (OSError, EOFError) as error:
-            if self._restarted(isinstance(error, TimeoutError)):
-                self.hear()
-            return
-        self._deadline = None
-        self._tell(said["rows"], masks)
-        self._pay(said["seconds"], sum(count for count, _ in said["rows"]))
-
-    def _tell(self, rows: Sequence[tuple[int, bool]], masks: bytearray) -> None:
-        total = sum(count for count, _ in rows)
-        table = np.frombuffer(masks, dtype=np.uint8).reshape(total, -1) if total else np.empty((0, 0), np.uint8)
-        place = 0
-        for question, (count, stuck) in zip(self._questions, rows, strict=True):
-            question.hear(table[place : place + count], stuck)
-            place += count
-        self._questions.clear()
-
-    def _pay(self, seconds: float, places: int) -> None:
-        grown = self._allowance + self._limits.place_seconds * places
-        self._allowance = min(self._limits.mask_seconds, grown) - seconds
-        if self._allowance < 0:
-            mean = f"{1000 * self._limits.place_seconds:g} ms a token on the average are allowed"
-            self._give_up(f"it takes {1000 * seconds:.0f} ms a round; {mean}")
-
-    def _restarted(self, late: bool) -> bool:
-        """After a reply that did not come: whether there is a new process, which learns all the answers again.
-
-        Only if the process was killed from outside, and once: what it did itself it would do again.
+        Raises TooMuchError where the engine would stand still for too long.
         """
-        deadline, self._deadline = self._deadline, None
-        status = self._end()
-        if late or how_it_ended(status) != KILLED or self.life > 1 or deadline is None:
-            self._give_up(_why(status, late, self._limits.mask_seconds))
-            return False
-        try:
-            self.start(deadline - time.monotonic())
-        except StructureError as error:
-            self._give_up(str(error))
-            return False
-        return True
+        if self._seconds > RENEWAL_SECONDS:
+            self.worn = True
+            raise TooMuchError("its lexer has too many states")
+        self._first = self._compiled()
+        return self.matcher()
 
-    def _give_up(self, why: str) -> None:
-        log.warning("answers end because their structure is too much to follow: %s", why)
-        self.over = f"the structure asked for is too much to follow: {why}"
-        self._questions.clear()
-        self._end()
-
-    def _why_it_ended(self, late: bool, seconds: float) -> str:
-        return _why(self._end(), late, seconds)
-
-    def _end(self) -> int:
-        """Its status; -1 if that is not known."""
-        self._release.detach()
-        self._connection.close()
-        try:
-            return self._parent.end(self._pid)
-        except (OSError, EOFError):
-            return -1
-
-
-def _let_go(connection: Any, parent: Any, pid: int) -> None:
-    connection.close()
-    parent.forget(pid)
-
-
-def _why(status: int, late: bool, seconds: float) -> str:
-    if late or how_it_ended(status) == TOO_LONG:
-        return f"it takes more than the {seconds:g} s that are allowed"
-    if how_it_ended(status) == KILLED:
-        return "the process that followed it was killed"
-    return "it needs more memory than is allowed, or crashes"
-
-
-class _StoppedError(Exception):
-    """Nobody waits any more."""
-
-
-def _wait_for(connection: Any, deadline: float, stopped: Callable[[], bool]) -> None:
-    """Until there is something to read. Raises TimeoutError, _StoppedError."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    while not poll.poll(1000 * _POLL):
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        if stopped():
-            raise _StoppedError
+    def _compiled(self) -> LLMatcher:
+        matcher = compiled(self._tokens, self._text, self._limits)
+        check_compiled(matcher.get_error())
+        return matcher
 
 
 class GrammarConstraint:
-    """One answer's place in a grammar: the tokens that it has gained, of which the process knows the first ``told``."""
+    """One answer's place in a grammar."""
 
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
-        self._number = follower.new_answer()
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher()
         self._tokens: list[int] = []
-        self._told, self._life = 0, 0
-        self._stuck: set[tuple[int, ...]] = set()  # draft tokens after which nothing may follow
-        weakref.finalize(self, follower.gone.append, self._number)
+        self._faults: dict[tuple[int, ...], StructureError] = {}  # after these draft tokens the answer cannot go on
 
     def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
         """See ``Constraint``."""
-        asked = Asked(self, draft_tokens, first, places)
-        self._follower.ask(asked)
-        return asked
+        return Asked(self, draft_tokens, first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
         for place, token in enumerate(tokens):
-            if self._stuck and tuple(tokens[:place]) in self._stuck:
+            if fault := self._faults.get(tuple(tokens[:place])):
+                raise fault
+            if token in self._grammar.ends:
+                break
+            if not self._take(token, []):
                 raise StructureError("the structure asked for cannot be completed")
             self._tokens.append(token)
-        self._stuck.clear()
+        self._faults.clear()
 
-    def row(self, draft_tokens: Sequence[int], first: int, places: int) -> tuple[object, ...]:
-        """A question as the process takes it, with what it has not been told yet."""
-        if self._life != self._follower.life:
-            self._life, self._told = self._follower.life, 0
-        fresh, self._told = self._tokens[self._told :], len(self._tokens)
-        return self._number, fresh, list(draft_tokens), first, places
+    def masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
+        """What may follow the first ``first + j`` draft tokens: a bit for each token, for each j below ``places``.
 
-    def hear(self) -> None:
-        """Wait for the reply. Raises StructureError if there is none."""
-        self._follower.hear()
-        if self._follower.over is not None:
-            raise StructureError(self._follower.over)
+        Fewer masks where a draft token may not stand, or ends the answer. Where llguidance finds none, the answer ends
+        once it gets there.
+        """
+        masks: list[bytes] = []
+        walked = 0
+        for place in range(first + places):
+            if place >= first:
+                mask = self._mask(draft[:place])
+                if mask is None:
+                    break
+                masks.append(mask)
+            if place == len(draft) or draft[place] in self._grammar.ends or not self._take(draft[place], draft[:place]):
+                break
+            walked += 1
+        if not self._matcher.rollback(walked):
+            self._matcher = self._grammar.matcher()
+            self._matcher.consume_tokens(self._tokens)
+        return masks
 
-    def send(self) -> None:
-        """Ask, if that has not been done yet."""
-        self._follower.send()
+    def _mask(self, draft: Sequence[int]) -> bytes | None:
+        """After these draft tokens, where the matcher is; None if there is none."""
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error() and self._recovers(draft):
+            mask = self._matcher.compute_bitmask()
+        try:
+            check_followed(self._matcher.get_error())
+        except StructureError as error:
+            self._faults[tuple(draft)] = error
+            return None
+        return mask
 
-    def stick(self, draft_tokens: Sequence[int]) -> None:
-        """Nothing may follow the answer and these draft tokens."""
-        self._stuck.add(tuple(draft_tokens))
+    def _take(self, token: int, draft: Sequence[int]) -> bool:
+        """Whether a token may follow these draft tokens, where the matcher is; it goes there."""
+        taken = self._matcher.try_consume_tokens([token])
+        if self._matcher.is_error() and self._recovers(draft):
+            taken = self._matcher.try_consume_tokens([token])
+        return taken == 1
+
+    def _recovers(self, draft: Sequence[int]) -> bool:
+        """Whether the matcher has failed only for the states that other answers have left; then it has none of them."""
+        if "too many states" not in self._matcher.get_error():
+            return False
+        self._matcher = self._grammar.renewed()
+        return bool(self._matcher.consume_tokens([*self._tokens, *draft]))
 
 
+@dataclass(frozen=True)
 class Asked:
     """A question of one row in one round. See ``rows.MaskQuery``."""
 
-    def __init__(self, constraint: GrammarConstraint, draft_tokens: Sequence[int], first: int, places: int) -> None:
-        self._constraint, self._draft_tokens, self._first, self._places = constraint, draft_tokens, first, places
-        self._masks: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-
-    def row(self) -> tuple[object, ...]:
-        """As the process takes it."""
-        return self._constraint.row(self._draft_tokens, self._first, self._places)
+    constraint: GrammarConstraint
+    draft: Sequence[int]
+    first: int
+    places: int
 
     def send(self) -> None:
         """See ``rows.MaskQuery``."""
-        self._constraint.send()
-
-    def hear(self, masks: np.ndarray[Any, np.dtype[np.uint8]], stuck: bool) -> None:
-        """The masks of the first places, [count, bytes]. stuck: the last of them allows nothing."""
-        if stuck:
-            self._constraint.stick(self._draft_tokens[: self._first + len(masks) - 1])
-            masks = masks[:-1]
-        self._masks = masks
 
     def mask(self, logits: Tensor) -> None:
         """See ``rows.MaskQuery``."""
-        if self._masks is None:
-            self._constraint.hear()
-        if self._masks is not None and len(self._masks):
-            allowed = np.unpackbits(self._masks, axis=1, count=logits.shape[-1], bitorder="little")
+        masks = self.constraint.masks(self.draft, self.first, self.places)
+        if masks:
+            bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+            allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little")
             forbidden = torch.from_numpy(allowed == 0).to(logits.device)
-            logits[: len(self._masks)].masked_fill_(forbidden, -math.inf)
+            logits[: len(masks)].masked_fill_(forbidden, -math.inf)

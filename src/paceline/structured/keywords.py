@@ -35,6 +35,8 @@ OF_TYPE: dict[str, set[str]] = {
 _TYPED = set().union(*OF_TYPE.values())
 _LARGEST_BOUND = 2**53  # of a number: beyond it not every whole number has a double of its own
 _DECIMALS = 6  # that a bound may have, and a number between bounds
+_DIGITS = 15  # that a double always holds
+_WIDEST = 10**18  # whole numbers go no further: numbers without end would be no answers
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),),
     "number": (int, float), "integer": (int,),
@@ -104,13 +106,23 @@ def bounds_of(schema: Mapping[str, Any]) -> dict[str, int | float]:
         exponent = Decimal(repr(bound)).as_tuple().exponent
         ok = isinstance(exponent, int) and exponent >= -_DECIMALS
         expect(ok, repr(name), bound, f"a number of at most {_DECIMALS} decimals")
+        check_exact(bound)
     for one, other in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if one in bounds and other in bounds:
             raise StructureError(f"the schema says {one!r} beside {other!r}; say one of them")
     return bounds
 
 
-def whole_bounds(bounds: Mapping[str, int | float]) -> dict[str, int]:
+def number_bounds(bounds: Mapping[str, int | float]) -> dict[str, int | float]:
+    """The bounds of a number and the step between numbers: no rounding to a double crosses a bound."""
+    if not bounds:
+        return {}
+    whole = len(str(int(max(abs(bound) for bound in bounds.values()))))
+    step = 10.0 ** -max(0, min(_DECIMALS, _DIGITS - whole))
+    return {**_bounded(bounds, -_WIDEST, _WIDEST), "multipleOf": step}
+
+
+def whole_bounds(bounds: Mapping[str, int | float]) -> dict[str, int | float]:
     """The bounds of a whole number, as such."""
     whole: dict[str, int] = {}
     if "minimum" in bounds:
@@ -123,7 +135,29 @@ def whole_bounds(bounds: Mapping[str, int | float]) -> dict[str, int]:
         whole["maximum"] = math.ceil(bounds["exclusiveMaximum"]) - 1
     if whole.get("minimum", -math.inf) > whole.get("maximum", math.inf):
         raise StructureError("the schema's bounds have no whole number between them")
-    return whole
+    return _bounded(whole, -_WIDEST, _WIDEST)
+
+
+def _bounded(bounds: Mapping[str, int | float], low: int, high: int) -> dict[str, int | float]:
+    """With bounds at both ends."""
+    ends: dict[str, int | float] = {}
+    if "exclusiveMinimum" not in bounds:
+        ends["minimum"] = low
+    if "exclusiveMaximum" not in bounds:
+        ends["maximum"] = high
+    return ends | dict(bounds)
+
+
+def check_exact(number: int | float) -> None:
+    """Raise StructureError for a number that llguidance would write as another one."""
+    if not math.isfinite(number):
+        raise StructureError(f"the schema allows {number!r}, which JSON has not")
+    digits, exponent = Decimal(repr(number)).normalize().as_tuple()[1:] if isinstance(number, float) else ((), 0)
+    if abs(number) > (10**_DIGITS if digits else _LARGEST_BOUND) or len(digits) > _DIGITS or int(exponent) < -12:
+        raise StructureError(
+            f"the schema says {number!r}, which cannot be enforced to the last digit; up to {_DIGITS} digits can, "
+            "12 of them behind the point"
+        )
 
 
 def is_of(value: object, types: str | list[str]) -> bool:

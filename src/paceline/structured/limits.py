@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AT_ONCE = 8  # compiling side by side: they share the processor, so a short one waits for no long one
-NICE = 5  # while compiling: answers that are being decoded go before
-KEPT = 16  # grammars that nobody uses, kept for the next request that asks for them
-REFUSED_KEPT = 1024  # grammars that were too much: refused without another trial
+AT_ONCE = 8  # tried out side by side: they share the processor, so a short one waits for no long one
+KEPT = 32  # grammars that are kept, and what was too much: refused without another trial
+RENEWAL_SECONDS = 0.02  # to compile a grammar again in the middle of a round; ordinary ones take 1 to 5 ms
 MOST_TEXT = 2**18  # characters of a schema
 MOST_PATTERN = 4096  # characters of a regular expression
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one grammar. Seconds are of the processor, waits of the clock; bytes are of address space.
+    """What one grammar may cost.
 
-    Ordinary schemas compile in some milliseconds, each counted place of a text in up to 20; a mask takes 10 to 200
-    microseconds.
-
-    compile_seconds, compile_wait, compile_memory: to compile it and to try it out; a busy machine gives a compiling
-        process little of its time. trial_tokens: a new grammar is led through so many tokens before an answer depends
-        on it.
-    mask_seconds: for all masks of a round, besides ``place_seconds`` for each. mask_wait: the longest that a round
-        stands still for its grammars.
-    place_seconds: for a mask on the average; a grammar may be ``mask_seconds`` behind.
-    follow_memory: bytes beyond those that it has when it is compiled.
+    compile_seconds: of the processor; ordinary schemas take some milliseconds. compile_wait: seconds of the clock; a
+        busy machine gives a process little of its time. compile_memory: bytes of address space more than Python and
+        llguidance take. compile_stack: bytes; a quarter of what threads have, so that what that process survives the
+        engine survives, too. trial_tokens: a new grammar is led through so many before an answer depends on it.
+    mask_fuel, mask_items: what llguidance may work out of its lexer and of its parser for a mask: up to 15 ms;
+        ordinary ones take 10 to 50 microseconds.
+    lexer_states: with some 2 kB each; ordinary grammars have some hundreds.
     """
 
-    compile_seconds: float = 5.0
+    compile_seconds: float = 2.0
     compile_wait: float = 20.0
     compile_memory: int = 512 * 2**20
+    compile_stack: int = 2 * 2**20
     trial_tokens: int = 24
-    mask_seconds: float = 0.5
-    mask_wait: float = 2.0
-    place_seconds: float = 0.01
-    follow_memory: int = 128 * 2**20
+    mask_fuel: int = 500_000
+    mask_items: int = 200_000
+    lexer_states: int = 10_000

@@ -10,22 +10,18 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from paceline.errors import StructureError
 
 MOST_COUNT = 128  # of a repetition
-MOST_PLACES = 2048  # of a pattern written out, every repetition as often as it may come; each costs up to 10 ms
+MOST_PLACES = 2048  # of a pattern written out, every repetition as often as it may come
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, first and last, in order and apart
 _parser: Any = importlib.import_module("re._parser")
 
 _LAST = sys.maxunicode
-_STRETCHES = (  # of characters whose UTF-8 has the same bounds on its second byte
-    (0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFF), (0x1000, 0xCFFF), (0xD000, 0xDFFF), (0xE000, 0xFFFF), (0x10000, 0x3FFFF),
-    (0x40000, 0xFFFFF), (0x100000, _LAST),
-)  # fmt: skip
 _SURROGATES = ((0xD800, 0xDFFF),)
 _CATEGORIES: dict[str, Ranges] = {
     "DIGIT": ((0x30, 0x39),),
@@ -47,8 +43,6 @@ _DIALECTS = {
     r"\\[1-9]": "what a group matched before",
 }
 _DIALECT = re.compile(r"\\\\|" + "|".join(f"({sign})" for sign in _DIALECTS))
-_SPECIAL = frozenset(r"\^$.|?*+()[]{}-/")
-_IN_CLASS = frozenset("\\]^[-")
 
 
 # --- sets of characters ---------------------------------------------------------
@@ -109,42 +103,39 @@ def named(ranges: Ranges) -> str:
 
 
 def class_of(ranges: Ranges) -> str:
-    """A set as classes of a regular expression, one for each stretch.
-
-    In a class that spans two of them xgrammar 0.2.8 lets bytes through that are no UTF-8, such as overlong spellings.
-    """
-    found = [part for low, high in _STRETCHES if (part := common(ranges, ((low, high),)))]
-    ways = [
-        "".join(_in_class(first) + (f"-{_in_class(last)}" if last > first else "") for first, last in part)
-        for part in found
-    ]
-    return f"[{ways[0]}]" if len(ways) == 1 else f"({'|'.join(f'[{way}]' for way in ways)})"
-
-
-def _in_class(code: int) -> str:
-    return f"\\{chr(code)}" if chr(code) in _IN_CLASS else chr(code)
+    """A set as a class of a regular expression."""
+    return "[" + "".join(_sign(first) + (f"-{_sign(last)}" if last > first else "") for first, last in ranges) + "]"
 
 
 def literal(text: str) -> str:
-    """A text that a regular expression matches as it stands."""
-    return "".join(f"\\{letter}" if letter in _SPECIAL else letter for letter in text)
+    """A regular expression that matches this text alone."""
+    return "".join(_sign(ord(letter)) for letter in text)
+
+
+def _sign(code: int) -> str:
+    """A character in a spelling that no dialect reads as anything else, inside classes and outside."""
+    letter = chr(code)
+    if letter.isascii() and letter.isalnum():
+        return letter
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 # --- patterns -------------------------------------------------------------------
 
-Write = Callable[[Ranges], str]  # one character out of a set, as a regular expression; raises StructureError
 
+def rewritten(pattern: object, spelled: Ranges) -> str:
+    """A pattern in plain signs, without its anchors. Raises StructureError for what would not be followed.
 
-def rewritten(pattern: object, write: Write) -> str:
-    """A pattern in plain signs, without its anchors. Raises StructureError for what would not be followed."""
-    return _Rewriter(pattern, write).text
+    spelled: the characters that an answer can have.
+    """
+    return _Rewriter(pattern, spelled).text
 
 
 class _Rewriter:
-    def __init__(self, pattern: object, write: Write) -> None:
+    def __init__(self, pattern: object, spelled: Ranges) -> None:
         if not isinstance(pattern, str):
             raise StructureError(f"a pattern is a text, not {pattern!r}")
-        self._pattern, self._write = pattern, write
+        self._pattern, self._spelled = pattern, spelled
         self._check_dialect()
         parsed = self._parse()
         if (places := self._size(parsed)) > MOST_PLACES:
@@ -199,7 +190,7 @@ class _Rewriter:
 
     def _node(self, code: str, given: Any) -> str:
         if code in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-            return self._write(_characters(code, given))
+            return one_of(_characters(code, given), self._spelled)
         if code in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, inner = given
             return f"({self._sequence(inner)}){{{low},{'' if high == _parser.MAXREPEAT else high}}}"
@@ -237,35 +228,23 @@ def _member(kind: str, value: Any) -> Ranges:
 
 
 def one_of(ranges: Ranges, spelled: Ranges) -> str:
-    """One character of a set in a plain text, out of those that the model can spell. Raises StructureError."""
+    """One character of a set, out of those that can be spelled. Raises StructureError if there is none."""
     possible = common(ranges, spelled)
     if not possible:
-        raise StructureError(f"the model has no tokens to spell {named(ranges)}, which the structure asks for")
+        raise _unspelled(ranges)
     if len(possible) == 1 and possible[0][0] == possible[0][1]:
         return literal(chr(possible[0][0]))
     return class_of(possible)
 
 
 def check_spelled(text: str, spelled: Ranges) -> None:
-    """Raises StructureError for a text with characters that the model cannot spell."""
-    missing = without(union((ord(letter), ord(letter)) for letter in text), spelled)
-    if missing:
-        raise StructureError(f"the model has no tokens to spell {named(missing)}, which the structure asks for")
+    """Raises StructureError for a text with characters that cannot be spelled."""
+    if missing := without(union((ord(letter), ord(letter)) for letter in text), spelled):
+        raise _unspelled(missing)
 
 
-def any_but(names: Sequence[str], letters: Ranges) -> str:
-    """All texts of these letters but some: what shares a beginning with a name, and then goes on otherwise or ends."""
-    within = [name for name in names if not without(union((ord(letter), ord(letter)) for letter in name), letters)]
-    follow: dict[str, set[int]] = {"": set()}
-    for name in within:
-        for place, letter in enumerate(name):
-            follow.setdefault(name[:place], set()).add(ord(letter))
-            follow.setdefault(name[: place + 1], set())
-    anything = class_of(letters)
-    parts = []
-    for beginning, next_letters in follow.items():
-        others = class_of(without(letters, union((code, code) for code in next_letters)))
-        parts.append(f"{literal(beginning)}{others}{anything}*")
-        if beginning not in within:
-            parts.append(literal(beginning))
-    return "|".join(f"({part})" for part in parts)
+def _unspelled(ranges: Ranges) -> StructureError:
+    return StructureError(
+        f"the model has no tokens to spell {named(ranges)}, which the structure asks for; escapes by number (\\u0001) "
+        "are not written"
+    )

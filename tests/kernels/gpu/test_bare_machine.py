@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[3] / "src"
 SCRIPT = """
 import importlib.metadata, sys
 
-ABSENT = ("gguf", "psutil", "scipy", "accelerate", "uvicorn", "fastapi", "pydantic", "prometheus_client", "xgrammar")
+ABSENT = ("gguf", "psutil", "scipy", "accelerate", "uvicorn", "fastapi", "pydantic", "prometheus_client", "llguidance")
 sys.modules.update(dict.fromkeys(ABSENT))  # None: importing them fails as if they were not installed
 version = importlib.metadata.version
 def no_paceline(name):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from paceline.models.parallel.launch import interface_of, launched_share
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 
 _FOR_EVER = timedelta(days=365)  # the first one writes data for hours; a launcher ends the others if one fails
 
@@ -21,7 +21,7 @@ _FOR_EVER = timedelta(days=365)  # the first one writes data for hours; a launch
 class Fellows:
     """share: which one of how many this process is."""
 
-    def __init__(self, share: Share = Share(0, 1)) -> None:  # noqa: B008 (it cannot be changed)
+    def __init__(self, share: ModelShard = ModelShard(0, 1)) -> None:  # noqa: B008 (it cannot be changed)
         self.rank, self.size = share.rank, share.ranks
 
     @property

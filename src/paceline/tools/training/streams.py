@@ -21,7 +21,7 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.native import kernel_threads
-from paceline.models.base import AnyModel, FlatModel, Model, Streams
+from paceline.models.base import AnyModel, FlatModel, HiddenStates, Model
 
 PASS_TOKENS = 2048  # read together
 LAW_TOKENS = 256  # whose logits are alive at once
@@ -80,7 +80,7 @@ class Reader:
         assert found.features is not None
         return found.features, found.hidden
 
-    def _padded(self, texts: list[list[int]]) -> Streams:
+    def _padded(self, texts: list[list[int]]) -> HiddenStates:
         """Side by side, padded to the longest; of what comes back, the real tokens."""
         model: Model = self.model  # type: ignore[assignment]
         assert self._backend is not None
@@ -89,9 +89,9 @@ class Reader:
         tokens = torch.zeros(real.shape, dtype=torch.int64).masked_scatter_(real, _chain(texts)).to(model.device)
         positions = torch.arange(width, device=model.device).expand_as(tokens)
         attend = CachedAttend(self._cache, self._backend, self._backend.plan(positions, width, None), 0)
-        found, real = model.streams(tokens, positions, attend, self.taps), real.to(model.device)
+        found, real = model.hidden_states(tokens, positions, attend, self.taps), real.to(model.device)
         assert found.features is not None
-        return Streams(found.hidden[real], found.features[real])
+        return HiddenStates(found.hidden[real], found.features[real])
 
     def _distribution(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden)
@@ -104,7 +104,7 @@ class Reader:
             yield
 
 
-def _flat(model: FlatModel, cache: KVCache, texts: list[list[int]], taps: Sequence[int]) -> Streams:
+def _flat(model: FlatModel, cache: KVCache, texts: list[list[int]], taps: Sequence[int]) -> HiddenStates:
     rows = torch.cat([torch.full((len(text),), row) for row, text in enumerate(texts)])
     positions = torch.cat([torch.arange(len(text)) for text in texts])
     return model.forward(Nodes(_chain(texts), rows, positions), cache, taps)

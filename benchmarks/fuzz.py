@@ -1,0 +1,184 @@
+"""Compare random requests, batched and speculated, with plain decoding of each alone: tokens, texts, log-probabilities.
+
+    python -m benchmarks.fuzz smollm2-135m --comparisons 1000 --precision int8
+    python -m benchmarks.fuzz smollm2-135m --draft-model smollm2-135m-head --drafter hybrid --precision float32
+    python -m benchmarks.fuzz qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --comparisons 300
+
+``bits.py`` varies batches and draft lengths alone. This also draws sampling parameters (penalties, cuts, bias, bad
+words, stops, minimum lengths, several samples, log-probabilities) and references, which n-gram lookup copies from: the
+prompt, parts of it, damaged copies, other texts. Every difference is printed with the seed of its batch.
+The last line is one JSON document; the exit code is 1 if any answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from benchmarks.bits import LONGEST, TEXTS, RandomLength
+
+from paceline import LLM, SamplingParams
+from paceline.config import QuantizationName
+from paceline.core.hardware import cpu_name
+from paceline.core.outputs import CompletionOutput
+
+
+@dataclass
+class Case:
+    """One request: its prompt, its parameters, and the texts that its answer may copy from."""
+
+    prompt: list[int]
+    params: SamplingParams
+    references: list[str]
+
+
+def random_params(chance: random.Random, vocabulary: int, max_tokens: int) -> SamplingParams:
+    """Sampling parameters of which each is left at its default more often than not."""
+
+    def maybe(name: str, *values: Any) -> dict[str, Any]:
+        return {name: chance.choice(values)} if chance.random() < 0.25 else {}
+
+    tokens = [chance.randrange(vocabulary) for _ in range(3)]
+    fields: dict[str, Any] = {
+        "temperature": chance.choice([0.0, 0.0, 0.3, 0.8, 1.0, 1.7]),
+        "max_tokens": chance.randint(1, max_tokens),
+        "seed": chance.randrange(2**31),
+        **maybe("top_p", 0.5, 0.9, 0.99),
+        **maybe("top_k", 1, 5, 50),
+        **maybe("min_p", 0.02, 0.2),
+        **maybe("presence_penalty", -1.0, 0.7, 2.0),
+        **maybe("frequency_penalty", -0.5, 0.4, 1.5),
+        **maybe("repetition_penalty", 0.8, 1.1, 1.5),
+        **maybe("logit_bias", {tokens[0]: 5.0, tokens[1]: -100.0}),
+        **maybe("stop", "\n", ["the", "of"], ["e"]),
+        **maybe("stop_token_ids", tokens),
+        **maybe("ignore_eos", True),
+        **maybe("n", 2, 3),
+        **maybe("logprobs", 0, 1, 5),
+        **maybe("bad_words", ["the"], [" and", "is"]),
+        **maybe("num_speculative_tokens", 0, 1, 4),
+        **maybe("include_stop_str_in_output", True),
+    }
+    if chance.random() < 0.2:
+        fields["min_tokens"] = chance.randint(0, fields["max_tokens"])
+    return SamplingParams(**fields)
+
+
+def random_references(chance: random.Random, text: str) -> list[str]:
+    """Texts to copy from: the prompt itself, parts of it, damaged ones, others. Often none."""
+    if chance.random() < 0.5:
+        return []
+    words = text.split()
+    damaged = " ".join(word for word in words if chance.random() < 0.8) or text
+    other = chance.choice(TEXTS)
+    cut = text[chance.randrange(len(text)) :].strip() or text
+    return chance.sample([text, damaged, other, cut, text * 2], chance.randint(1, 3))
+
+
+def random_case(chance: random.Random, llm: LLM, max_tokens: int) -> Case:
+    """A prompt cut at random, or random tokens, with random parameters and references."""
+    assert llm.tokenizer is not None
+    text = chance.choice(TEXTS)
+    text = text[: chance.randint(1, len(text))].strip() or text
+    prompt = llm.tokenizer.encode(text)
+    if chance.random() < 0.1:
+        prompt = [chance.randrange(llm.tokenizer.vocab_size) for _ in range(chance.randint(1, 40))]
+    return Case(prompt, random_params(chance, llm.tokenizer.vocab_size, max_tokens), random_references(chance, text))
+
+
+def answers(llm: LLM, cases: Sequence[Case]) -> list[list[CompletionOutput]]:
+    """Each case's samples, in one call. References only where the engine can copy."""
+    references = [case.references for case in cases] if llm.config.looks_up else None
+    params = [case.params for case in cases]
+    results = llm.generate([case.prompt for case in cases], params, references=references, use_tqdm=False)
+    return [result.outputs for result in results]
+
+
+def difference(one: CompletionOutput, other: CompletionOutput, tolerance: float) -> str | None:
+    """The name of the first thing in which two answers differ; None: they are equal."""
+    if one.token_ids != other.token_ids:
+        return "token_ids"
+    if one.text != other.text:
+        return "text"
+    if one.finish_reason != other.finish_reason:
+        return "finish_reason"
+    if (one.logprobs is None) != (other.logprobs is None):
+        return "logprobs"
+    for first, second in zip(one.logprobs or (), other.logprobs or (), strict=True):
+        if abs(first.logprob - second.logprob) > tolerance:
+            return "logprobs"
+    return None
+
+
+def batch_of(llm: LLM, chance: random.Random, widths: Sequence[int]) -> LLM:
+    """An engine with a random shape and a random draft length every round."""
+    mixed = llm.with_options(
+        max_batch_size=chance.choice([1, 2, 3, 5, 8, 16]),
+        prefill_chunk=chance.choice([16, 64, 512]),
+        prefix_cache=chance.random() < 0.7,
+        speculation_width=chance.choice(widths),
+    )
+    mixed.engine.parts.policy = RandomLength(chance.randrange(2**31))
+    return mixed
+
+
+def compare(llm: LLM, arguments: argparse.Namespace) -> dict[str, int]:
+    """Run batches until enough answers were compared; counts of answers, of those that differ, of draft tokens."""
+    alone = llm.plain().with_options(max_batch_size=1)
+    widths = [int(width) for width in arguments.widths.split(",")]
+    counts = dict.fromkeys(("comparisons", "different", "with_references", "drafted", "accepted"), 0)
+    seed = arguments.seed
+    while counts["comparisons"] < arguments.comparisons:
+        seed += 1
+        chance = random.Random(seed)
+        cases = [random_case(chance, llm, arguments.max_tokens) for _ in range(chance.randint(4, 24))]
+        found = answers(batch_of(llm, chance, widths), cases)
+        for case, samples in zip(cases, found, strict=True):
+            for one, other in zip(samples, answers(alone, [case])[0], strict=True):
+                counts["comparisons"] += 1
+                counts["with_references"] += bool(case.references)
+                counts["drafted"] += one.metrics.drafted
+                counts["accepted"] += one.metrics.accepted
+                if what := difference(one, other, arguments.tolerance):
+                    counts["different"] += 1
+                    print(f"batch seed {seed}: {what} differ: {case}\n  {one}\n  {other}", file=sys.stderr)
+    return counts
+
+
+def main() -> None:
+    """Run the comparison that the command line names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--drafter", help="default: model with a draft model, else ngram")
+    parser.add_argument("--precision", default="int8", help="int8, int4, bfloat16 or float32")
+    parser.add_argument("--widths", default="1", help="draft tokens side by side, a list: 1,2,4")
+    parser.add_argument("--comparisons", type=int, default=1000)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--tolerance", type=float, default=0.0, help="of log-probabilities; 0: the same bits")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    precision = arguments.precision
+    llm = LLM(
+        arguments.model,
+        arguments.draft_model,
+        drafter=arguments.drafter or ("model" if arguments.draft_model else "ngram"),
+        num_speculative_tokens=LONGEST,
+        dtype="float32" if precision == "float32" else "bfloat16",
+        quantization=precision if precision in get_args(QuantizationName) else None,
+        max_batch_size=16,
+        max_model_len=1024,
+    )
+    print(llm.engine.describe(), file=sys.stderr)
+    counts = compare(llm, arguments)
+    print(json.dumps({"command": sys.argv[1:], "cpu": cpu_name(), "runs": llm.engine.describe(), **counts}))
+    sys.exit(counts["different"] > 0)
+
+
+if __name__ == "__main__":
+    main()
