@@ -1,6 +1,6 @@
 """Rounds captured before requests come: which, in which order, until when; and that nothing else changes.
 
-There is no CUDA here: what stands in for a graph runs its program again when it is replayed.
+There is no CUDA here: the replacement of a graph runs its program again at each replay.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def test_progress_gets_the_list_of_programs(graphs: Graphs) -> None:
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_requests_need_no_further_captures(machine: Machine, drafter: str, k: int) -> None:
-    """As many requests as rows, then more, then one alone; all end at different times."""
+    """First one request per row, then more, then a single one; all end at different times."""
     engine = engine_on("device", drafter=drafter, num_speculative_tokens=k, max_batch_size=5)
     done = engine.capture_ahead(PLENTY)
     assert done is not None

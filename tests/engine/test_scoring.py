@@ -284,7 +284,7 @@ def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_failed_copy_loses_no_text_and_repeats_no_score(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """Of two callers, the one that ran the pass gets the error; the next pass scores the other's text."""
+    """The caller that ran the pass gets the error; the next pass scores the other's text."""
     engine = make(tiny(*NATIVE["llama"])).engine
     first, second = (texts(1)[0][0] + behind for behind in ([5, 6, 7], [8, 9]))
     expected = _scored(make(tiny(*NATIVE["llama"])).engine, second, 0)

@@ -94,7 +94,7 @@ class Intake:
         return Scope(copies=name, kept=name if params.keep_prefix else None)
 
     def _sequence(self, common: _SharedFields, index: int) -> Row:
-        request, params, arrival, group = common.request, common.request.params, common.arrival, common.group
+        request, params, arrival = common.request, common.request.params, common.arrival
         eos = () if params.ignore_eos else self.eos_token_ids
         rate = self.config.synthetic_acceptance
         metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
@@ -116,10 +116,16 @@ class Intake:
             client=request.client,
             priority=request.priority,
             scope=common.scope,
-            member=None
-            if group is None
-            else ParallelSample(group, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
+            member=self._parallel_sample(common, index),
         )
+
+    @staticmethod
+    def _parallel_sample(common: _SharedFields, index: int) -> ParallelSample | None:
+        """Return what lookup needs to draft from other samples and references; None if there are none."""
+        if common.group is None:
+            return None
+        prompt_tail = max(0, len(common.request.prompt_token_ids) - CONTEXT)
+        return ParallelSample(common.group, index, prompt_tail)
 
     def check(self, request: Request) -> None:
         """Raise what ``Engine.add`` would raise. May be called from any thread."""
