@@ -1,4 +1,4 @@
-"""A live server: a small random model, every byte a token, behind uvicorn in a thread."""
+"""A live server in a thread: a small random model with a byte tokenizer behind uvicorn."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def save_model(path: Path) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,  # as the native kernels want it
+        head_dim=16,  # required by the native kernels
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.5,  # far from flat: greedy answers have no near-ties
+        initializer_range=0.5,  # wide enough that greedy answers have no near-ties
     )
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -67,7 +67,7 @@ def load(model: str, **options: Any) -> LLM:
 
 @contextmanager
 def asking(url: str, path: str, body: Any) -> Iterator[None]:
-    """A client has asked and waits; it hangs up when the block is left."""
+    """Send a request and keep its connection open for the duration of the context, then hang up."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, port = url.removeprefix("http://").split(":")
@@ -78,7 +78,7 @@ def asking(url: str, path: str, body: Any) -> Iterator[None]:
 
 @dataclass
 class Live:
-    """A server that runs, and the means to look into it."""
+    """A running server, with access to its internals."""
 
     url: str
     context: Context
@@ -94,7 +94,7 @@ class Live:
         return client.get(self.url + path, **options)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's values over its labels."""
+        """Sum of a metric over all labels."""
         lines = re.findall(rf"^paceline:{name}(?:{{.*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
         return sum(map(float, lines))
 
@@ -103,7 +103,7 @@ class Live:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The engine does nothing meanwhile: whatever is asked of it waits, and is taken at once afterwards."""
+        """Block the engine's thread for the duration of the context, so that requests queue up."""
         begun, release = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -119,11 +119,11 @@ class Live:
 
     @property
     def waiting(self) -> int:
-        """Commands that the engine has not taken: while it is held, one for every prompt."""
+        """Number of commands in the engine's inbox: one per prompt while the engine is blocked."""
         return len(self.context.service._inbox.commands)
 
     def wait_until_idle(self) -> None:
-        """Until nothing of any request is left. The engine's thread clears its queues one by one: wait for the last."""
+        """Wait until all requests are gone from all queues, which the engine's thread clears one by one."""
         engine, service = self.context.llm.engine, self.context.service
         wait_until(
             lambda: (
