@@ -567,7 +567,7 @@ REFUSED_PROMPTS: list[tuple[list[Any], dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("prompts", "given", "place", "reason"), REFUSED_PROMPTS, ids=[each[-1] for each in REFUSED_PROMPTS]
+    ("prompts", "options", "place", "reason"), REFUSED_PROMPTS, ids=[reason for *_, reason in REFUSED_PROMPTS]
 )
 def test_a_prompt_that_cannot_be_served_is_named_or_skipped(
     llm: LLM, prompts: list[Any], options: dict[str, Any], place: int, reason: str
