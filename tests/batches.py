@@ -1,4 +1,4 @@
-"""Batches as an engine makes them: with the operations of the compiled kernels where they run."""
+"""Batches as an engine makes them: with the compiled kernels' operations if they are available."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures for several test files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU, slowly
+if not torch.cuda.is_available():  # set before triton is imported: its kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests write nothing into the user's own cache
+os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests must not write to the user's caches
 os.environ["PACELINE_COST_CACHE"] = "off"
 os.environ["PACELINE_TILE_CACHE"] = "off"
 
 from paceline.kernels import cpu
 
-torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
+torch.set_num_threads(1)  # tensors in tests are too small for several threads
 
-# A shared machine may stall any example for a while; pytest-timeout still ends what hangs.
-# Reducing a slow example can take minutes: a failure shows the example as it was found; HYPOTHESIS_PROFILE=shrink
-# reduces it.
+# No deadline, because a shared machine may stall any example; pytest-timeout ends tests that hang.
+# Shrinking a slow example can take minutes, so failures show the original one; HYPOTHESIS_PROFILE=shrink shrinks it.
 settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
 settings.register_profile("shrink", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
@@ -33,7 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
 
 @pytest.fixture(autouse=True)
 def _kernels_are_chosen_anew() -> Iterator[None]:
-    """A process asks its environment once which kernels draw; a test that changes the environment means it."""
+    """Clear the cached choice of kernels, so that tests can change the environment variables for it."""
     cpu.chosen.cache_clear()
     yield
     cpu.chosen.cache_clear()
@@ -41,7 +40,7 @@ def _kernels_are_chosen_anew() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads only wait for each other."""
+    """Run the test with one torch thread; its tensors are too small for several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,9 +49,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter multiplies by numpy, whose order of sums depends on the processor and on the tile's shape.
+    """Make products in Triton's interpreter add in the order of the inner dimension, for tests that compare bits.
 
-    With this it is that of the inner dimension, one product after the other: what tests that ask for equal bits need.
+    Without it the interpreter calls numpy, whose order of summation depends on the CPU and on the tile's shape.
     """
     if torch.cuda.is_available():
         return
@@ -69,12 +68,12 @@ def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody may speak to anybody, and nobody may have tried."""
-    wanted: list[str] = []
+    """Refuse network connections, and fail the test if one was attempted."""
+    attempts: list[str] = []
 
     def refuse(what: str) -> Callable[..., None]:
         def attempt(*to: object, **_: object) -> None:
-            wanted.append(f"{what}{to}")
+            attempts.append(f"{what}{to}")
             raise OSError("there is no network in this test")
 
         return attempt
@@ -83,4 +82,4 @@ def no_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(owner, name, refuse(name))
     monkeypatch.setattr(socket, "create_connection", refuse("create_connection"))
     yield
-    assert wanted == []
+    assert attempts == []

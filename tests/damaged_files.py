@@ -1,7 +1,7 @@
-"""Model files that somebody damaged: how they are made, and a process that loads each within limits.
+"""Corrupt model files: generators, and a process that loads each within limits.
 
-Every case is a directory with a small whole model of which one file was changed, by a seeded rule. ``python
-damaged_files.py FOLDER SEED`` writes and loads them all, each in a process of its own, and prints a line of JSON each.
+Every case is a directory with a small valid model in which one file was changed by a seeded rule. ``python
+damaged_files.py FOLDER SEED`` writes all cases, loads each in a separate process and prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from paceline.errors import PacelineError
 from paceline.kernels import native
 from paceline.models.tokenizer import Tokenizer
 
-MEMORY = 1 << 30  # bytes that a load may take beyond what the process has
+MEMORY = 1 << 30  # bytes that loading may add to the process
 CPU_SECONDS = 20
 WALL_SECONDS = 120.0
 VOCABULARY = 258
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 16}  # which the kernels take, too
+SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 16}  # supported by the kernels
 Rng = random.Random
 Damage = Callable[[Path, Rng], str]  # changes the model in a directory; returns the name of the file that it changed
 
@@ -129,7 +129,7 @@ def _overwrite(content: bytearray, rng: Rng, header: int) -> bytearray:
 
 
 def _huge_number(content: bytearray, rng: Rng, header: int) -> bytearray:
-    """A small number of eight bytes (a length, a count, a size, an offset) becomes a large one."""
+    """Replace a small eight-byte number (a length, a count, a size, an offset) by a large one."""
     small = [at for at in range(min(header, len(content) - 8)) if not any(content[at + 3 : at + 8])]
     at = rng.choice(small or [0])
     content[at : at + 8] = struct.pack("<Q", rng.choice((2**64 - 1, 2**63, 10**18, 2**40, 2**32, 10**9, 2**24, 0)))
@@ -164,7 +164,7 @@ def safetensors_header(content: bytes) -> int:
 
 
 def damage_safetensors_header(folder: Path, rng: Rng) -> str:
-    """The header stays JSON: wrong dtypes, shapes, offsets and kinds of values."""
+    """Change dtypes, shapes, offsets or types of values in the header, which stays valid JSON."""
     path = rng.choice(sorted(folder.rglob("*.safetensors")))
     content = path.read_bytes()
     end = safetensors_header(content)
@@ -200,7 +200,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with a key or index in it."""
+    """Every container of a JSON document with each of its keys or indices."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
@@ -210,7 +210,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def _edit(document: Any, rng: Rng) -> str:
     for _ in range(rng.choice((1, 1, 1, 3))):
         places = list(_places(document))
-        shallow = places[:: max(1, len(places) // 60)]  # a long vocabulary is one place among others
+        shallow = places[:: max(1, len(places) // 60)]  # sample, so that a long vocabulary does not dominate
         owner, key = rng.choice(shallow)
         if rng.random() < 0.15:
             del owner[key]
@@ -267,7 +267,7 @@ def damage_counts(folder: Path, rng: Rng) -> str:
 
 
 def damage_kind(folder: Path, rng: Rng) -> str:
-    """Another family's name, or fields that make a library look elsewhere."""
+    """Change the model family, or add fields that make libraries look elsewhere."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config |= rng.choice(
@@ -357,7 +357,7 @@ _GGUF_EXTRA = (
 
 
 def damage_gguf_values(folder: Path, rng: Rng) -> str:
-    """The file stays whole: a key is gone or says something else, a tensor has another shape, kind, name or place."""
+    """Remove or change a key, or the shape, type, name or offset of a tensor; the file stays well-formed."""
 
     def edit(writer: gguf.GGUFWriter) -> None:
         keys, tensors = writer.kv_data[0], writer.tensors[0]
@@ -381,7 +381,7 @@ def _gguf_header(content: bytes) -> int:
     return content.index(b"rope_freqs.weight")
 
 
-# kind of model, damage, how often
+# kind of model, damage, number of cases
 CASES: list[tuple[str, str, Damage, int]] = [
     ("gguf", "bytes", damage_bytes("*.gguf", _gguf_header), 40),
     ("gguf", "values", damage_gguf_values, 120),
@@ -410,11 +410,11 @@ if native.select() is not None:
     ]
 
 
-# Loading, each in a process of its own
+# Loading in separate processes
 
 
 def use(folder: Path) -> None:
-    """What a user does with a model: load it, ask it something."""
+    """Load the model, generate, and apply its chat template."""
     source = next(folder.glob("*.gguf"), folder)
     os.environ |= {"PACELINE_CACHE": str(folder / "cache"), "PACELINE_PACKED_CACHE": "on"}
     tokenizer = Tokenizer.load(source)
@@ -425,18 +425,18 @@ def use(folder: Path) -> None:
 
 
 def limited(folder: Path) -> dict[str, str]:
-    """How it ended: "loaded", "refused" or "failed", with the error."""
+    """Load the model; return the outcome "loaded", "refused" or "failed", with the error."""
     try:
         use(folder)
     except PacelineError as error:
         return {"end": "refused", "error": type(error).__name__, "message": str(error)}
-    except BaseException as error:  # noqa: BLE001  (whatever else there is, is what we look for)
+    except BaseException as error:  # noqa: BLE001  (the test looks for any other exception)
         return {"end": "failed", "error": type(error).__name__, "message": traceback.format_exc()[-1500:]}
     return {"end": "loaded"}
 
 
 def in_own_process(folder: Path) -> dict[str, Any]:
-    """Load within limits. Adds seconds and the peak of memory, in MiB above that of an idle process."""
+    """Load in a child process within limits. Adds seconds and the peak resident memory in MiB to the outcome."""
     reader, writer = os.pipe()
     started = time.monotonic()
     child = os.fork()
@@ -459,7 +459,7 @@ def in_own_process(folder: Path) -> dict[str, Any]:
 
 
 def _wait(child: int) -> tuple[int, int]:
-    """The exit status, and the peak of resident memory in KiB."""
+    """Wait for the child; return its exit status and its peak resident memory in KiB."""
     deadline = time.monotonic() + WALL_SECONDS
     while True:
         done, status, usage = os.wait4(child, os.WNOHANG)

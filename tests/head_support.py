@@ -1,7 +1,7 @@
-"""Tiny random heads in both published layouts, and an independent reading of them.
+"""Tiny random draft heads in both published layouts, and a reference implementation.
 
-``read_step_by_step`` is written from the description of the format (EAGLE-3's paper and configs), with plain lists and
-one place after the other; it shares nothing with ``paceline.drafters.heads``.
+``read_step_by_step`` follows the description of the format (EAGLE-3's paper and configs) with plain lists, one position
+at a time. It shares no code with ``paceline.drafters.heads``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from paceline.models.native import Quantization
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 
-MASK = 5  # the token of a parallel head's mask
+MASK = 5  # mask token of a parallel head
 PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": MASK}
 
-TRANSFERS = 3  # draft tokens of a head that transfers hidden states
+TRANSFERS = 3  # draft tokens of a hidden transfer head
 TRANSFER = {"speculators_model_type": "hidden_transfer", "transfers": TRANSFERS}
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def layers(**fields: Any) -> dict[str, Any]:
-    """The shape of a head's layers."""
+    """Configuration of a head's layers."""
     return {
         "hidden_size": WIDTH,
         "intermediate_size": MLP,
@@ -92,7 +92,7 @@ def random_head(
     dim: int | None = None,
     parallel: bool = False,
 ) -> dict[str, Tensor]:
-    """Tensors by the names of the speculators layout; every one of them matters."""
+    """Random tensors, named as in the speculators layout, all of which affect the output."""
     generator = torch.Generator().manual_seed(seed)
     dim = dim or width // HEADS
 
@@ -133,7 +133,7 @@ def random_head(
 
 
 def random_transfer(*, width: int = WIDTH, biased: bool = False, **options: Any) -> dict[str, Tensor]:
-    """Likewise of a head that transfers hidden states: its layers are plain ones."""
+    """Random tensors of a hidden transfer head, whose layers are plain transformer layers."""
     tensors = random_head(width=width, target_width=width, streams=1, **options)
     generator = torch.Generator().manual_seed(options.get("seed", 0))
     del tensors["fc.weight"], tensors["layers.0.hidden_norm.weight"]
@@ -157,7 +157,7 @@ def flat_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
 
 
-# The independent reading
+# The reference implementation
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -176,7 +176,7 @@ def _turned(x: Tensor, position: int, theta: float) -> Tensor:
 
 
 class Reading:
-    """One text's head, place by place. The keys and values of what it has read so far are kept in lists."""
+    """Reference head for one text, one position at a time, with keys and values in lists."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], switches: Sequence[str] = (), theta: float = 10000.0, window: int = 0
@@ -189,7 +189,7 @@ class Reading:
         return _normed(x, self.t[f"{name}.weight"], self.eps)
 
     def fused(self, streams: Tensor) -> Tensor:
-        """[S, target width] -> [H]."""
+        """Fuse the target's hidden states [S, target width] to the head's input [H]."""
         if "fc_norm" in self.switches:
             streams = torch.stack([self.norm(stream, f"fc_norm.{i}") for i, stream in enumerate(streams)])
         flat = streams.flatten()
@@ -198,22 +198,21 @@ class Reading:
         return self.t["fc.weight"] @ flat
 
     def after(self, draft_token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """As ``step`` behind the text: a draft token with the state that it was made of, or the mask that stands for
-        both."""
+        """Step after the text: from a draft token and its state or, in a parallel head, from the mask."""
         if "mask_hidden" not in self.t:
             return self.step(draft_token, state, position)
-        apart = max(1, sum(name.startswith("fc_norm") for name in self.t))  # streams that have norms of their own
+        apart = max(1, sum(name.startswith("fc_norm") for name in self.t))  # hidden states with separate norms
         return self.step(MASK, self.fused(self.t["mask_hidden"].view(apart, -1)), position)
 
     def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """-> the state for the next step, and the logits of the head's tokens."""
+        """Read one token; return the state for the next step and the logits over the head's vocabulary."""
         normed = self.norm(hidden, "layers.0.hidden_norm")
         residual = normed if "norm_before_residual" in self.switches else hidden
         read = torch.cat((self.norm(self.t["embed_tokens.weight"][token], "layers.0.input_layernorm"), normed))
         return self.through(residual, read, position)
 
     def through(self, residual: Tensor, read: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """All layers, of which the first adds to ``residual`` what it makes of ``read``."""
+        """Run all layers; the first one adds its output for ``read`` to ``residual``."""
         hidden = residual
         for index in range(self.depth):
             if index:
@@ -252,14 +251,17 @@ class Reading:
             del kept[places:]
 
     def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Token i + 1 is tokens[i], the streams are token i's -> the state and the logits of the first draft token."""
+        """Read a text: tokens[i] is token i + 1, streams[i] are the hidden states of token i.
+
+        Returns the state and the logits of the first draft token.
+        """
         for place, token in enumerate(tokens):
             read = self.step(token, self.fused(streams[place]), place)
         return read
 
 
 class TransferReading(Reading):
-    """Of a head that transfers hidden states."""
+    """Reference implementation of a hidden transfer head."""
 
     def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         for place, stream in enumerate(streams[: len(tokens)]):
@@ -271,7 +273,7 @@ class TransferReading(Reading):
         return self.through(hidden, self.norm(hidden, "layers.0.input_layernorm"), position)
 
     def after(self, draft_token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """At the place behind: whatever was drafted."""
+        """Step at the next position; the draft token does not matter."""
         token, hidden = self.last
         embedded, size = self.t["embed_tokens.weight"][token], hidden.norm() / len(hidden) ** 0.5
         read = torch.cat((hidden / size, embedded * len(hidden) ** 0.5 / embedded.norm()))
@@ -284,8 +286,10 @@ def reading_of(tensors: Mapping[str, Tensor], **options: Any) -> Reading:
 
 
 def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, steps: int) -> list[list[Tensor]]:
-    """logits[s][i] of drafting s + 1 draft tokens behind every place i, the true tokens given: token i + 1 is
-    tokens[i]."""
+    """Logits of draft step s at every position i, as result[s][i], with the true tokens as input.
+
+    tokens[i] is token i + 1 of the text.
+    """
     found: list[list[Tensor]] = [[] for _ in range(steps)]
     for place in range(len(tokens)):
         hidden = reading.fused(streams[place])
@@ -297,19 +301,19 @@ def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, 
     return found
 
 
-# Heads for the tests' tiny targets
+# Heads for tiny targets
 
 
 def tiny_head(
     target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0, *, parallel: bool = False
 ) -> TorchHead:
-    """A random head that can say two thirds of the target's tokens."""
+    """Random head whose vocabulary has two thirds of the target's tokens."""
     head = tiny_feature_head(target.vocab_size, target_width, taps, seed, parallel=parallel)
     return TorchHead(head, "tiny head", taps, target.max_positions)
 
 
 def tiny_transfer_head(target: AnyModel, target_width: int, seed: int = 0) -> TorchHead:
-    """One that transfers the hidden states that enter layer 1; as tokens it can say as many as the others."""
+    """Random hidden transfer head that reads the input of layer 1, with the same vocabulary as ``tiny_head``."""
     vocabulary, drafted = target.vocab_size, 2 * target.vocab_size // 3
     shape = layers(hidden_size=target_width, vocab_size=vocabulary, head_dim=4, num_hidden_layers=2)
     config = HeadConfig({"model_type": "llama", **shape}, target_width, drafted, (1,), transfers=TRANSFERS)
@@ -327,7 +331,7 @@ def tiny_native_head(
     *,
     parallel: bool = False,
 ) -> NativeHead:
-    """The same on the CPU kernels, which take heads of 16 numbers and more."""
+    """Random head on the CPU kernels, which require a head dimension of at least 16."""
     head = tiny_feature_head(target.vocab_size, target_width, taps, dim=16, parallel=parallel)
     return NativeHead(head, "tiny head", taps, target.max_positions, quantization=quantization)
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and the wiring of model, cache and attention that a decoder has."""
+"""Tiny random models of every family, and a runner that joins model, cache and attention like a decoder."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A random model whose every weight matters: biases and norms are random, too."""
+    """Random model in which every weight matters: biases and norms are random, too."""
     config = AutoConfig.for_model(kind, **fields, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -118,7 +118,7 @@ def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 class Runner:
-    """A model with a cache of its own, as a decoder has it, on the reference attention."""
+    """A model with its own cache on the reference attention."""
 
     def __init__(self, model: Model, rows: int, positions: int = 48) -> None:
         self.model = model
@@ -148,7 +148,10 @@ class Runner:
 
 
 def ragged_error(model: Model, expected: Callable[[Tensor], Tensor]) -> float:
-    """Decode three rows of different lengths, a few tokens at a time, against ``expected`` [1, L] -> [1, L, V]."""
+    """Largest error of the logits of three rows of different lengths, decoded a few tokens at a time.
+
+    expected: maps tokens [1, L] to reference logits [1, L, V].
+    """
     tokens, lengths = random_tokens(3, 14, seed=3), torch.tensor([5, 9, 2])
     runner, error = Runner(model, 3), 0.0
     wanted = torch.cat([expected(row[None]) for row in tokens])

@@ -1,4 +1,4 @@
-"""What tests of ``paceline.ray`` share; where Ray is not installed, those that need it do not run and say so."""
+"""Helpers for tests of ``paceline.ray``. Tests that need Ray are skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.integrations.ray.data import Columns
 
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
-    "attention": "native",  # a token's bits never depend on its neighbours
+    "attention": "native",  # results do not depend on the other rows of a batch
     "device": "cpu",
     "drafter": "ngram",
     "num_speculative_tokens": 4,
@@ -33,7 +33,7 @@ def as_columns(rows: Sequence[dict[str, Any]]) -> Columns:
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """A Ray of its own, small and on this machine alone. Workers find the test's modules."""
+    """Start a small Ray cluster on this machine, whose workers can import the tests' modules."""
     import ray
 
     path = os.pathsep.join(entry for entry in sys.path if entry)

@@ -1,4 +1,4 @@
-"""Where tests find real weights."""
+"""Real model weights for tests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.models.hub import resolve
 
 
 def find(name: str) -> Path:
-    """The file NAME.gguf from $PACELINE_TEST_MODELS or, if embedded, paceline's own cache; else skips the test."""
-    kept = Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
-    path = kept / f"{name}.gguf"
+    """Path of NAME.gguf in $PACELINE_TEST_MODELS or, for embedded models, in paceline's cache; else skip the test."""
+    directory = Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
+    path = directory / f"{name}.gguf"
     if path.is_file():
         return path
     try:
@@ -28,7 +28,7 @@ def find(name: str) -> Path:
 
 @functools.lru_cache(maxsize=1)
 def load_in_transformers(path: Path) -> PreTrainedModel:
-    """The same file in float32, read by transformers, which takes 15 s: once for all tests that follow each other."""
+    """Load the file in float32 with transformers. It takes 15 s, so consecutive tests share the model."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to load GGUF files")
     from transformers import GgufConfig
 

@@ -1,4 +1,4 @@
-"""Scenarios that judge ``auto`` without a clock: rows, chances and costs are given, time is a number."""
+"""Scenarios that rate ``auto`` on simulated time: rows, acceptance probabilities and costs are given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.lengths.cost import CostModel, CostTable
 from simulation import DraftSimulation, linear_costs
 
 SEEDS = range(20, 26)
-GUESSES = 16
+LOOKAHEAD = 16
 ROUNDS_OF_A_SMALL_MODEL = CostTable(
     (1, 2, 4, 8, 16), (0, 1, 3, 7), 100,
     ((7.8, 7.9, 8.2, 9.5), (7.9, 8.2, 9.5, 15.2), (8.2, 9.5, 15.2, 25), (9.5, 15.2, 25, 45), (15.2, 25, 45, 85)),
@@ -19,44 +19,44 @@ ROUNDS_OF_A_SMALL_MODEL = CostTable(
 )  # fmt: skip
 WRONG_TABLE = linear_costs(verify=3.0, token=1.5)
 PAIR = linear_costs(verify=37.0, token=3.0, draft_step=10.0, feed_tokens=(1, 101), feed=(1.0, 101.0))
-WEAK, STRONG = 1 / 9, 25 / 33  # scores of a copy after few and after many matching tokens
+WEAK, STRONG = 1 / 9, 25 / 33  # scores of an n-gram draft after few and after many matching tokens
 
 
-# What the next draft tokens of a row are: (score, right?) each.
+# Functions below return a row's next draft tokens as (score, whether it is correct).
 def coins(chance, seed, score=0.8):
     rng = random.Random(seed)
     return lambda row: [(score, rng.random() < chance[row]) for _ in range(8)]
 
 
 def stray(rng, place):
-    return [(WEAK, rng.random() < 0.1) for _ in range(GUESSES)]
+    return [(WEAK, rng.random() < 0.1) for _ in range(LOOKAHEAD)]
 
 
 def by_turns(rng, place):
-    """Fifty tokens that can be copied, fifty that cannot, and so on."""
+    """Alternate between fifty tokens with a match and fifty without."""
     left = 50 - place % 50
     if place // 50 % 2:
         return stray(rng, place)
     inside = [(STRONG if place % 50 > 4 or j else WEAK, rng.random() < 0.97) for j in range(left)]
-    return [*inside, *[(STRONG, False)] * GUESSES][:GUESSES]
+    return [*inside, *[(STRONG, False)] * LOOKAHEAD][:LOOKAHEAD]
 
 
 def telling(rng, place):
-    """The score is the chance."""
-    chances = [0.97 if rng.random() < 0.75 else 0.3 for _ in range(GUESSES)]
+    """Scores that equal the probability of being correct."""
+    chances = [0.97 if rng.random() < 0.75 else 0.3 for _ in range(LOOKAHEAD)]
     return [(chance, rng.random() < chance) for chance in chances]
 
 
 def steady(chance, score):
-    return lambda rng, place: [(score, rng.random() < chance) for _ in range(GUESSES)]
+    return lambda rng, place: [(score, rng.random() < chance) for _ in range(LOOKAHEAD)]
 
 
 def phases(rng, place):
-    return [(0.8, rng.random() < (0.9, 0.1, 0.9)[min(place // 100, 2)]) for _ in range(GUESSES)]
+    return [(0.8, rng.random() < (0.9, 0.1, 0.9)[min(place // 100, 2)]) for _ in range(LOOKAHEAD)]
 
 
-def of_copies():
-    """name -> (draft tokens, rows, the batch drains, tokens a row, believed costs)"""
+def copy_scenarios():
+    """Yield name and (draft tokens, rows, whether the batch drains, tokens per row, assumed costs)."""
     for rows in (1, 2, 4, 8, 16):
         mixed = {row: (0.95, 0.6, 0.2, 0.85)[row % 4] for row in range(rows)}
         for name, chance in (
@@ -73,8 +73,8 @@ def of_copies():
         yield f"badcost-{rows}", (phases, rows, False, 300, WRONG_TABLE)
 
 
-def of_a_draft_model():
-    """name -> (its draft tokens, copies or None, rows)"""
+def model_scenarios():
+    """Yield name and (draft tokens of the model, n-gram drafts or None, rows)."""
     kinds = {
         "telling": telling,
         "s.9": steady(0.9, 0.9),
@@ -89,7 +89,7 @@ def of_a_draft_model():
             yield f"{name}-{rows}", (draft_tokens, None, rows)
 
 
-def of_both():
+def hybrid_scenarios():
     for rows in (1, 2, 4):
         for name, draft_tokens in (("telling", telling), ("wrong", steady(0.0, 0.99)), ("s.6", steady(0.6, 0.6))):
             for copied, copies in (
@@ -101,19 +101,19 @@ def of_both():
                 yield f"{name}+{copied}-{rows}", (draft_tokens, copies, rows)
 
 
-def play_copies(spec, seed):
-    draft_tokens, rows, drains, tokens, believed = spec
+def run_copies(spec, seed):
+    draft_tokens, rows, drains, tokens, assumed = spec
     if isinstance(draft_tokens, dict):
         draw = coins(draft_tokens, seed)
     else:
         rng = random.Random(seed)
         draw = lambda row: draft_tokens(rng, simulation.place(row))  # noqa: E731
     simulation = DraftSimulation(ROUNDS_OF_A_SMALL_MODEL, draw, rows, tokens=tokens, noise=0.1, seed=seed, look=0.25)
-    total = simulation.play(AutoLength(CostModel(believed), clock=simulation.clock), drains)
+    total = simulation.play(AutoLength(CostModel(assumed), clock=simulation.clock), drains)
     return total if drains or not isinstance(draft_tokens, dict) else mean(simulation.ends.values())
 
 
-def play_model(spec, seed):
+def run_model(spec, seed):
     draft_tokens, copies, rows = spec
     own, other = random.Random(seed), random.Random(-1 - seed)
     simulation = DraftSimulation(
@@ -126,7 +126,7 @@ def play_model(spec, seed):
 
 
 RUNNERS: dict[str, Any] = {
-    "ngram": (of_copies, play_copies),
-    "model": (of_a_draft_model, play_model),
-    "hybrid": (of_both, play_model),
+    "ngram": (copy_scenarios, run_copies),
+    "model": (model_scenarios, run_model),
+    "hybrid": (hybrid_scenarios, run_model),
 }

@@ -1,4 +1,4 @@
-"""``paceline serve`` in a process of its own, and what can be seen of it from outside."""
+"""``paceline serve`` in a separate process, observed from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL_ENGINE = (
 
 
 class Served:
-    """A server that runs. log: the lines it wrote, one JSON object each."""
+    """A running server. log: its log lines as JSON objects."""
 
     def __init__(self, model: str, log: Path, *flags: str, engine: Sequence[str] = SMALL_ENGINE) -> None:
         self._log = log
@@ -54,7 +54,7 @@ class Served:
         return client.post(f"{self.url}/v1/completions", json=body)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's values over its labels."""
+        """Sum of a metric over all labels."""
         text = client.get(f"{self.url}/metrics").text
         return sum(map(float, re.findall(rf"^paceline:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
 
@@ -64,7 +64,7 @@ class Served:
         self.process.wait(10)
 
 
-# A process of its own asks for /health until its input is closed, each time with a connection of its own.
+# Program that requests /health on a new connection every 10 ms until its stdin is closed.
 HEALTH_PROBE = """
 import http.client, json, select, sys, time
 delays = []
@@ -85,7 +85,7 @@ MOST_MS = 100.0
 
 
 def slowness(seconds: float = 0.5) -> float:
-    """How many times as long as alone work takes on this machine now: 1 where nothing else runs."""
+    """Ratio of wall-clock time to CPU time of a busy loop: 1 if nothing else runs on the machine."""
     began, worked = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began < seconds:
         pass
@@ -93,9 +93,9 @@ def slowness(seconds: float = 0.5) -> float:
 
 
 class HealthProbe:
-    """How long /health takes while something goes on, and how long it takes on this machine when nothing does.
+    """Latency of /health under load, compared to its latency when the server is idle.
 
-    A machine that does other things besides makes both longer, and all work in between.
+    Other processes on the machine increase both, and ``slowness`` estimates by how much.
     """
 
     def __init__(self, served: Served) -> None:
@@ -111,11 +111,11 @@ class HealthProbe:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
     def _end(self, probe: subprocess.Popen[str]) -> list[float]:
-        """Milliseconds, the longest last."""
+        """End a probe and return its latencies in ms, sorted."""
         return sorted(1000 * seconds for seconds in json.loads(probe.communicate()[0]))
 
     def figures(self) -> dict[str, float]:
-        """Ends it."""
+        """End the probe and return its figures."""
         delays, idle = self._end(self._busy), self._idle_delays
         return {
             "health_checks": len(delays),
@@ -132,10 +132,11 @@ def _p99(ordered: list[float]) -> float:
 
 
 def check_health(figures: dict[str, float]) -> None:
-    """The slowest of a hundred answers comes within 100 ms, on a machine that does nothing else."""
+    """Check that the 99th percentile is below 100 ms, allowing for a slow machine."""
     assert figures["health_checks"] > 20
     assert figures["health_ms_p99"] < MOST_MS * figures["slowness"] + figures["idle_health_ms_p99"], figures
 
 
 def resident(served: Served) -> int:
+    """Resident memory of the server in bytes."""
     return int(psutil.Process(served.process.pid).memory_info().rss)

@@ -1,4 +1,4 @@
-"""Rounds without a model: acceptance and cost are given, time is a number; all that a length policy sees."""
+"""Simulated rounds without a model, for length policies: acceptance and costs are given, time is simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def linear_costs(
 
 @dataclass
 class Simulation:
-    """Plays rounds of ``policy``. costs: the true ones. acceptance(row, place): the chance to keep a draft token."""
+    """Simulates rounds of a policy.
+
+    costs: true costs of rounds. acceptance(row, place): probability that a draft token is accepted.
+    """
 
     costs: CostTable
     acceptance: Callable[[int, int], float]
@@ -46,7 +49,7 @@ class Simulation:
         return self.now
 
     def rows(self, count: int) -> None:
-        """From now on so many rows."""
+        """Set the number of live rows."""
         for row in range(self.batch.rows, count):
             self.batch.set_row(row, RowStart([1] * 100, SamplingParams(temperature=0, max_tokens=99_000), row))
         self.batch.set_rows(count)
@@ -73,17 +76,17 @@ class Simulation:
 
     @property
     def goodput(self) -> float:
-        """Tokens a second so far."""
+        """Tokens per second so far."""
         return self.tokens / self.now
 
 
-RIGHT, WRONG = 1, 2  # tokens: every row's true text is all RIGHT
+RIGHT, WRONG = 1, 2  # tokens; the target's text consists of RIGHT only
 
 
 class Reader:
-    """A drafter's cache as a length policy sees it: how much of each row it has read.
+    """A drafter's cache as length policies see it: the number of computed tokens of each row.
 
-    prompt: tokens of the one that all rows answer; 0: each has its own.
+    prompt: length of the prompt that all rows share; 0 if each row has its own.
     """
 
     prompt = 0
@@ -102,15 +105,16 @@ class Reader:
 
 @dataclass
 class DraftSimulation:
-    """Rounds whose draft tokens have confidences, until every row has gained ``tokens``: for policies that select or
-    stop.
+    """Simulates rounds whose draft tokens have confidences, until every row has gained ``tokens`` tokens.
 
-    draft token(row): what is drafted after a row's text: (confidence, whether it is right), draft token by draft token;
-    anew each round. copies(row): likewise, draft tokens for nothing, which ``SpeculationPlan.fallback`` may take in
-    place of the others; None: there are none. look: ms that it takes to find draft tokens. prompt: tokens that each row
-    begins with; asks: the policy is asked whether the drafter reads them at once, else that took nothing; one_prompt:
-    all rows answer the same. noise: of the times, lognormal, and one round in 30 takes three times as long.
-    seconds[row]: when it ended.
+    draft_token(row): draft tokens after a row's text, as (confidence, whether it is correct); called every round.
+    copies(row): n-gram drafts in the same form, which cost nothing and among which ``SpeculationPlan.fallback``
+        chooses; None if there are none.
+    look: time of an n-gram lookup in ms. prompt: length of each row's prompt in tokens.
+    asks: whether the policy decides if the drafter reads prompts at once; otherwise reading costs nothing.
+    one_prompt: whether all rows share a prompt.
+    noise: sigma of lognormal noise of the times; with noise one round in 30 takes three times as long.
+    ends[row]: time at which the row ended, in seconds.
     """
 
     costs: CostTable
@@ -127,8 +131,8 @@ class DraftSimulation:
     prompt: int = 8
     asks: bool = False
     one_prompt: bool = False
-    read: int = 0  # tokens, by the drafter, but for those that it kept since
-    asked: list[int] = field(default_factory=list)  # draft tokens of a row that are no copies, round by round
+    read: int = 0  # tokens that the drafter has read, without its own accepted ones
+    asked: list[int] = field(default_factory=list)  # draft tokens of the model per row, one entry per round
     verified: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -140,7 +144,7 @@ class DraftSimulation:
         return self.now
 
     def play(self, policy: LengthPolicy, draining: bool = False) -> float:
-        """Seconds until the last row ends; the batch shrinks as rows end."""
+        """Run until all rows have ended; return the seconds. The batch shrinks as rows end."""
         batch, began = self.batch, self.now
         for row in range(self.rows):
             params = SamplingParams(temperature=0, max_tokens=self.tokens)
@@ -166,7 +170,7 @@ class DraftSimulation:
         return self.now - began
 
     def _begin(self, policy: LengthPolicy) -> None:
-        """Prompts are read, by the drafter where that is wanted."""
+        """Prefill; the drafter reads the prompts if the policy wants it."""
         reads = not self.asks or policy.hopeful(self.rows)
         self.reader.seen[: self.rows] = [self.prompt - 1 if reads else 0] * self.rows
         if self.asks and reads:
@@ -197,7 +201,7 @@ class DraftSimulation:
         self.verified.append(counts)
 
     def _propose(self, who: list[int], wish: SpeculationPlan) -> Draft:
-        """Of both kinds of draft tokens those that ``wish.fallback`` wants."""
+        """The n-gram draft or the model's, as ``wish.fallback`` chooses."""
         copied, k = None, wish.k
         self.now += self.look / 1000 if k > 0 else 0
         if self.copies is not None and k > 0:
@@ -212,11 +216,11 @@ class DraftSimulation:
         return self._draft(who, replace(wish, k=k))
 
     def place(self, row: int) -> int:
-        """Tokens that a row has gained so far."""
+        """Number of tokens that a row has gained so far."""
         return self.batch.lengths[self._who.index(row)] - self.prompt
 
     def _end(self, draft_tokens: list[list[tuple[float, bool]]], wish: SpeculationPlan) -> int:
-        """How many steps are drafted, which takes its time: until the policy has enough."""
+        """Number of draft steps until the policy stops; adds their time."""
         widest, before = max(map(len, draft_tokens)), 0.0
         first, stop = wish.stretch(self.batch.rows)
         for step in range(1, widest + 1):

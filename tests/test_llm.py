@@ -1,4 +1,4 @@
-"""The offline Python API, on bare loaded models with token ids."""
+"""Offline Python API on loaded models, mostly with token ids."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_a_bare_model_continues_token_ids_without_a_tokenizer(llm: LLM, expected
 
 
 @pytest.mark.parametrize("attention", ["padded", "native"])
-def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(attention: str) -> None:
+def test_an_llm_made_in_inference_mode_runs_in_and_outside_of_it(attention: str) -> None:
     if attention == "native" and not native.available():
         pytest.skip(f"no kernels here: {native.why_none()}")
-    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # as the kernels want it
+    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # the kernels' minimum
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "attention": attention, "threads": 1}
     wanted = tokens(LLM(model, **options).generate(PROMPTS, GREEDY, use_tqdm=False))
     with torch.inference_mode():
@@ -93,7 +93,7 @@ def test_what_is_made_in_a_callers_inference_mode_runs_in_it_and_out_of_it(atten
 
 
 def global_state() -> tuple[object, ...]:
-    """What belongs to the whole process: generators of random numbers, threads, locale."""
+    """Global state of the process: random number generators, threads, default dtype, locale."""
     threads = torch.get_num_threads(), torch.get_num_interop_threads()
     draws = torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
     return *draws, *threads, torch.get_default_dtype(), locale.setlocale(locale.LC_ALL)
@@ -101,8 +101,8 @@ def global_state() -> tuple[object, ...]:
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model", "hybrid"])
 @pytest.mark.parametrize("attention", ["padded", "native"])
-def test_an_engine_changes_nothing_of_the_process(attention: str, drafter: str | None) -> None:
-    """Otherwise ``torch.manual_seed`` before an engine is made gives other numbers than with one made already."""
+def test_an_engine_changes_no_global_state(attention: str, drafter: str | None) -> None:
+    """For example, ``torch.manual_seed`` must give the same numbers with and without a new engine after it."""
     if attention == "native" and not native.available():
         pytest.skip(f"no kernels here: {native.why_none()}")
     model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})
@@ -114,7 +114,7 @@ def test_an_engine_changes_nothing_of_the_process(attention: str, drafter: str |
     assert global_state() == before
 
 
-TOLD: dict[str, Callable[[ExitStack], object]] = {
+OVERRIDES: dict[str, Callable[[ExitStack], object]] = {
     "bfloat16": lambda _: torch.set_default_dtype(torch.bfloat16),
     "float64": lambda _: torch.set_default_dtype(torch.float64),
     "meta": lambda _: torch.set_default_device("meta"),
@@ -122,16 +122,16 @@ TOLD: dict[str, Callable[[ExitStack], object]] = {
 }
 
 
-@pytest.fixture(params=TOLD)
+@pytest.fixture(params=OVERRIDES)
 def default(request: pytest.FixtureRequest) -> Iterator[Callable[[], object]]:
-    """Tells torch, until the test ends: who runs models in bfloat16, or on a GPU, often does."""
+    """Function that overrides a default of torch until the test ends, as users of bfloat16 or GPUs often do."""
     with ExitStack() as stack:
-        yield lambda: TOLD[request.param](stack)
+        yield lambda: OVERRIDES[request.param](stack)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
 
 
-EVERYTHING = [
+MIXED_PARAMS = [
     SamplingParams(temperature=1, seed=1, max_tokens=10, logprobs=2, top_p=0.9, presence_penalty=0.5),
     SamplingParams(temperature=1, seed=2, max_tokens=10, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 1.0}),
     SamplingParams(temperature=0, max_tokens=10, min_tokens=3, stop_token_ids=(4, 5)),
@@ -139,24 +139,24 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize("attention", ["padded", "native"])
-def test_what_torch_was_told_is_nobodys_business(default: Callable[[], object], attention: str) -> None:
-    """The kernels write float32 wherever they are told to."""
+def test_results_do_not_depend_on_torchs_defaults_and_autocast(default: Callable[[], object], attention: str) -> None:
+    """The kernels write float32 to raw addresses, so tensors of another dtype would corrupt memory."""
     if attention == "native" and not native.available():
         pytest.skip(f"no kernels here: {native.why_none()}")
-    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # as the kernels want it
+    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})  # the kernels' minimum
 
-    def told() -> list[object]:
+    def results() -> list[object]:
         dtype = "bfloat16" if attention == "native" else "float32"
         options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "attention": attention, "threads": 1}
         llm = LLM(model, model, max_batch_size=2, num_speculative_tokens=2, **options)
-        outputs = llm.generate(PROMPTS, EVERYTHING, use_tqdm=False)
-        outputs += llm.with_options(acceptance="rejection").generate(PROMPTS, EVERYTHING, use_tqdm=False)
+        outputs = llm.generate(PROMPTS, MIXED_PARAMS, use_tqdm=False)
+        outputs += llm.with_options(acceptance="rejection").generate(PROMPTS, MIXED_PARAMS, use_tqdm=False)
         answers = [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
         return [answers, llm.score([[1, 2]], [[3, 4]], use_tqdm=False)]
 
-    wanted = told()
+    expected = results()
     default()
-    assert told() == wanted
+    assert results() == expected
 
 
 def test_a_bare_model_equals_transformers_own_greedy_generate(expected: list[list[int]]) -> None:
@@ -200,7 +200,7 @@ def test_an_array_of_two_dimensions_is_a_batch(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3, 4]]
 
 
-NO_PROMPTS: list[Any] = [
+INVALID_PROMPTS: list[Any] = [
     *(b"ab", [b"ab"], bytearray(b"ab"), [[b"a"]]),
     *({"a": 1}, {1, 2}, None, 5, object(), iter([[1]])),
     *([None], [5, None], [[True]], [[1.5]], [["a"]], [[[1]]], np.array([1.5]), torch.tensor([True]), torch.tensor(1)),
@@ -208,32 +208,32 @@ NO_PROMPTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=lambda value: repr(value).split(" at 0x")[0])
-def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
+@pytest.mark.parametrize("prompts", INVALID_PROMPTS, ids=lambda value: repr(value).split(" at 0x")[0])
+def test_an_invalid_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
     with pytest.raises(ParameterError, match=r"^prompts(\[0\])?=.* is not allowed: .*(token ids|half a character)"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("documents", ["abc", b"abc", 5, [5], {"a": "b"}, [[1.5]], [b"abc"]], ids=repr)
-def test_what_is_no_list_of_documents_is_refused_by_name(documents: Any) -> None:
+def test_an_invalid_list_of_documents_is_refused_by_name(documents: Any) -> None:
     with pytest.raises(ParameterError, match=r"^reference_documents="):
         make(draft=False, drafter="ngram", reference_documents=documents)
 
 
 @pytest.mark.parametrize("params", [{"n": 1}, "greedy", 5, [{}], [None, GREEDY]], ids=repr)
-def test_what_are_no_parameters_is_refused_by_name(llm: LLM, params: Any) -> None:
+def test_invalid_parameters_are_refused_by_name(llm: LLM, params: Any) -> None:
     with pytest.raises(ParameterError, match=r"^params=.*(from_mapping|one per prompt)"):
         llm.generate([[1]], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("messages", ["hello", None, 5, [5], {"role": "user", "content": "x"}, ["hello"]], ids=repr)
-def test_what_is_no_conversation_is_refused_by_name(llm: LLM, messages: Any) -> None:
+def test_an_invalid_conversation_is_refused_by_name(llm: LLM, messages: Any) -> None:
     with pytest.raises(ParameterError, match=r"^messages="):
         llm.chat(messages, use_tqdm=False)
 
 
 @pytest.mark.parametrize("source", [5, b"x", "", "a\0b", "x" * 5000, "a/" + "x" * 300, ["a"]], ids=repr)
-def test_what_is_no_model_is_refused_by_name(source: Any) -> None:
+def test_an_invalid_model_source_is_refused_by_name(source: Any) -> None:
     with pytest.raises(ParameterError, match=r"^model="):
         LLM(source)
     with pytest.raises(ParameterError, match=r"^draft_model="):
@@ -242,7 +242,7 @@ def test_what_is_no_model_is_refused_by_name(source: Any) -> None:
         LLM(tiny_llama_of_transformers(), tokenizer=source, device="cpu")
 
 
-def test_a_closed_one_says_so_and_may_be_closed_again() -> None:
+def test_a_closed_llm_raises_and_may_be_closed_again() -> None:
     llm = make()
     llm.close()
     llm.close()
@@ -251,7 +251,7 @@ def test_a_closed_one_says_so_and_may_be_closed_again() -> None:
             use()
 
 
-def test_a_model_that_names_no_end_of_text_is_played_to_the_limit() -> None:
+def test_a_model_without_end_of_text_token_decodes_to_the_limit() -> None:
     model = tiny_llama_of_transformers()
     model.generation_config = None
     model.config.eos_token_id = None
@@ -286,8 +286,8 @@ EDGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_the_ends_of_every_range_are_played(acceptance: str) -> None:
-    """Float32 can reckon with them: greedy where they say so, and nothing overflows, alone or side by side."""
+def test_parameters_at_the_ends_of_their_ranges_decode(acceptance: str) -> None:
+    """They are exact in float32: the extremes decode greedily and nothing overflows, alone or in one batch."""
     llm = make(acceptance=acceptance, max_batch_size=len(EDGES), max_model_len=24)
     params = [SamplingParams(**{"max_tokens": 12, **edge}) for edge in EDGES]
     for output in llm.generate([PROMPTS[2]] * len(EDGES), params, use_tqdm=False):
@@ -328,7 +328,7 @@ def test_other_options_share_the_weights(llm: LLM, expected: list[list[int]]) ->
     assert split.generate(PROMPTS, GREEDY, use_tqdm=False)[0].outputs[0].metrics.drafted > 0
 
 
-def test_what_the_weights_were_loaded_with_cannot_change(llm: LLM) -> None:
+def test_options_of_the_weights_cannot_change(llm: LLM) -> None:
     for option in ({"dtype": "bfloat16"}, {"device": "cpu"}):
         with pytest.raises(ParameterError, match="make a new LLM"):
             llm.with_options(**option)  # type: ignore[arg-type]
@@ -346,10 +346,10 @@ def test_float16_is_refused_on_a_cpu_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(("attention", "rounds"), [("padded", "host"), ("ragged", "device")])
-def test_a_float16_engine_gives_with_guesses_what_it_gives_without(
+def test_a_float16_engine_gives_the_same_with_and_without_speculation(
     attention: str, rounds: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU without bfloat16 plays it."""
+    """Covers GPUs without bfloat16."""
     if attention == "ragged":
         pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr("paceline.engine.loading.resolve_dtype", lambda *_: torch.float16)
@@ -364,7 +364,7 @@ def test_a_float16_engine_gives_with_guesses_what_it_gives_without(
 
 
 def threads_of_rounds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Torch's, while it plays."""
+    """Numbers of torch threads during the rounds of one call."""
     seen, original = set(), llm.engine._step
 
     def step() -> list[RequestOutput]:
@@ -405,7 +405,7 @@ def test_the_kernels_of_one_model_run_on_each_engines_own_pool(monkeypatch: pyte
     assert found[0] == found[1] == found[2]
 
 
-def test_left_to_itself_it_guesses_by_what_there_is_and_a_drafter_without_a_draft_model_is_refused(llm: LLM) -> None:
+def test_the_default_drafter_depends_on_the_draft_model_and_a_drafter_without_one_is_refused(llm: LLM) -> None:
     assert llm.config.drafter == "hybrid"
     with pytest.raises(ParameterError, match="draft_model"):
         make(draft=False, drafter="model")
@@ -420,7 +420,7 @@ def test_an_unknown_device_is_refused_by_name(device: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+def test_a_missing_device_is_refused_by_name() -> None:
     with pytest.raises(ParameterError, match="device='cuda'"):
         make(device="cuda")
 
@@ -446,7 +446,7 @@ def test_on_finished_is_called_once_a_request_in_the_order_of_ending(llm: LLM) -
     assert all(output.finished for output in ended)
 
 
-def test_an_interrupt_reaches_the_caller_and_what_has_ended_stays(llm: LLM, expected: list[list[int]]) -> None:
+def test_an_interrupt_reaches_the_caller_and_finished_answers_stay(llm: LLM, expected: list[list[int]]) -> None:
     ended: list[RequestOutput] = []
 
     def stop_after_two(output: RequestOutput) -> None:
@@ -481,7 +481,7 @@ def test_a_stream_that_is_left_early_frees_its_rows(llm: LLM, expected: list[lis
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
 
 
-def test_a_budget_of_time_ends_the_answers_as_they_are(llm: LLM, expected: list[list[int]]) -> None:
+def test_a_time_budget_ends_unfinished_answers(llm: LLM, expected: list[list[int]]) -> None:
     late = SamplingParams(temperature=0, max_tokens=80, time_budget=1e-9)
     output = llm.generate(PROMPTS[0], late, use_tqdm=False)[0]
     assert output.outputs[0].finish_reason == "deadline"
@@ -525,7 +525,7 @@ def test_references_are_a_list_of_texts_for_each_prompt(references: Any) -> None
 
 
 @pytest.mark.parametrize("blank", ["", " \n\t", [], np.array([], dtype=int)], ids=repr)
-def test_texts_to_copy_from_in_which_there_is_nothing_are_refused_by_name(blank: Any) -> None:
+def test_blank_references_are_refused_by_name(blank: Any) -> None:
     llm = make(draft=False, drafter="ngram")
     with pytest.raises(ParameterError, match=r"^references=.*leave it out"):
         llm.generate(PROMPTS[0], GREEDY, references=[[[1, 2], blank]], use_tqdm=False)
@@ -533,17 +533,17 @@ def test_texts_to_copy_from_in_which_there_is_nothing_are_refused_by_name(blank:
         make(draft=False, drafter="ngram", reference_documents=[[1, 2], blank])
 
 
-def test_references_with_more_letters_than_can_be_read_are_refused_before_they_are_read() -> None:
+def test_references_with_too_many_characters_are_refused_before_they_are_encoded() -> None:
     llm = make(draft=False, drafter="ngram")
     with pytest.raises(ParameterError, match=str(MAX_REFERENCE_CHARACTERS)):
         llm.generate(PROMPTS[0], GREEDY, references=[["a" * MAX_REFERENCE_CHARACTERS, "b"]], use_tqdm=False)
 
 
-# What users of vLLM and transformers try
+# Features that users of vLLM and transformers expect
 
 
-def spelled(tokenizer: Any) -> LLM:
-    """With a tokenizer of bytes."""
+def make_speller(tokenizer: Any) -> LLM:
+    """LLM with a byte vocabulary and the given tokenizer."""
     fields = {"vocab_size": len(byte_tokenizer()), "max_position_embeddings": 256}
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "attention": "padded", "threads": 1}
     options |= {"num_speculative_tokens": 3, "drafter": "ngram", "max_batch_size": 4}
@@ -552,11 +552,11 @@ def spelled(tokenizer: Any) -> LLM:
 
 @pytest.fixture
 def speller() -> LLM:
-    return spelled(byte_tokenizer())
+    return make_speller(byte_tokenizer())
 
 
 LONG = [1] * 200
-UNSERVED: list[tuple[list[Any], dict[str, Any], int, str]] = [
+REFUSED_PROMPTS: list[tuple[list[Any], dict[str, Any], int, str]] = [
     ([[1], [2], LONG], {}, 2, "the prompt has 200 tokens"),
     ([[1], []], {}, 1, "the prompt has no tokens"),
     ([[1], None], {}, 1, "prompts=None is not allowed"),
@@ -566,16 +566,18 @@ UNSERVED: list[tuple[list[Any], dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompts", "given", "place", "reason"), UNSERVED, ids=[each[-1] for each in UNSERVED])
+@pytest.mark.parametrize(
+    ("prompts", "options", "place", "reason"), REFUSED_PROMPTS, ids=[reason for *_, reason in REFUSED_PROMPTS]
+)
 def test_a_prompt_that_cannot_be_served_is_named_or_skipped(
-    llm: LLM, prompts: list[Any], given: dict[str, Any], place: int, reason: str
+    llm: LLM, prompts: list[Any], options: dict[str, Any], place: int, reason: str
 ) -> None:
     named = rf"^prompts\[{place}\](: |){reason.removeprefix('prompts')}"
     with pytest.raises(PacelineError, match=named):
-        llm.generate(prompts, GREEDY, use_tqdm=False, **given)
+        llm.generate(prompts, GREEDY, use_tqdm=False, **options)
     assert not llm.engine.busy
     ended: list[RequestOutput] = []
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="skip", on_finished=ended.append, **given)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="skip", on_finished=ended.append, **options)
     assert [output.error is not None for output in outputs] == [index == place for index in range(len(prompts))]
     bad = outputs[place]
     assert re.match(reason, str(bad.error))
@@ -583,11 +585,11 @@ def test_a_prompt_that_cannot_be_served_is_named_or_skipped(
     served = [prompt for index, prompt in enumerate(prompts) if index != place]
     assert tokens([each for each in outputs if each is not bad]) == tokens(llm.generate(served, GREEDY, use_tqdm=False))
     assert {id(output) for output in ended} == {id(output) for output in outputs}
-    last = {output.request_id: output for output in llm.stream(prompts, GREEDY, on_error="skip", **given)}
+    last = {output.request_id: output for output in llm.stream(prompts, GREEDY, on_error="skip", **options)}
     assert sorted(tokens(list(last.values()))) == sorted(tokens(outputs))
 
 
-def test_what_to_do_about_errors_is_one_of_two_words(llm: LLM) -> None:
+def test_an_unknown_on_error_is_refused(llm: LLM) -> None:
     with pytest.raises(ParameterError, match=r"^on_error='ignore'.*'raise', 'skip'"):
         llm.generate([[1]], GREEDY, use_tqdm=False, on_error="ignore")  # type: ignore[arg-type]
 
@@ -601,7 +603,7 @@ def test_a_conversation_that_cannot_be_read_is_named_or_skipped(speller: LLM) ->
     assert isinstance(bad.error, RequestError)
 
 
-def test_it_is_closed_at_the_end_of_a_with_statement() -> None:
+def test_an_llm_is_closed_at_the_end_of_a_with_statement() -> None:
     with make() as llm:
         assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     with pytest.raises(PacelineError, match="was closed"):
@@ -609,12 +611,12 @@ def test_it_is_closed_at_the_end_of_a_with_statement() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_copying_it_is_refused_in_a_sentence(llm: LLM, duplicate: Callable[[LLM], object]) -> None:
+def test_copying_an_llm_is_refused(llm: LLM, duplicate: Callable[[LLM], object]) -> None:
     with pytest.raises(PacelineError, match=r"cannot be copied or pickled.*in every process that uses it"):
         duplicate(llm)
 
 
-def test_beams_are_refused_by_name(llm: LLM) -> None:
+def test_beam_search_is_refused(llm: LLM) -> None:
     with pytest.raises(PacelineError, match=r"no beam search here.*rank_by"):
         llm.beam_search([[1]], beam_width=4)
 
@@ -628,7 +630,7 @@ def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pyt
         toy_llm().with_options(max_num_seqs=4)  # type: ignore[call-arg]
 
 
-def test_the_tokenizer_is_given_out(llm: LLM, speller: LLM) -> None:
+def test_get_tokenizer_returns_the_hugging_face_tokenizer(llm: LLM, speller: LLM) -> None:
     assert speller.get_tokenizer().decode(speller.get_tokenizer()("abc")["input_ids"]) == "abc"
     with pytest.raises(ParameterError, match=r"^tokenizer=None"):
         llm.get_tokenizer()
@@ -637,13 +639,13 @@ def test_the_tokenizer_is_given_out(llm: LLM, speller: LLM) -> None:
 def test_a_tokenizer_may_be_given_by_its_directory(speller: LLM, tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     for named in (tmp_path, str(tmp_path)):
-        (output,) = spelled(named).generate("abc", GREEDY, use_tqdm=False)
+        (output,) = make_speller(named).generate("abc", GREEDY, use_tqdm=False)
         assert output.outputs[0].text == speller.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].text
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        spelled("nowhere")
+        make_speller("nowhere")
 
 
-def test_what_a_chat_template_knows_by_name_reaches_it(speller: LLM) -> None:
+def test_chat_template_kwargs_reach_the_template(speller: LLM) -> None:
     said: list[Any] = [{"role": "user", "content": "hi"}]
     tokenizer = speller.get_tokenizer()
     tokenizer.chat_template = (
@@ -691,7 +693,7 @@ def test_restrictions_hold_in_texts_and_speculation_changes_nothing(speller: LLM
     assert tokens(free[2:]) != tokens(outputs[2:])
 
 
-def test_prompts_are_scored_where_that_is_asked_for(llm: LLM) -> None:
+def test_prompt_logprobs_are_returned_on_request(llm: LLM) -> None:
     params = [replace(GREEDY, prompt_logprobs=2), GREEDY, replace(GREEDY, prompt_logprobs=0)]
     outputs = llm.generate([PROMPTS[2], PROMPTS[0], [4]], params, use_tqdm=False)
     told = outputs[0].prompt_logprobs
@@ -726,7 +728,7 @@ def test_special_tokens_may_be_shown(speller: LLM) -> None:
         assert output.outputs[0].text == text
 
 
-def test_a_terminal_sees_what_takes_its_time(
+def test_a_terminal_shows_the_stages_of_loading(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(draft=False)
@@ -739,7 +741,7 @@ def test_a_terminal_sees_what_takes_its_time(
     assert capsys.readouterr().err == ""
 
 
-def test_a_directory_that_is_no_models_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused_with_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"no config\.json, so it is not a Hugging Face model directory"):
         LLM(tmp_path)
     (tmp_path / "little.gguf").touch()
@@ -747,7 +749,7 @@ def test_a_directory_that_is_no_models_is_refused_by_what_it_lacks(tmp_path: Pat
         LLM(tmp_path)
 
 
-def test_rows_beyond_what_longrope_keeps_still_are_refused_with_the_reason() -> None:
+def test_rows_longer_than_the_short_factors_of_longrope_are_refused() -> None:
     factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
     fields = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors}}
     model = tiny("phi3", NATIVE["llama"][1] | fields | {"original_max_position_embeddings": 32})

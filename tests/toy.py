@@ -1,4 +1,4 @@
-"""Small models whose next token depends on the whole prefix, drafters that follow a script, and a slow, plain truth."""
+"""Toy models whose logits depend on the whole prefix, scripted drafters, and a slow reference sampler."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ POSITIONS = 96
 
 
 class ToyModel:
-    """Query and key are zero, so attention is the mean of the visible values; times their number it is an exact sum.
+    """Model with exact arithmetic whose logits change if any cached value is wrong.
 
-    Values are small whole numbers that hash (layer, head, token, position): a cache that is one token off, or holds one
-    stale value, gives another sum and so another row of a fixed table of logits. All arithmetic is exact, so logits are
-    equal to the bit however the work is batched.
+    Queries and keys are zero, so attention is the mean of the visible values; multiplied by their number it is their
+    exact sum. Values are small whole numbers that hash (layer, head, token, position). A cache that is off by one token
+    or holds one stale value gives another sum, which selects another row of a fixed table of logits. Logits are equal
+    to the bit however the work is batched.
 
-    blur: 0 gives ``table_seed``'s own logits; more mixes another table in, for draft models that are sometimes right.
+    blur: part of a second table that is mixed into the logits, for draft models that are right only sometimes.
     """
 
     HEADS = 4
@@ -68,7 +69,7 @@ class ToyModel:
         self.table = scale * ((1 - blur) * table + blur * other)
 
     def _code(self, layer: int, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[B, G, L, D] whole numbers from 0 to 15."""
+        """Values [B, G, L, D]: whole numbers from 0 to 15."""
         place = torch.arange(1, self.kv_heads * self.head_dim + 1).view(1, self.kv_heads, 1, self.head_dim)
         mixed = (tokens[:, None, :, None] + 3) * (positions[:, None, :, None] + 7) * (place + 11 * layer) * 2654435761
         return ((mixed >> 13) % 16).float()
@@ -86,7 +87,7 @@ class ToyModel:
         return HiddenStates(total.transpose(1, 2).reshape(rows, length, -1), self._features(tokens, positions, taps))
 
     def _features(self, tokens: Tensor, positions: Tensor, taps: Sequence[int]) -> Tensor | None:
-        """[B, L, taps, G x D], of the token and its position."""
+        """Hidden states [B, L, taps, G x D] that depend on the token and its position; None without taps."""
         if not taps:
             return None
         return torch.stack([self._code(tap, tokens, positions).transpose(1, 2).flatten(2) / 8 - 1 for tap in taps], 2)
@@ -101,16 +102,16 @@ class ToyModel:
 
 
 class FlatToy(ToyModel):
-    """The same model running its own attention over our cache, only the real tokens of every row (``FlatModel``)."""
+    """Toy model with its own attention over the KV cache, on a flat list of real tokens (``FlatModel``)."""
 
     kernels = "toy"
     quantization = None
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
-        tokens, rows, positions = (given[nodes.read :] for given in nodes[:3])
+        tokens, rows, positions = (tensor[nodes.read :] for tensor in nodes[:3])
         slots, all_seen = self._slots(nodes)[nodes.read :], seen_by(nodes)[nodes.read :]
         seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in all_seen]
-        real = slots < cache.positions  # what lies beyond a row's end goes nowhere
+        real = slots < cache.positions  # writes beyond a row's end are dropped
         total = torch.zeros(len(tokens), self.HEADS, self.head_dim, dtype=torch.float32)
         for layer in range(self.layers):
             code = self._code(layer, tokens[None], positions[None])[0].transpose(0, 1)
@@ -125,7 +126,7 @@ class FlatToy(ToyModel):
         return self.forward(nodes, cache, taps).features
 
     def _slots(self, nodes: Nodes) -> Tensor:
-        """[N]; raises AssertionError unless the list is what ``Nodes`` promises."""
+        """Slot of each node, [N]. Raises AssertionError if the list violates the rules of ``Nodes``."""
         rows, positions = nodes.rows.tolist(), nodes.positions.tolist()
         if nodes.slots is None or nodes.parents is None:
             last: dict[int, int] = {}
@@ -142,7 +143,7 @@ class FlatToy(ToyModel):
 
 @functools.cache
 def tiny_llama(seed: int = 0, vocab_size: int = VOCAB) -> Model:
-    """A random Llama in float32 through the native transformer, spread wide enough that near-ties are rare."""
+    """Random Llama in float32 on the native transformer, with logits so spread that near-ties are rare."""
     from paceline.models.loading import load_model
 
     return load_model(tiny_llama_of_transformers(seed, vocab_size), dtype=torch.float32)
@@ -174,7 +175,7 @@ def tiny_llama_of_transformers(seed: int = 0, vocab_size: int = VOCAB) -> Any:
 
 @functools.cache
 def tiny_native(seed: int, layers: int = 2) -> NativeModel:
-    """Random weights on the CPU kernels: a token's bits do not depend on its neighbours."""
+    """Random model on the CPU kernels, whose results do not depend on the other rows of a batch."""
     spec = random_spec(vocab_size=VOCAB, layers=layers, max_positions=POSITIONS, tied=False, seed=seed)
     return NativeModel(spec, f"native-{layers}", quantization="int8", threads=1)
 
@@ -188,13 +189,13 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     plain = {"drafter": None, "max_batch_size": 4, "max_model_len": POSITIONS, "dtype": "float32", "device": "cpu"}
-    options = plain | {"num_speculative_tokens": 4, "longest_pause": None} | options  # chunks do not depend on the time
+    options = plain | {"num_speculative_tokens": 4, "longest_pause": None} | options  # no timing
     return Engine(Models(target, draft, eos, documents), EngineConfig(**options))
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-    """All prompts through the engine, its integrity checked after every step."""
-    outputs = [engine.add(make_request(p, s)) for p, s in zip(prompts, params, strict=True)]
+    """Run all prompts through the engine; check its integrity after every step."""
+    outputs = [engine.add(make_request(prompt, each)) for prompt, each in zip(prompts, params, strict=True)]
     while engine.busy:
         engine.step()
         engine.scheduler.check_integrity()
@@ -202,7 +203,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
 
 
 def make_request(prompt: Sequence[int], params: SamplingParams) -> Request:
-    """Every structure is the toy's."""
+    """Make a request; any structured output is ``ToyConstraint``."""
     make_constraint: Callable[[], Constraint] | None = None
     if params.structured_outputs is not None:
         make_constraint = ToyConstraint
@@ -212,7 +213,7 @@ def make_request(prompt: Sequence[int], params: SamplingParams) -> Request:
 
 
 def toy_encode(text: str) -> list[int]:
-    """Letters are tokens from 1 on, "a" is 1; a space is 21."""
+    """Encode letters as tokens from 1 on ("a" is 1) and a space as 21."""
     return [21 if letter == " " else ord(letter) - ord("a") + 1 for letter in text]
 
 
@@ -225,9 +226,9 @@ def is_bad(words: Sequence[str], answer: Sequence[int], token: int) -> bool:
 
 @dataclass
 class ToyConstraint:
-    """Depends on the whole answer: a token may follow unless it makes the sum of all tokens 1 modulo 4.
+    """Constraint on the whole answer: the sum of its tokens must not become 1 modulo 4.
 
-    Before the third token none below 1 may come.
+    The first two tokens must not be 0.
     """
 
     answer: list[int] = field(default_factory=list)
@@ -235,17 +236,17 @@ class ToyConstraint:
     def forbids(self, answer: Sequence[int], token: int) -> bool:
         return (sum(answer) + token) % 4 == 1 or (len(answer) < 2 and token < 1)
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> ToyAsked:
-        return ToyAsked(self, [[*self.answer, *draft_tokens[: first + place]] for place in range(places)])
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> ToyMaskQuery:
+        return ToyMaskQuery(self, [[*self.answer, *draft_tokens[: first + place]] for place in range(places)])
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.answer += tokens
 
 
 @dataclass
-class ToyAsked:
+class ToyMaskQuery:
     constraint: ToyConstraint
-    before: list[list[int]]  # of every place
+    before: list[list[int]]  # tokens before each position
 
     def send(self) -> None:
         pass
@@ -258,40 +259,40 @@ class ToyAsked:
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
-    """Of every answer that was made, in the order of sampling."""
+    """Token ids of all samples of each request, in the order of sampling."""
     return [[answer.token_ids for answer in output.candidates] for output in outputs]
 
 
-# --- the slow, plain truth --------------------------------------------------------------------------------------------
+# --- slow reference sampler -------------------------------------------------------------------------------------------
 
 
 def logits_after(model: Model, tokens: Sequence[int]) -> list[float]:
-    """The model's logits after these tokens, all fed at once into an empty cache, through the reference attention."""
+    """Logits after these tokens, computed at once with an empty cache and the reference attention."""
     decoder = Decoder(model, ReferenceAttention(), 1, len(tokens))
     hidden = decoder.forward(torch.tensor([list(tokens)]), torch.zeros(1, dtype=torch.int64), len(tokens))
     return [float(x) for x in decoder.logits(hidden[:, -1])[0]]
 
 
 def slow_processed(logits: Sequence[float], params: SamplingParams, answer: Sequence[int]) -> list[float]:
-    """Allowed tokens, bad words, logits processors."""
-    left = [
+    """Apply allowed tokens, bad words and logits processors."""
+    processed = [
         -math.inf
         if token not in (params.allowed_token_ids or (token,)) or is_bad(params.bad_words, answer, token)
-        else given
-        for token, given in enumerate(logits)
+        else logit
+        for token, logit in enumerate(logits)
     ]
     for process in params.logits_processors:
-        left = process(list(answer), torch.tensor(left)).tolist()
-    return left
+        processed = process(list(answer), torch.tensor(processed)).tolist()
+    return processed
 
 
 def slow_adjust(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], stops: frozenset[int]
 ) -> list[float]:
-    """Bias, penalties, minimum length, what may come: one position, one token at a time."""
+    """Apply restrictions, bias, penalties and minimum length, one token at a time."""
     adjusted = []
-    for token, given in enumerate(slow_processed(logits, params, answer)):
-        x = given + params.logit_bias.get(token, 0.0)
+    for token, logit in enumerate(slow_processed(logits, params, answer)):
+        x = logit + params.logit_bias.get(token, 0.0)
         count = list(answer).count(token)
         if count or token in prompt:
             x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
@@ -305,7 +306,7 @@ def slow_adjust(
 
 
 def slow_warp(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
-    """Temperature, min-p, top-k, top-p: logits, -inf where cut. Temperature 0 leaves them as they are."""
+    """Apply temperature, min-p, top-k and top-p; cut tokens become -inf. Temperature 0 changes nothing."""
     if params.temperature == 0:
         return list(adjusted)
     x = [value / params.temperature for value in adjusted]
@@ -339,7 +340,7 @@ def slow_distribution(adjusted: Sequence[float], params: SamplingParams) -> list
 
 
 def slow_draw(adjusted: Sequence[float], params: SamplingParams, row_seed: int, position: int) -> int:
-    """argmax of the warped logits plus full Gumbel noise; ties to the smaller token."""
+    """Draw the argmax of the warped logits plus Gumbel noise of all tokens; ties go to the smaller token."""
     scores = slow_warp(adjusted, params)
     if params.temperature > 0:
         key = noise_key(torch.tensor(row_seed), torch.tensor(position), Purpose.DRAW)
@@ -351,7 +352,7 @@ def slow_draw(adjusted: Sequence[float], params: SamplingParams, row_seed: int, 
 def slow_answer(
     model: Model, prompt: Sequence[int], params: SamplingParams, index: int = 0, eos: tuple[int, ...] = ()
 ) -> list[int]:
-    """Plain decoding by the book: no cache, no batch, every token from the whole text."""
+    """Decode one answer without cache, batch and speculation: every token from the whole text."""
     assert params.seed is not None or params.temperature == 0
     row_seed = sequence_seed(params.seed or 0, index)
     stops = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
@@ -364,7 +365,7 @@ def slow_answer(
     return answer
 
 
-# --- drafters and policies by script ----------------------------------------------------------------------------------
+# --- scripted drafters and policies -----------------------------------------------------------------------------------
 
 
 def never(rng: random.Random, right: int, vocab: int) -> int:
@@ -381,10 +382,10 @@ def sometimes(rng: random.Random, right: int, vocab: int) -> int:
 
 @dataclass
 class Scripted(Drafter):
-    """Knows every row's answer (``truth``: row seed -> prompt and answer) and draft tokens after a script.
+    """Drafter that knows every row's answer and proposes correct or wrong tokens as a script decides.
 
-    ragged: how many draft tokens of a row are real varies, 0 included. short: may return fewer columns than were asked
-    for.
+    truth: row seed -> prompt and answer. script(rng, correct token, vocabulary size) -> draft token.
+    ragged: whether the number of draft tokens varies by row, 0 included. short: whether k may be below the plan's.
     """
 
     truth: Mapping[int, Sequence[int]]
@@ -412,7 +413,7 @@ class Scripted(Drafter):
         return Draft(shape, torch.tensor(counts, dtype=torch.int64))
 
 
-Shape = Callable[[random.Random, int], list[int]]  # k -> the draft token that each draft token follows, -1: the root
+Shape = Callable[[random.Random, int], list[int]]  # (rng, k) -> parent of each draft token, -1 for the root
 
 SHAPES: dict[str, Shape] = {
     "chain": lambda _, k: list(range(-1, k - 1)),
@@ -428,14 +429,13 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass
 class ScriptedTrees(Scripted):
-    """Draft tokens trees: of each node's children one, wherever it stands among them, follows the script; others are
-    wrong.
+    """Drafter of trees in which one random child of each node follows the script; the other children are wrong.
 
-    Children of wrong nodes may be right for where they stand, which must help nobody.
+    Children of wrong nodes may be correct for their depth, but must not be accepted.
     """
 
     shape: Shape = SHAPES["random"]
-    scored: bool = False  # by chance
+    scored: bool = False  # with random confidences
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         self.asked.append(wish.k)
@@ -449,7 +449,7 @@ class ScriptedTrees(Scripted):
         return Draft(tokens, torch.tensor(counts, dtype=torch.int64), confidence=scores, parents=parents)
 
     def _row(self, right: Sequence[int], k: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents."""
+        """Draft tokens of one row, and their parents."""
         parents, tokens, depths = self.shape(self.rng, k), [], []
         lucky = {parent: self.rng.choice([g for g, p in enumerate(parents) if p == parent]) for parent in parents}
         for draft_token, parent in enumerate(parents):
@@ -463,7 +463,7 @@ class ScriptedTrees(Scripted):
 def truth_of(
     prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], tokens: Sequence[Sequence[Sequence[int]]]
 ) -> dict[int, list[int]]:
-    """Row seed -> prompt and answer, for ``Scripted``. Every params needs a seed of its own."""
+    """Mapping from row seed to prompt and answer, for ``Scripted``. All params need different seeds."""
     return {
         sequence_seed(s.seed or 0, index): [*prompt, *answer]
         for prompt, s, each in zip(prompts, params, tokens, strict=True)
@@ -472,7 +472,7 @@ def truth_of(
 
 
 class RandomLength(LengthPolicy):
-    """Another speculation length every round, 0 included."""
+    """Policy with a random speculation length every round, 0 included."""
 
     name = "random"
 
@@ -484,7 +484,7 @@ class RandomLength(LengthPolicy):
 
 
 class RandomCaps(RandomLength):
-    """Another length every round and another for every row."""
+    """Policy with a random speculation length for every row and round."""
 
     name = "caps"
 
@@ -494,7 +494,7 @@ class RandomCaps(RandomLength):
 
 
 class RandomSelection(RandomLength):
-    """Another length every round, and of what was drafted another part in every row."""
+    """Policy with a random length every round that verifies a random part of each row's draft."""
 
     name = "selection"
     selects = True
@@ -504,7 +504,7 @@ class RandomSelection(RandomLength):
 
 
 class RandomStops(RandomLength):
-    """Another length every round, and drafts that end wherever a coin says."""
+    """Policy with a random length every round that stops drafting at random."""
 
     name = "stops"
 

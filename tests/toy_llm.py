@@ -1,4 +1,4 @@
-"""An ``LLM`` on toy models, without files and without a tokenizer: what benchmarks need of one."""
+"""An ``LLM`` on toy models, without files and without a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""HTTP to servers on this machine: every request has a connection of its own, and none reads certificates or proxies.
+"""HTTP client for servers on this machine: one connection per request, without certificates and proxies.
 
-httpx's own functions read the system's certificates for every request, which takes 25 ms.
+httpx's module functions read the system's certificates for every request, which takes 25 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two rules, block by block."""
+"""The two acceptance rules on single rounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_hot(tokens: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=80, deadline=None)
 @given(rows=st.integers(1, 4), k=st.integers(0, 5), data=st.data(), temperature=st.sampled_from([0.0, 1.0]))
-def test_coupled_keeps_the_real_guesses_before_the_first_that_differs(
+def test_coupled_accepts_the_real_draft_tokens_before_the_first_mismatch(
     rows: int, k: int, data: st.DataObject, temperature: float
 ) -> None:
     batch = make_batch(rows, temperature=temperature)
@@ -60,10 +60,10 @@ def test_coupled_keeps_the_real_guesses_before_the_first_that_differs(
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 3), k=st.integers(1, 6), data=st.data(), packed=st.booleans())
-def test_coupled_walks_from_the_root_along_the_targets_own_draws(
+def test_coupled_accepts_the_path_of_a_tree_along_the_targets_own_draws(
     kernels: str, rows: int, k: int, data: st.DataObject, packed: bool
 ) -> None:
-    """Node by node: what is drawn at a node knows the draft tokens on the way there, and no others."""
+    """A draw at a node takes into account the draft tokens on the path to it and no others."""
     batch = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
     logits = torch.randn(rows, k + 1, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     tokens = torch.tensor([[data.draw(st.integers(0, V - 1)) for _ in range(k)] for _ in range(rows)])
@@ -76,13 +76,13 @@ def test_coupled_walks_from_the_root_along_the_targets_own_draws(
         verdict = coupled(draft, logits[draft.real] if packed else logits, batch)
     assert verdict.path is not None
     for row in range(rows):
-        place, way, path = 0, [], []
+        place, drawn, path = 0, [], []
         while True:
             alone = make_batch(rows, temperature=1.0, presence_penalty=2.0, repetition_penalty=1.3)
-            alone.tokens[row, 2 : 2 + len(way)] = torch.tensor(way, dtype=torch.int64)
-            alone.length[row] += len(way)
+            alone.tokens[row, 2 : 2 + len(drawn)] = torch.tensor(drawn, dtype=torch.int64)
+            alone.length[row] += len(drawn)
             token = int(draw(logits[:, place, None], alone)[row, 0])
-            way.append(token)
+            drawn.append(token)
             matches = [
                 draft_token
                 for draft_token in range(int(draft.counts[row]))
@@ -92,11 +92,11 @@ def test_coupled_walks_from_the_root_along_the_targets_own_draws(
                 break
             path.append(matches[0])
             place = matches[0] + 1
-        assert verdict.host.tokens[row] == way
+        assert verdict.host.tokens[row] == drawn
         assert verdict.path[row].tolist() == [*path, *range(len(path), k)]
 
 
-def test_rejection_keeps_what_the_target_likes_at_least_as_much_as_the_draft() -> None:
+def test_rejection_accepts_tokens_with_at_least_the_drafts_probability() -> None:
     batch = make_batch(64)
     tokens = torch.zeros(64, 3, dtype=torch.int64)
     logits = torch.zeros(64, 4, V)
@@ -106,7 +106,7 @@ def test_rejection_keeps_what_the_target_likes_at_least_as_much_as_the_draft() -
     assert verdict.accepted.tolist() == [3] * 64
 
 
-def test_rejection_never_keeps_what_the_target_excludes_and_recovers_something_else() -> None:
+def test_rejection_never_accepts_tokens_that_the_target_excludes() -> None:
     batch = make_batch(64, top_k=2)
     logits = torch.randn(64, 3, V)
     worst = logits.argmin(-1)[:, :2]
@@ -116,8 +116,8 @@ def test_rejection_never_keeps_what_the_target_excludes_and_recovers_something_e
     assert all(token in pair for token, pair in zip(verdict.tokens[:, 0].tolist(), best_two.tolist(), strict=True))
 
 
-def test_a_row_without_guesses_draws_from_the_whole_law_even_where_padding_says_otherwise() -> None:
-    """Padding's q must not be subtracted: a row with no draft token has a bonus token, not a recovered one."""
+def test_a_row_without_draft_tokens_draws_from_the_whole_distribution_despite_padding() -> None:
+    """The q of padding must not be subtracted: a row without draft tokens gets a bonus token, not a recovered one."""
     batch = make_batch(500)
     logits = torch.zeros(500, 2, V)
     padding = torch.zeros(500, 1, dtype=torch.int64)
@@ -126,7 +126,7 @@ def test_a_row_without_guesses_draws_from_the_whole_law_even_where_padding_says_
     assert 40 < (verdict.tokens[:, 0] == 0).sum() < 130
 
 
-def test_a_certain_guess_of_the_same_law_is_always_kept() -> None:
+def test_draft_tokens_from_the_targets_own_distribution_are_always_accepted() -> None:
     batch = make_batch(200)
     logits = torch.randn(200, 5, V)
     q = logits[:, :4].softmax(-1)
@@ -136,7 +136,7 @@ def test_a_certain_guess_of_the_same_law_is_always_kept() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_rows_among_sampled_ones_follow_the_argmax_under_both_rules(rule: str) -> None:
+def test_greedy_rows_beside_sampled_ones_take_the_argmax_under_both_rules(rule: str) -> None:
     batch = new_batch(2, 32, V)
     batch.set_row(0, RowStart([1], SamplingParams(temperature=0), 1))
     batch.set_row(1, RowStart([1], SamplingParams(temperature=1), 2))
@@ -152,7 +152,7 @@ def test_greedy_rows_among_sampled_ones_follow_the_argmax_under_both_rules(rule:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_logprobs_are_the_targets_own_before_all_adjustments(rule: str) -> None:
+def test_logprobs_are_those_of_the_unadjusted_target(rule: str) -> None:
     batch = make_batch(3, logprobs=4, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
     logits = torch.randn(3, 3, V)
     draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))
@@ -169,10 +169,10 @@ def test_logprobs_are_the_targets_own_before_all_adjustments(rule: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
+def test_a_ranked_rows_logprobs_are_those_of_the_unconstrained_target(
     rule: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the accepting call, where the kernels accept: nobody asks for log-probabilities a second time."""
+    """With kernels, the accepting call returns the log-probabilities; no second call computes them."""
     monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     batch = make_batch(3, rank_by="mean_logprob", n=2, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
     batch.sampling.constraints[1] = ToyConstraint()
@@ -191,13 +191,13 @@ def test_a_ranked_rows_tokens_are_scored_by_the_law_before_its_constraint_too(
             assert ids[row][place] == []
 
 
-def test_more_logprobs_than_the_vocabulary_has_tokens_are_all_of_them() -> None:
+def test_more_logprobs_than_tokens_in_the_vocabulary_are_all_of_them() -> None:
     batch = make_batch(2, logprobs=20)
     verdict = RULES["coupled"](batch.empty_draft, torch.randn(2, 1, V), batch)
     assert verdict.logprobs is not None
     assert verdict.logprobs.top_ids.shape == (2, 1, V)
 
 
-def test_no_logprobs_are_computed_unless_a_live_row_asks() -> None:
+def test_no_logprobs_are_computed_unless_a_live_row_requests_them() -> None:
     batch = make_batch(2)
     assert RULES["coupled"](batch.empty_draft, torch.randn(2, 1, V), batch).logprobs is None

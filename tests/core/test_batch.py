@@ -1,4 +1,4 @@
-"""Rows come, gain tokens, move and go."""
+"""Rows of a batch join, gain tokens, move and leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
     assert batch.pending().tolist() == [[7], [9], [8]]
 
 
-def test_a_commit_by_the_kernels_is_torchs() -> None:
+def test_a_commit_by_the_kernels_equals_torchs() -> None:
     """On the CPU rows gain their tokens by one call of the kernels, on a device by tensor operators."""
     rng = torch.Generator().manual_seed(3)
     host, device = make_batch(), make_batch()
@@ -83,7 +83,7 @@ def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(kernels: bool
     assert batch.tokens[0].tolist() == [1] * 20 + [0] * width
 
 
-def test_room_is_what_the_row_with_most_room_may_still_gain() -> None:
+def test_max_gain_is_that_of_the_row_with_the_most_tokens_left() -> None:
     batch = make_batch()
     assert batch.max_gain == 19  # row 1: 50 tokens wanted, 20 positions
     batch.set_rows(1)
@@ -124,7 +124,7 @@ def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
     assert [tensor.tolist() for tensor in batch.sampling.stop_tokens[:2]] == [[0, 0, 1, 1], [8]]
 
 
-def test_what_a_row_in_prefill_asks_for_is_still_there_when_it_decodes() -> None:
+def test_parameters_of_a_row_in_prefill_apply_when_it_decodes() -> None:
     batch = new_batch(2, 20, 10)
     batch.set_row(0, RowStart([1], SamplingParams(), seed=1))
     batch.set_row(1, RowStart([1, 2], SamplingParams(logit_bias={3: 2.0}, min_tokens=2), seed=2, stop_tokens=(4,)))
@@ -149,7 +149,7 @@ def test_features_that_no_live_row_uses_are_off() -> None:
     assert rows.logprobs is None
 
 
-def test_an_empty_draft_has_no_guesses() -> None:
+def test_an_empty_draft_has_no_draft_tokens() -> None:
     draft = make_batch().empty_draft
     assert draft.k == 0
     assert draft.tokens.shape == (3, 0)

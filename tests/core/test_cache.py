@@ -1,4 +1,4 @@
-"""Keys and values at their places, and nowhere else."""
+"""The KV cache stores keys and values at their slots and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import ParameterError
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_every_row_is_written_at_its_own_positions_and_nothing_else_changes(data: st.DataObject) -> None:
+def test_a_write_changes_the_rows_own_slots_only(data: st.DataObject) -> None:
     layers, rows, heads, positions, dim = (data.draw(st.integers(1, 4)) for _ in range(5))
     positions += 3
     first = data.draw(st.integers(0, rows - 1))
@@ -43,28 +43,28 @@ def test_keys_may_be_views_of_any_layout() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_an_accepted_path_lies_behind_the_text_and_nothing_before_it_moves(data: st.DataObject) -> None:
+def test_keep_moves_an_accepted_path_to_the_end_of_the_text_and_nothing_before_it(data: st.DataObject) -> None:
     rows, positions, k = data.draw(st.integers(1, 4)), 12, data.draw(st.integers(1, 6))
     cache = KVCache(2, 5, 2, positions, 3)
     cache.keys.normal_()
     cache.values.normal_()
     keys, values = cache.keys.clone(), cache.values.clone()
-    of_row = data.draw(st.permutations(range(5)))[:rows]
+    cache_rows = data.draw(st.permutations(range(5)))[:rows]
     text = [data.draw(st.integers(0, positions)) for _ in range(rows)]
     kept = [sorted(data.draw(st.sets(st.integers(0, k - 1)))) for _ in range(rows)]
     paths = [[*path, *range(len(path), k)] for path in kept]
-    cache.keep(torch.tensor(of_row), torch.tensor(text), torch.tensor(paths))
-    for row, start, path in zip(of_row, text, kept, strict=True):
+    cache.keep(torch.tensor(cache_rows), torch.tensor(text), torch.tensor(paths))
+    for row, start, path in zip(cache_rows, text, kept, strict=True):
         for place, node in enumerate(path):
             if start + node < positions:
                 assert torch.equal(cache.keys[:, row, :, start + place], keys[:, row, :, start + node])
                 assert torch.equal(cache.values[:, row, :, start + place], values[:, row, :, start + node])
         assert torch.equal(cache.keys[:, row, :, :start], keys[:, row, :, :start])
-    others = [row for row in range(5) if row not in of_row]
+    others = [row for row in range(5) if row not in cache_rows]
     assert torch.equal(cache.keys[:, others], keys[:, others])
 
 
-def test_a_copied_row_brings_its_first_positions_and_leaves_the_rest() -> None:
+def test_copy_row_copies_the_first_positions_only() -> None:
     cache = KVCache(2, 3, 2, 6, 4)
     cache.keys.normal_()
     cache.values.normal_()
@@ -77,7 +77,7 @@ def test_a_copied_row_brings_its_first_positions_and_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_is_what_was_foretold_and_starts_as_zeros(dtype: torch.dtype) -> None:
+def test_a_cache_takes_the_predicted_memory_and_starts_as_zeros(dtype: torch.dtype) -> None:
     cache = KVCache(2, 3, 2, 7, 4, dtype=dtype, device="meta")
     assert cache.keys.nbytes + cache.values.nbytes == KVCache.bytes_for(2, 3, 2, 7, 4, dtype)
     cache = KVCache(2, 3, 2, 7, 4, dtype=dtype)
@@ -88,7 +88,7 @@ def test_the_memory_is_what_was_foretold_and_starts_as_zeros(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("field", ["layers", "rows", "heads", "positions"])
-def test_a_cache_without_room_is_refused(field: str) -> None:
+def test_a_cache_of_size_zero_is_refused(field: str) -> None:
     sizes = {"layers": 1, "rows": 1, "heads": 1, "positions": 1} | {field: 0}
     with pytest.raises(ParameterError, match=field):
         KVCache(**sizes, dim=2)

@@ -1,4 +1,4 @@
-"""Rows that wait for memory: nobody starves, nothing is taken beyond the limit, and answers are what they were."""
+"""Rows that wait for memory: none starves, the limit holds, and answers do not change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
 
 
 def limit_for(lengths: Sequence[int], target: ToyModel, draft: ToyModel | None = None, **options: Any) -> int:
-    """memory_limit under which rows of so many tokens fit at once, and not a byte more."""
+    """Smallest memory_limit in bytes under which rows of these lengths fit at once."""
     config = make_engine(target, draft, **{"max_batch_size": ROWS} | options).config
     plan = plan_memory(target, draft, config, config.max_batch_size, config.max_model_len or LONGEST)
     caches = sum(row_bytes(target, draft, config, length) for length in lengths)
@@ -42,7 +42,7 @@ def limit_for(lengths: Sequence[int], target: ToyModel, draft: ToyModel | None =
 
 
 def short_engine(lengths: Sequence[int], kind: type[ToyModel] = ToyModel, **options: Any) -> Engine:
-    """It has memory for rows of so many tokens at once; of the longest, as many as fit."""
+    """Engine whose memory fits exactly rows of these lengths at once."""
     model = kind(max_positions=LONGEST)
     options = {"max_batch_size": ROWS, "max_model_len": LONGEST} | options
     engine = make_engine(model, **options, memory_limit=limit_for(lengths, model, **options))
@@ -50,12 +50,12 @@ def short_engine(lengths: Sequence[int], kind: type[ToyModel] = ToyModel, **opti
     return engine
 
 
-def add(engine: Engine, size: int, params: SamplingParams = GREEDY, seed: int = 0, **more: Any) -> RequestOutput:
-    return engine.add(Request(prompt_of(size, seed), params, **more))
+def add(engine: Engine, size: int, params: SamplingParams = GREEDY, seed: int = 0, **fields: Any) -> RequestOutput:
+    return engine.add(Request(prompt_of(size, seed), params, **fields))
 
 
-def reach(size: int, made: int = 3) -> int:
-    return size + made + MAX_SPECULATION_LENGTH
+def reach(size: int, max_tokens: int = 3) -> int:
+    return size + max_tokens + MAX_SPECULATION_LENGTH
 
 
 def memory_of(engine: Engine) -> int:
@@ -63,20 +63,18 @@ def memory_of(engine: Engine) -> int:
 
 
 def finish(engine: Engine) -> None:
-    """Every step within the limit, as the scheduler counts and as the system does."""
+    """Run until idle; check the limit after every step, as counted by the scheduler and by the system."""
     while engine.busy:
         step(engine)
         assert memory_of(engine) <= engine.room.limit
 
 
 @pytest.mark.parametrize(("kind", "drafter"), [(ToyModel, None), (ToyModel, "model"), (FlatToy, "model")])
-def test_answers_do_not_depend_on_the_memory_and_no_more_is_taken_than_there_is(
-    kind: type[ToyModel], drafter: str | None
-) -> None:
+def test_answers_do_not_depend_on_the_memory_limit_which_holds(kind: type[ToyModel], drafter: str | None) -> None:
     draw, shared = random.Random(7), prompt_of(400, 99)
     sizes = [draw.choice([5, 40, 250, 500, 900, 1470]) for _ in range(12)]
     prompts = [[*shared[: size // 2], *prompt_of(size - size // 2, size % 5)] for size in sizes]
-    made = [
+    params = [
         SamplingParams(temperature=1, seed=index, n=1 + index % 3, max_tokens=10**9 if size > 1300 else 8)
         for index, size in enumerate(sizes)
     ]
@@ -87,13 +85,13 @@ def test_answers_do_not_depend_on_the_memory_and_no_more_is_taken_than_there_is(
     roomy = make_engine(target, draft, max_batch_size=ROWS, **options)
     tight = make_engine(target, draft, max_batch_size=ROWS, memory_limit=limit, **options)
     assert not roomy.room.is_short
-    expected = run(roomy, prompts, made)
-    outputs = [tight.add(Request(list(prompt), params)) for prompt, params in zip(prompts, made, strict=True)]
+    expected = run(roomy, prompts, params)
+    outputs = [tight.add(Request(list(prompt), params)) for prompt, params in zip(prompts, params, strict=True)]
     finish(tight)
     assert answers(outputs) == answers(expected)
 
 
-def test_a_row_begins_when_all_that_it_may_come_to_hold_fits_beside_the_others() -> None:
+def test_a_row_begins_when_its_maximum_length_fits_beside_the_others() -> None:
     engine = short_engine([LONGEST, reach(400), reach(400)])
     outputs = [add(engine, 400, seed=seed) for seed in range(8)]
     step(engine)
@@ -107,7 +105,7 @@ def test_a_row_begins_when_all_that_it_may_come_to_hold_fits_beside_the_others()
     assert scheduler.reserved_bytes == 0
 
 
-def test_who_waits_for_memory_is_not_overtaken_by_those_who_need_less() -> None:
+def test_a_request_that_waits_for_memory_is_not_overtaken_by_smaller_ones() -> None:
     engine = short_engine([LONGEST])
     first = add(engine, 300, SamplingParams(temperature=0, max_tokens=20))
     long, late = add(engine, LONGEST - 10, seed=1), add(engine, 5, seed=2)
@@ -122,7 +120,7 @@ def test_who_waits_for_memory_is_not_overtaken_by_those_who_need_less() -> None:
 
 
 @pytest.mark.parametrize("wanted", [LONGEST, 10**6, 2**31 - 1])
-def test_who_asks_for_the_longest_answer_gets_the_whole_memory_and_no_more(wanted: int) -> None:
+def test_a_request_for_the_longest_answer_gets_the_whole_memory_and_no_more(wanted: int) -> None:
     engine = short_engine([LONGEST])
     params = SamplingParams(temperature=0, max_tokens=wanted)
     outputs = [add(engine, LONGEST - 5, params, seed) for seed in range(2)]
@@ -132,14 +130,14 @@ def test_who_asks_for_the_longest_answer_gets_the_whole_memory_and_no_more(wante
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
 
 
-def test_free_rows_make_way_those_first_that_were_of_no_use_for_the_longest_time() -> None:
+def test_the_least_recently_used_cached_prefixes_are_freed_first() -> None:
     engine = short_engine([LONGEST])
     for seed in (1, 2, 3):
         add(engine, 300, seed=seed)
         finish(engine)
-    held = [len(each.tokens) for each in engine.scheduler.free.rows]
-    assert sorted(held) == [0, 0, 0, 302, 302, 302]
-    add(engine, 700, seed=4)  # what is left of the memory holds one of them beside it
+    lengths = [len(each.tokens) for each in engine.scheduler.free.rows]
+    assert sorted(lengths) == [0, 0, 0, 302, 302, 302]
+    add(engine, 700, seed=4)  # one cached prefix fits beside it
     finish(engine)
     kept = [each.tokens[:300] for each in engine.scheduler.free.rows if each.tokens]
     assert prompt_of(300, 1) not in kept
@@ -149,7 +147,7 @@ def test_free_rows_make_way_those_first_that_were_of_no_use_for_the_longest_time
     assert again.cached_tokens == 299
 
 
-def test_a_row_that_cannot_stay_to_be_copied_is_taken_as_it_is() -> None:
+def test_a_cached_prefix_without_memory_for_a_copy_is_reused_in_place() -> None:
     engine = short_engine([LONGEST])
     text = add(engine, 900, seed=1)
     finish(engine)
@@ -162,7 +160,7 @@ def test_a_row_that_cannot_stay_to_be_copied_is_taken_as_it_is() -> None:
     assert answers([next_one]) == answers(run(roomy, [prompt], [GREEDY]))
 
 
-def test_a_request_that_ends_early_leaves_its_memory_to_the_next() -> None:
+def test_a_request_that_ends_early_frees_memory_for_the_next() -> None:
     engine = short_engine([LONGEST])
     add(engine, 300, SamplingParams(temperature=0, max_tokens=10**6), request_id="gone")
     next_one = add(engine, 300, SamplingParams(temperature=0, max_tokens=10**6, stop_token_ids=tuple(range(VOCAB))))
@@ -175,7 +173,7 @@ def test_a_request_that_ends_early_leaves_its_memory_to_the_next() -> None:
     assert memory_of(engine) < engine.room.limit // 2
 
 
-def test_a_row_that_could_not_begin_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_fails_to_begin_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = short_engine([LONGEST])
     add(engine, 300, seed=1)
     finish(engine)
@@ -191,7 +189,7 @@ def test_a_row_that_could_not_begin_takes_nothing(monkeypatch: pytest.MonkeyPatc
     assert whole.outputs[0].error is None
 
 
-def test_what_an_interrupt_leaves_behind_is_given_back() -> None:
+def test_clearing_after_an_interrupt_frees_all_memory() -> None:
     engine = short_engine([LONGEST])
     for seed in range(3):
         add(engine, 300, SamplingParams(temperature=0, max_tokens=100), seed)
@@ -204,7 +202,7 @@ def test_what_an_interrupt_leaves_behind_is_given_back() -> None:
     assert last.finished
 
 
-def test_measuring_costs_takes_no_more_than_there_is_and_gives_it_back() -> None:
+def test_measuring_costs_respects_the_limit_and_frees_its_memory() -> None:
     engine = short_engine([LONGEST], num_speculative_tokens="auto", drafter="ngram")
     assert engine.models.costs
     assert memory_of(engine) == 0
@@ -213,7 +211,7 @@ def test_measuring_costs_takes_no_more_than_there_is_and_gives_it_back() -> None
     assert short.finished
 
 
-def test_one_longest_row_has_to_fit_and_all_rows_while_they_are_short() -> None:
+def test_one_row_of_maximum_length_and_all_rows_of_128_tokens_must_fit() -> None:
     model, options = ToyModel(max_positions=LONGEST), {"max_model_len": LONGEST}
     limit = limit_for([LONGEST], model, **options)
     make_engine(model, max_batch_size=ROWS, memory_limit=limit, **options)
@@ -223,28 +221,21 @@ def test_one_longest_row_has_to_fit_and_all_rows_while_they_are_short() -> None:
         make_engine(model, max_batch_size=60, memory_limit=limit, **options)
 
 
-def test_the_start_line_says_that_rows_may_wait_for_memory() -> None:
+def test_the_start_line_says_that_rows_grow() -> None:
     assert "6 rows of 1500 tokens (they grow: 1 of that length at once, 0.00 GiB)" in short_engine([LONGEST]).describe()
     roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
     assert "rows of 1500 tokens (0.00 GiB)," in roomy.describe()
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
+def test_cache_usage_is_reported_in_bytes(limited: bool) -> None:
     model = FlatToy(max_positions=LONGEST)
     options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST}
     limit = limit_for([LONGEST, 300], model, **options) if limited else None
     engine = make_engine(model, **options, memory_limit=limit)
     assert engine.filled == CacheUsage(0, 0, 0, engine.room.limit)
     of = engine.room.bytes_for
-    outputs = [
-        add(
-            engine,
-            size,
-            seed=size,
-        )
-        for size in (300, 20)
-    ]
+    outputs = [add(engine, size, seed=size) for size in (300, 20)]
     engine.step()
     lengths = engine.batch.lengths[:2]
     assert engine.filled == CacheUsage(sum(map(of, lengths)), 0, 0, engine.room.limit)
@@ -263,8 +254,8 @@ def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])
-def test_guesses_beyond_a_rows_end_have_their_place(kind: type[ToyModel]) -> None:
-    """An answer's last tokens are verified beside draft tokens that nobody will want, at the border of a page."""
+def test_draft_tokens_beyond_a_rows_end_have_cache_slots(kind: type[ToyModel]) -> None:
+    """Draft tokens beyond the end of an answer are verified, too, at the border of a page."""
     options: dict[str, Any] = {"max_model_len": LONGEST, "drafter": "model"}
     options |= {"max_batch_size": ROWS, "num_speculative_tokens": MAX_SPECULATION_LENGTH}
     target, draft = kind(max_positions=LONGEST), kind(max_positions=LONGEST, blur=0.05)

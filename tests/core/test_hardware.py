@@ -1,4 +1,4 @@
-"""What a container leaves us, read from trees of control groups that look like the real ones."""
+"""Memory and CPU limits of containers, read from fake control groups; devices and dtypes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def stat(**fields: int) -> str:
     return "\n".join(f"{name} {value}" for name, value in {"anon": 1, **fields}.items())
 
 
-class Tree:
-    """Fake control groups; this process is in ``path`` of both versions."""
+class FakeCgroups:
+    """Fake control groups of both versions, in which this process belongs to ``path``."""
 
     def __init__(self, root: Path, path: str) -> None:
         self.root, self.own = root / "cgroup", root / "own"
@@ -34,9 +34,9 @@ class Tree:
         self.own.write_text(f"4:memory:{path}\n3:cpu,cpuacct:{path}\n0::{path}\n")
 
     def version_1(self, path: str, limit: object, usage: int, **fields: int) -> None:
-        told = stat(inactive_file=0, **{f"total_{name}": value for name, value in fields.items()})
+        fields_text = stat(inactive_file=0, **{f"total_{name}": value for name, value in fields.items()})
         place = self.root / "memory" / path
-        write(place, memory__limit_in_bytes=limit, memory__usage_in_bytes=usage, memory__stat=told)
+        write(place, memory__limit_in_bytes=limit, memory__usage_in_bytes=usage, memory__stat=fields_text)
 
     def version_2(self, path: str, limit: object, usage: int, **fields: int) -> None:
         write(self.root / path, memory__max=limit, memory__current=usage, memory__stat=stat(**fields))
@@ -49,91 +49,91 @@ class Tree:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
-    return Tree(tmp_path, "/box/inner")
+def groups(tmp_path: Path) -> FakeCgroups:
+    return FakeCgroups(tmp_path, "/box/inner")
 
 
 @pytest.mark.parametrize("version", ["version_1", "version_2"])
 @pytest.mark.parametrize("path", ["", "box/inner", "box"], ids=["as its root", "under its name", "above it"])
-def test_a_limit_leaves_what_is_not_in_use(version: str, path: str, tree: Tree) -> None:
-    getattr(tree, version)(path, LIMIT, 3 * GIB)
-    assert tree.free() == 5 * GIB
+def test_free_memory_is_the_limit_minus_the_usage(version: str, path: str, groups: FakeCgroups) -> None:
+    getattr(groups, version)(path, LIMIT, 3 * GIB)
+    assert groups.free() == 5 * GIB
 
 
 @pytest.mark.parametrize("version", ["version_1", "version_2"])
-def test_the_cache_of_a_large_file_just_written_is_free(version: str, tree: Tree) -> None:
-    getattr(tree, version)("", LIMIT, LIMIT - 1, inactive_file=6 * GIB)
-    assert tree.free() == 6 * GIB + 1
+def test_the_cache_of_a_large_file_just_written_is_free(version: str, groups: FakeCgroups) -> None:
+    getattr(groups, version)("", LIMIT, LIMIT - 1, inactive_file=6 * GIB)
+    assert groups.free() == 6 * GIB + 1
 
 
 @pytest.mark.parametrize("version", ["version_1", "version_2"])
-def test_so_is_the_cache_of_a_file_read_twice_unless_it_is_mapped(version: str, tree: Tree) -> None:
+def test_the_cache_of_a_file_read_twice_is_free_unless_it_is_mapped(version: str, groups: FakeCgroups) -> None:
     mapped = {"mapped_file" if version == "version_1" else "file_mapped": 2 * GIB}
-    getattr(tree, version)("", LIMIT, LIMIT, inactive_file=GIB, active_file=4 * GIB, **mapped)
-    assert tree.free() == 3 * GIB
+    getattr(groups, version)("", LIMIT, LIMIT, inactive_file=GIB, active_file=4 * GIB, **mapped)
+    assert groups.free() == 3 * GIB
 
 
-def test_the_kernels_own_caches_are_free(tree: Tree) -> None:
-    tree.version_2("", LIMIT, LIMIT, slab_reclaimable=GIB)
-    assert tree.free() == GIB
+def test_the_kernels_own_caches_are_free(groups: FakeCgroups) -> None:
+    groups.version_2("", LIMIT, LIMIT, slab_reclaimable=GIB)
+    assert groups.free() == GIB
 
 
 @pytest.mark.parametrize("version", ["version_1", "version_2"])
-def test_the_tightest_of_nested_limits_counts(version: str, tree: Tree) -> None:
-    add = getattr(tree, version)
+def test_the_tightest_of_nested_limits_counts(version: str, groups: FakeCgroups) -> None:
+    add = getattr(groups, version)
     add("box/inner", LIMIT, GIB)
     add("box", LIMIT, 7 * GIB, inactive_file=GIB)
     add("", 100 * GIB, 8 * GIB)
-    assert tree.free() == 2 * GIB
+    assert groups.free() == 2 * GIB
 
 
-def test_beyond_memory_high_the_kernel_slows_a_group_down(tree: Tree) -> None:
-    tree.version_2("box", LIMIT, GIB)
-    write(tree.root / "box", memory__high=2 * GIB)
-    assert tree.free() == GIB
+def test_memory_high_counts_as_a_limit(groups: FakeCgroups) -> None:
+    groups.version_2("box", LIMIT, GIB)
+    write(groups.root / "box", memory__high=2 * GIB)
+    assert groups.free() == GIB
 
 
-def test_more_in_use_than_the_limit_leaves_nothing(tree: Tree) -> None:
-    tree.version_2("", GIB, 2 * GIB)
-    assert tree.free() == 0
+def test_usage_above_the_limit_leaves_no_free_memory(groups: FakeCgroups) -> None:
+    groups.version_2("", GIB, 2 * GIB)
+    assert groups.free() == 0
 
 
 @pytest.mark.parametrize("path", ["", "box/inner"])
-def test_max_is_no_limit(path: str, tree: Tree) -> None:
-    tree.version_2(path, "max", GIB)
-    assert tree.free() is None
-    assert tree.cpus() is None
+def test_max_is_no_limit(path: str, groups: FakeCgroups) -> None:
+    groups.version_2(path, "max", GIB)
+    assert groups.free() is None
+    assert groups.cpus() is None
 
 
-def test_missing_and_broken_files_are_no_limit(tree: Tree) -> None:
-    assert tree.free() is None
-    write(tree.root, memory__max=LIMIT)
-    assert tree.free() is None
-    write(tree.root, memory__max="?", memory__current="\xff", cpu__max="100000")
-    assert tree.free() is None
-    assert tree.cpus() is None
-    write(tree.root, memory__max=LIMIT, memory__current=GIB)
-    assert tree.free() == LIMIT - GIB
-    tree.own.unlink()
-    assert tree.free() == LIMIT - GIB
+def test_missing_and_broken_files_are_no_limit(groups: FakeCgroups) -> None:
+    assert groups.free() is None
+    write(groups.root, memory__max=LIMIT)
+    assert groups.free() is None
+    write(groups.root, memory__max="?", memory__current="\xff", cpu__max="100000")
+    assert groups.free() is None
+    assert groups.cpus() is None
+    write(groups.root, memory__max=LIMIT, memory__current=GIB)
+    assert groups.free() == LIMIT - GIB
+    groups.own.unlink()
+    assert groups.free() == LIMIT - GIB
 
 
-def test_a_group_outside_of_what_the_container_sees(tmp_path: Path) -> None:
-    tree = Tree(tmp_path, "/../other")
+def test_a_group_outside_of_the_containers_view_is_ignored(tmp_path: Path) -> None:
+    groups = FakeCgroups(tmp_path, "/../other")
     write(tmp_path / "other", memory__max=1, memory__current=0)
-    tree.version_2("", LIMIT, GIB)
-    assert tree.free() == LIMIT - GIB
+    groups.version_2("", LIMIT, GIB)
+    assert groups.free() == LIMIT - GIB
 
 
-def test_the_tightest_quota_of_cpu_time_counts(tree: Tree) -> None:
-    write(tree.root / "box", cpu__max="250000 100000")
-    assert tree.cpus() == 2.5
-    write(tree.root, cpu__max="max 100000")
-    assert tree.cpus() == 2.5
-    write(tree.root / "cpu" / "box" / "inner", cpu__cfs_quota_us=150000, cpu__cfs_period_us=100000)
-    assert tree.cpus() == 1.5
-    write(tree.root / "cpu" / "box" / "inner", cpu__cfs_quota_us=-1)
-    assert tree.cpus() == 2.5
+def test_the_tightest_quota_of_cpu_time_counts(groups: FakeCgroups) -> None:
+    write(groups.root / "box", cpu__max="250000 100000")
+    assert groups.cpus() == 2.5
+    write(groups.root, cpu__max="max 100000")
+    assert groups.cpus() == 2.5
+    write(groups.root / "cpu" / "box" / "inner", cpu__cfs_quota_us=150000, cpu__cfs_period_us=100000)
+    assert groups.cpus() == 1.5
+    write(groups.root / "cpu" / "box" / "inner", cpu__cfs_quota_us=-1)
+    assert groups.cpus() == 2.5
 
 
 def test_a_limit_counts_where_it_is_tighter_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_limit_counts_where_it_is_tighter_than_the_machine(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(None, 8), (2.5, 3), (0.2, 1), (16.0, 8)])
-def test_torch_is_given_no_more_threads_than_the_quota_can_run(
+def test_default_threads_do_not_exceed_the_cpu_quota(
     quota: float | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
@@ -160,7 +160,7 @@ def test_torch_is_given_no_more_threads_than_the_quota_can_run(
 def test_auto_is_float16_on_gpus_that_do_not_multiply_bfloat16(
     capability: tuple[int, int], auto: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each GPU of a machine speaks for itself."""
+    """The dtype depends on the requested GPU, not on another one of the machine."""
     device, other = torch.device("cuda:1"), torch.device("cuda:0")
     capabilities = {device: capability, other: (8, 6)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: capabilities[asked])
@@ -171,7 +171,7 @@ def test_auto_is_float16_on_gpus_that_do_not_multiply_bfloat16(
 
 
 @pytest.mark.parametrize(("flag", "auto"), [("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)])
-def test_a_cpu_takes_no_float16(flag: str, auto: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_is_refused_on_a_cpu(flag: str, auto: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(hardware, "_cpu_flags", lambda: {flag})
     assert hardware.resolve_dtype("auto", cpu) == auto

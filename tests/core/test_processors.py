@@ -1,4 +1,4 @@
-"""Logits processors of a row: what they may not do, and what is refused before it could fail."""
+"""Logits processors of a row: failures end their own request, and impossible restrictions are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nothing_after(size: int) -> Any:
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model"])
-def test_a_row_without_any_token_left_ends_and_no_other_notices(drafter: str | None) -> None:
+def test_a_row_without_any_allowed_token_ends_and_no_other_row_changes(drafter: str | None) -> None:
     free = SamplingParams(temperature=0, max_tokens=20)
     stuck = SamplingParams(temperature=0, max_tokens=20, logits_processors=[nothing_after(7)])
     engine = make_engine(ToyModel(), ToyModel() if drafter == "model" else None, drafter=drafter)
@@ -56,7 +56,7 @@ def test_a_processor_that_fails_ends_its_own_request(process: Any) -> None:
     assert other.outputs[0].finish_reason == "length"
 
 
-def test_a_processor_may_write_into_what_it_is_given() -> None:
+def test_a_processor_may_write_into_its_arguments() -> None:
     def spoil(answer: list[int], logits: Tensor) -> Tensor:
         answer.append(5)
         logits[:] = -math.inf
@@ -69,26 +69,26 @@ def test_a_processor_may_write_into_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "restriction",
     [
         {"allowed_token_ids": [1, 2], "bad_words": ["a", "b"]},
         {"allowed_token_ids": [1], "bad_words": "za"},
         {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
     ],
 )
-def test_tokens_of_which_none_could_come_are_refused(given: dict[str, Any]) -> None:
-    params = SamplingParams(**given)
+def test_restrictions_that_allow_no_token_are_refused(restriction: dict[str, Any]) -> None:
+    params = SamplingParams(**restriction)
     with pytest.raises(ParameterError, match=r"^allowed_token_ids="):
         processed_row(params, toy_encode, params.stop_token_ids, VOCAB)
 
 
-def test_an_allowed_token_that_the_model_has_not_is_refused() -> None:
+def test_an_allowed_token_outside_of_the_vocabulary_is_refused() -> None:
     engine = make_engine(ToyModel())
     with pytest.raises(ParameterError, match=f"^allowed_token_ids={VOCAB}"):
         engine.add(make_request(PROMPT, SamplingParams(allowed_token_ids=[1, VOCAB])))
 
 
-@pytest.mark.parametrize("given", [{"bad_words": "a"}, {"allowed_token_ids": [1]}, {"logits_processors": [max]}])
-def test_an_engine_that_cannot_keep_a_restriction_refuses_it_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=f"^{next(iter(given))}=.*LLM.generate"):
-        make_engine(ToyModel()).add(Request(PROMPT, SamplingParams(**given)))
+@pytest.mark.parametrize("restriction", [{"bad_words": "a"}, {"allowed_token_ids": [1]}, {"logits_processors": [max]}])
+def test_an_engine_without_tokenizer_refuses_restrictions_by_name(restriction: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=f"^{next(iter(restriction))}=.*LLM.generate"):
+        make_engine(ToyModel()).add(Request(PROMPT, SamplingParams(**restriction)))

@@ -1,4 +1,4 @@
-"""Rows take the memory that they use, and give back what they no longer need; counted by the system, page by page."""
+"""Rows take only the memory that they use and free the rest, as counted by the system in pages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ PAGE = mmap.PAGESIZE
 
 
 def taken(*tables: Tensor) -> int:
-    """Bytes of memory that the system has given for these, pages of zeros that were only read not counted.
+    """Bytes of physical memory that these tables take, without pages that were only read.
 
-    Of each page /proc/self/pagemap says whether it is there (bit 63), and nobody else's (56), as that of zeros is.
+    /proc/self/pagemap has two bits per page: present (63) and exclusively mapped (56). The shared zero page, which
+    backs pages that were only read, is not exclusive.
     """
     pages = 0
     with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
@@ -53,7 +54,7 @@ def bytes_of(positions: int, dim: int = DIM) -> int:
 
 
 @pytest.mark.parametrize("dim", [16, 20, 80])
-def test_a_row_takes_the_memory_of_what_it_holds(dim: int) -> None:
+def test_a_row_takes_memory_for_its_tokens_only(dim: int) -> None:
     cache = cache_of(dim=dim)
     assert taken(*cache.tables) == 0
     fill(cache, 1, 0, 1)
@@ -63,7 +64,7 @@ def test_a_row_takes_the_memory_of_what_it_holds(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [16, 20, 80])
-def test_a_row_that_shrinks_gives_its_memory_back_and_keeps_what_it_holds(dim: int) -> None:
+def test_a_row_that_shrinks_frees_memory_and_keeps_its_first_slots(dim: int) -> None:
     cache = cache_of(dim=dim)
     for row in range(ROWS):
         fill(cache, row, 0, POSITIONS + 1)
@@ -79,21 +80,21 @@ def test_a_row_that_shrinks_gives_its_memory_back_and_keeps_what_it_holds(dim: i
     assert not cache.keys[:, 2].any()
 
 
-def test_what_lies_beyond_a_rows_end_takes_no_memory_and_overwrites_nothing() -> None:
+def test_writes_beyond_a_rows_end_take_no_memory_and_overwrite_nothing() -> None:
     cache = cache_of()
     for row in range(ROWS):
         cache.resize(row, 0)
     cache.resize(1, 100)
     fill(cache, 1, 0, 100)
-    held = cache.keys[:, 1, :, :100].clone()
+    saved = cache.keys[:, 1, :, :100].clone()
     fill(cache, 1, 100, 700)
-    assert torch.equal(cache.keys[:, 1, :, :100], held)
+    assert torch.equal(cache.keys[:, 1, :, :100], saved)
     assert taken(*cache.tables) == bytes_of(100)
     cache.keep(torch.tensor([1]), torch.tensor([90]), torch.tensor([[40, 500]]))
     assert taken(*cache.tables) == bytes_of(100)
 
 
-def test_rows_that_change_places_take_no_more_memory_than_before() -> None:
+def test_swapped_rows_take_no_additional_memory() -> None:
     cache, draw = cache_of(), random.Random(3)
     text: list[Tensor] = []
     for row in range(ROWS):
@@ -111,14 +112,14 @@ def test_rows_that_change_places_take_no_more_memory_than_before() -> None:
         assert torch.equal(cache.keys[:, row, :, : cache.sizes[row]], kept)
 
 
-def test_tables_are_reserved_and_not_counted_as_memory_until_they_are_used() -> None:
+def test_tables_reserve_address_space_and_take_memory_on_use() -> None:
     tables = RowTables(1, (1, 1024, 1, 2**20, 64), torch.float32, torch.device("cpu"))
     assert tables.tables[0].nbytes > 2**38
     tables.tables[0][0, 1023, 0, 5] = 1
     assert tables.tables[0][0, 1023, 0, :7, 0].tolist() == [0, 0, 0, 0, 0, 1, 0]
 
 
-def test_a_system_without_address_space_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_address_space_raises_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 

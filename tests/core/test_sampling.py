@@ -1,4 +1,4 @@
-"""Every step from logits to token, against a reference in plain Python, one row and one position at a time."""
+"""Sampling compared to a reference implementation in plain Python, one row and one position at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STOPS = (1, 5)
 
 
 def make_batch(starts: list[RowStart], answers: list[list[int]] | None = None, vocab: int = V) -> Batch:
-    """Rows with these prompts, and these tokens answered so far."""
+    """Batch of rows with these prompts and the tokens of their answers so far."""
     batch = new_batch(len(starts) + 1, 64, vocab)
     for row, start in enumerate(starts):
         batch.set_row(row, start)
@@ -50,7 +50,7 @@ def make_batch(starts: list[RowStart], answers: list[list[int]] | None = None, v
         )
         batch.length[row] += len(answer)
         batch.lengths[row] += len(answer)
-    batch.tokens[len(starts) :] = 3  # rows that are not there, and what lies beyond a row's end, must not matter
+    batch.tokens[len(starts) :] = 3  # free slots and entries beyond a row's end must not matter
     for row, length in enumerate(batch.lengths[: len(starts)]):
         batch.tokens[row, length:] = 7
     return batch
@@ -81,7 +81,7 @@ row_strategy = st.tuples(
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows=st.lists(row_strategy, min_size=1, max_size=4), k=st.integers(0, 4), noise=st.integers(0, 10**6))
-def test_adjust_warp_law_and_draw_equal_the_slow_reference_at_every_place_of_a_block(
+def test_adjust_warp_distribution_and_draw_equal_the_slow_reference_at_every_position(
     rows: list[tuple[list[int], list[int], SamplingParams, int]], k: int, noise: int
 ) -> None:
     rng = random.Random(noise)
@@ -92,31 +92,31 @@ def test_adjust_warp_law_and_draw_equal_the_slow_reference_at_every_place_of_a_b
     logits = torch.tensor([[[rng.gauss(0, 3) for _ in range(V)] for _ in range(k + 1)] for _ in rows])
     before = logits.clone()
     adjusted = adjust(logits, batch, draft_tokens)
-    assert torch.equal(logits, before), "the caller's logits are the caller's"
+    assert torch.equal(logits, before), "adjust must not change its input"
     warped, distribution, drawn = (
         warp(adjusted, batch),
         probabilities(adjusted, batch),
         draw(logits, batch, draft_tokens),
     )
-    native_law = Choices(logits, batch, draft_tokens).distribution()
-    assert torch.equal(logits, before), "the caller's logits are the caller's"
+    native_distribution = Choices(logits, batch, draft_tokens).distribution()
+    assert torch.equal(logits, before), "draws must not change their input"
     for row, (prompt, answer, params, seed) in enumerate(rows):
         for place in range(k + 1):
             text = answer + draft_tokens[row, :place].tolist()
             slow = slow_adjust(logits[row, place].tolist(), params, prompt, text, frozenset(STOPS))
             assert adjusted[row, place].tolist() == pytest.approx(slow, abs=1e-4)
-            exact = adjusted[row, place].tolist()  # from here on without the rounding of the step before
+            exact = adjusted[row, place].tolist()  # the next steps start from the rounded logits
             if params.temperature > 0:
                 found, slow = warped[row, place].tolist(), slow_warp(exact, params)  # logits: up to a constant
                 found, slow = [x - max(found) for x in found], [x - max(slow) for x in slow]
                 assert found == pytest.approx(slow, rel=1e-4, abs=1e-4)
             assert distribution[row, place].tolist() == pytest.approx(slow_distribution(exact, params), abs=1e-4)
-            assert native_law[row, place].tolist() == pytest.approx(slow_distribution(exact, params), abs=1e-4)
+            assert native_distribution[row, place].tolist() == pytest.approx(slow_distribution(exact, params), abs=1e-4)
             assert drawn[row, place].item() == slow_draw(exact, params, seed, len(prompt) + len(text))
 
 
 def test_a_draw_in_the_middle_of_a_block_is_the_draw_after_those_tokens() -> None:
-    """The drafter draws position by position (``first``), the target all at once: same penalties, same noise."""
+    """Drawing position by position with ``first``, as drafters do, equals drawing all at once, as the target does."""
     params = SamplingParams(presence_penalty=1, frequency_penalty=0.5, repetition_penalty=1.3, min_tokens=4, seed=1)
     batch = make_batch([RowStart([2, 3], params, 77, STOPS), RowStart([4], SamplingParams(), 78)], [[6], []])
     draft_tokens, logits = torch.tensor([[2, 2, 9], [1, 1, 1]]), torch.randn(2, 4, V)
@@ -154,8 +154,7 @@ def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
 
 
 def test_the_order_is_min_p_top_k_top_p() -> None:
-    """top_p = 0.8 of the renormalised top 2 keeps both; of the whole distribution it would keep two of four, after
-    min_p one."""
+    """top_p applies to the renormalized distribution after min_p and top_k."""
     logits = torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log()
     both = make_batch([RowStart([0], SamplingParams(top_k=2, top_p=0.5), 0)], vocab=4)
     assert probabilities(logits, both)[0, 0].tolist() == pytest.approx([1, 0, 0, 0])  # 0.4 / 0.7 > 0.5 already
@@ -181,7 +180,7 @@ def test_a_temperature_next_to_zero_is_the_argmax(temperature: float) -> None:
     assert torch.equal(probabilities(logits, batch).argmax(-1), logits.argmax(-1))
 
 
-def test_a_rows_draw_does_not_depend_on_its_neighbours_or_its_place() -> None:
+def test_a_rows_draw_does_not_depend_on_other_rows_or_its_slot() -> None:
     starts = [
         RowStart([1, 2], SamplingParams(), 11),
         RowStart([3], SamplingParams(temperature=0), 12),
@@ -257,7 +256,7 @@ def test_noise_for_the_candidates_alone_gives_the_same_argmax_as_noise_for_all(s
     assert torch.equal(noisy_argmax(scores, key), full)
 
 
-def test_a_draw_is_a_sample_of_the_law() -> None:
+def test_a_draw_is_a_sample_of_the_distribution() -> None:
     count, vocab = 20_000, 5
     scores = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
     key = noise_key(torch.tensor([sequence_seed(3, s) for s in range(count)]), torch.tensor(4), Purpose.DRAW)

@@ -25,8 +25,8 @@ from toy import (
     VOCAB,
     Scripted,
     ScriptedTrees,
-    ToyAsked,
     ToyConstraint,
+    ToyMaskQuery,
     ToyModel,
     always,
     answers,
@@ -195,7 +195,7 @@ class Faulty(ToyConstraint):
 
     def ask(self, draft_tokens: Any, first: int, places: int) -> Any:
         self._fail("mask")
-        return ToyAsked(self, [])
+        return ToyMaskQuery(self, [])
 
     def advance(self, tokens: Any) -> None:
         self._fail("advance")
