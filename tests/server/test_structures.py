@@ -12,7 +12,7 @@ import pytest
 from paceline.config import StructuredOutputs
 from paceline.errors import StructureError
 from paceline.structured import grammars
-from paceline.structured.trial import TooMuchError
+from paceline.structured.trial import GrammarLimitError
 from polling import wait_until
 from server_support import Live
 
@@ -84,7 +84,7 @@ def test_an_answer_that_cannot_be_followed_any_further_ends_with_the_reason(
     schema = {"type": "string", "pattern": "[a-c]{100}"}
 
     def fail(_: str) -> None:
-        raise TooMuchError("a test")
+        raise GrammarLimitError("a test")
 
     with monkeypatch.context() as context:
         live.context.llm.structure(StructuredOutputs(json=schema))

@@ -18,8 +18,8 @@ from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured import grammars as module
 from paceline.structured.grammars import GrammarConstraint, Grammars
-from paceline.structured.limits import Limits
-from paceline.structured.trial import TooMuchError, try_out
+from paceline.structured.limits import GrammarLimits
+from paceline.structured.trial import GrammarLimitError, try_out
 from polling import PATIENCE
 from server_support import byte_tokenizer, load, save_model
 
@@ -44,7 +44,7 @@ def llm(path: str) -> LLM:
 
 def grammars(**limits: Any) -> Grammars:
     tokenizer = Tokenizer.load(byte_tokenizer())
-    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, Limits(**limits))
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, GrammarLimits(**limits))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def usual() -> Grammars:
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemas may be so large that they take seconds to compile."""
-    monkeypatch.setattr("paceline.structured.schemas._MOST_PARTS", 10**6)
+    monkeypatch.setattr("paceline.structured.schemas._MAX_SUBSCHEMAS", 10**6)
 
 
 def constraint_of(found: Grammars, wanted: StructuredOutputs) -> GrammarConstraint:
@@ -82,7 +82,7 @@ def test_tokens_are_known_by_the_bytes_that_they_stand_for_in_the_middle_of_a_te
     """A vocabulary that is not byte-level, and logits padded beyond it; its decoder strips a space at the beginning."""
     tokenizer = wrap(sentencepiece_backend(), eos_token="</s>")
     size = tokenizer.vocab_size + 3
-    constraint = constraint_of(Grammars(tokenizer, size, [2], Limits()), StructuredOutputs(regex="the the"))
+    constraint = constraint_of(Grammars(tokenizer, size, [2], GrammarLimits()), StructuredOutputs(regex="the the"))
 
     def allowed() -> set[str | None]:
         logits = torch.zeros(1, size)
@@ -101,7 +101,7 @@ def test_tokens_are_known_by_the_bytes_that_they_stand_for_in_the_middle_of_a_te
 
 
 def test_each_node_of_a_tree_has_a_state_of_its_own(usual: Grammars) -> None:
-    """Asked together, branch by branch, as where the acceptance of a tree asks; against the branch as an answer."""
+    """GrammarMaskQuery together, branch by branch, as where the acceptance of a tree asks; against the branch as an answer."""
     make = usual.compile(StructuredOutputs(regex="ab(cd|e)|b(xy)+"))
     tokenizer = Tokenizer.load(byte_tokenizer())
     branches = [tokenizer.encode(text) for text in ("", "a", "b", "ab", "bx", "abc", "bxy")]
@@ -136,9 +136,9 @@ def test_an_answer_is_not_stuck_where_a_sibling_of_its_draft_is(usual: Grammars)
 @pytest.mark.parametrize(
     ("limits", "wanted"),
     [
-        ({"compile_seconds": 0.3}, BOMB),
-        ({"compile_wait": 0.3}, BOMB),
-        ({"compile_seconds": 60, "compile_memory": 0}, BOMB),
+        ({"compile_cpu_seconds": 0.3}, BOMB),
+        ({"compile_wall_seconds": 0.3}, BOMB),
+        ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB),
     ],
 )
 def test_what_takes_too_much_to_compile_is_refused_and_others_are_not(
@@ -148,20 +148,20 @@ def test_what_takes_too_much_to_compile_is_refused_and_others_are_not(
     for _ in range(2):  # the second time it is known
         with pytest.raises(StructureError, match="too much"):
             found.compile(wanted)
-    found._limits = Limits()  # for a loaded machine, where what is ordinary may take as long
+    found._limits = GrammarLimits()  # for a loaded machine, where what is ordinary may take as long
     found.compile(WORDS)
 
 
 @pytest.mark.parametrize("schema", [{"const": -(2**63) + 1}, {"enum": [-(2**63)]}])
 def test_what_crashes_llguidance_ends_another_process(schema: Any) -> None:
     """Once these are compiled, schemas.py need not refuse them; the process remains for what is not known."""
-    with pytest.raises(TooMuchError, match="crashes"):
-        try_out(f"start: %json {json.dumps(schema)}", Limits(), lambda: False)
+    with pytest.raises(GrammarLimitError, match="crashes"):
+        try_out(f"start: %json {json.dumps(schema)}", GrammarLimits(), lambda: False)
 
 
 @pytest.mark.usefixtures("many_parts")
 def test_what_was_too_much_is_refused_at_once_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = grammars(compile_seconds=0.3)
+    found = grammars(compile_cpu_seconds=0.3)
     with pytest.raises(StructureError):
         found.compile(BOMB)
     trials = list[str]()
@@ -173,7 +173,11 @@ def test_what_was_too_much_is_refused_at_once_when_it_comes_again(monkeypatch: p
 
 @pytest.mark.usefixtures("many_parts")
 def test_compiling_ends_when_nobody_waits_and_holds_up_no_other() -> None:
-    found, over, errors = grammars(compile_seconds=60, compile_wait=60), threading.Event(), list[Exception]()
+    found, over, errors = (
+        grammars(compile_cpu_seconds=60, compile_wall_seconds=60),
+        threading.Event(),
+        list[Exception](),
+    )
 
     def wait() -> None:
         try:
@@ -204,7 +208,7 @@ def test_one_structure_is_compiled_once_however_many_ask(usual: Grammars) -> Non
 
 
 def test_grammars_that_nobody_uses_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 2)
+    monkeypatch.setattr(module, "CACHED_GRAMMARS", 2)
     found = grammars()
     held = constraint_of(found, StructuredOutputs(regex="held"))
     kept = [weakref.ref(constraint_of(found, StructuredOutputs(regex=f"a{n}"))._grammar) for n in range(4)]
@@ -234,7 +238,7 @@ def test_an_answer_that_becomes_too_much_ends_with_the_reason_and_others_go_on(
     truth = play(llm, [WORDS, OTHER])
     drafting = load(path, draft_model=path, drafter="model") if draft else llm
     assert drafting.tokenizer is not None
-    limits = Limits(trial_tokens=0, mask_fuel=1000)  # as if the trial had not met it
+    limits = GrammarLimits(trial_tokens=0, mask_fuel=1000)  # as if the trial had not met it
     drafting.__dict__["_grammars"] = Grammars(drafting.tokenizer, 257, (256,), limits)
     ended, other = play(drafting, [DEEP, OTHER])
     assert ended.finish_reason == "error"
@@ -265,7 +269,7 @@ def test_states_that_other_answers_have_left_end_no_answer(usual: Grammars) -> N
 def test_a_grammar_that_takes_long_to_compile_is_compiled_again_for_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MAX_RECOMPILE_SECONDS", 0.0)
     words = [letter * 6 + "." for letter in "abcdefghijklmnopqrstuvwxyz"]
     found, wanted = grammars(lexer_states=100, trial_tokens=0), StructuredOutputs(regex="|".join(words))
     make = found.compile(wanted)
@@ -278,7 +282,7 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_again_for_the_next_req
                 mask_of(constraint, [])
                 constraint.advance([usual_token(letter)])
 
-    with pytest.raises(TooMuchError, match="too many states"):
+    with pytest.raises(GrammarLimitError, match="too many states"):
         play_all()
     assert constraint_of(found, wanted)._grammar is not make()._grammar  # type: ignore[attr-defined]
 

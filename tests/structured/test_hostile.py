@@ -16,7 +16,7 @@ from paceline.config import StructuredOutputs
 from paceline.errors import ParameterError, StructureError
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured.grammars import Grammars
-from paceline.structured.limits import Limits
+from paceline.structured.limits import GrammarLimits
 from server_support import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -128,7 +128,7 @@ class Writer:
 class Runner:
     """Answers without a model: allowed tokens at random, with a love for those that end something."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: GrammarLimits) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.grammars = Grammars(tokenizer, vocab_size, tokenizer.eos_token_ids, limits)
         self.love = torch.zeros(vocab_size)
@@ -188,7 +188,7 @@ def play(runner: Runner, schemas: int) -> Counter[str]:
 
 def test_random_schemas_are_refused_or_followed_to_the_letter() -> None:
     tokenizer = Tokenizer.load(byte_tokenizer())
-    told = play(Runner(tokenizer, tokenizer.vocab_size, Limits(compile_seconds=2.0)), SCHEMAS)
+    told = play(Runner(tokenizer, tokenizer.vocab_size, GrammarLimits(compile_cpu_seconds=2.0)), SCHEMAS)
     print(dict(told))
     assert told["accepted"] > SCHEMAS // 4
     assert told["finished"] > told["accepted"] // 2

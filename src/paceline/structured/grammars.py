@@ -21,9 +21,23 @@ from paceline.config import StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
 from paceline.models.tokenizer import Tokenizer
-from paceline.structured.limits import AT_ONCE, KEPT, MOST_PATTERN, MOST_TEXT, RENEWAL_SECONDS, Limits
+from paceline.structured.limits import (
+    CACHED_GRAMMARS,
+    CONCURRENT_COMPILES,
+    MAX_RECOMPILE_SECONDS,
+    MAX_REGEX_CHARACTERS,
+    MAX_SCHEMA_CHARACTERS,
+    GrammarLimits,
+)
 from paceline.structured.schemas import grammar_of
-from paceline.structured.trial import POLL, TooMuchError, check_compiled, check_followed, nobody_waits, try_out
+from paceline.structured.trial import (
+    POLL,
+    GrammarLimitError,
+    check_compiled,
+    check_followed,
+    compile_cancelled,
+    try_out,
+)
 from paceline.structured.trial_program import compiled, walk
 
 if TYPE_CHECKING:
@@ -40,20 +54,22 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limits: Limits | None = None
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limits: GrammarLimits | None = None
     ) -> None:
         if importlib.util.find_spec("llguidance") is None:
             raise MissingPackageError("llguidance", "structured")
-        self._limits = Limits() if limits is None else limits
+        self._limits = GrammarLimits() if limits is None else limits
         if not eos_token_ids:
             raise StructureError("the model has no end-of-text token, with which a structured answer ends")
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
         self._tokens = _known_to_llguidance(vocabulary, eos_token_ids)
         self._turn = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Grammar | TooMuchError] = OrderedDict()  # the last used at the end
-        self._one_each: weakref.WeakValueDictionary[tuple[str, str], _Turn] = weakref.WeakValueDictionary()
-        self._compiling = threading.Semaphore(AT_ONCE)
+        self._kept: OrderedDict[tuple[str, str], Grammar | GrammarLimitError] = (
+            OrderedDict()
+        )  # the last used at the end
+        self._one_each: weakref.WeakValueDictionary[tuple[str, str], _CompileLock] = weakref.WeakValueDictionary()
+        self._compiling = threading.Semaphore(CONCURRENT_COMPILES)
 
     def compile(
         self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
@@ -61,18 +77,18 @@ class Grammars:
         """What makes a constraint for one answer. Raises StructureError, also when ``stopped`` says so meanwhile."""
         key = _kind_and_text(wanted)
         with self._turn:
-            turn = self._one_each.setdefault(key, _Turn())
+            turn = self._one_each.setdefault(key, _CompileLock())
         with _held(turn.lock, stopped):
             found = self._known(key)
             if found is None:
                 with _held(self._compiling, stopped):
                     found = self._compiled(key, stopped)
                 self._keep(key, found)
-        if isinstance(found, TooMuchError):
+        if isinstance(found, GrammarLimitError):
             raise StructureError(str(found))
         return lambda: GrammarConstraint(found)
 
-    def _known(self, key: tuple[str, str]) -> Grammar | TooMuchError | None:
+    def _known(self, key: tuple[str, str]) -> Grammar | GrammarLimitError | None:
         with self._turn:
             found = self._kept.get(key)
             if isinstance(found, Grammar) and found.worn:
@@ -81,22 +97,22 @@ class Grammars:
                 self._kept.move_to_end(key)
             return found
 
-    def _keep(self, key: tuple[str, str], found: Grammar | TooMuchError) -> None:
+    def _keep(self, key: tuple[str, str], found: Grammar | GrammarLimitError) -> None:
         with self._turn:
             self._kept[key] = found
-            while len(self._kept) > KEPT:
+            while len(self._kept) > CACHED_GRAMMARS:
                 self._kept.popitem(last=False)
 
-    def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | TooMuchError:
+    def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | GrammarLimitError:
         text = grammar_of(*key, self._unspelled)
         try:
             try_out(text, self._limits, stopped)
             return Grammar(text, self._tokens, self._limits)
-        except TooMuchError as error:
+        except GrammarLimitError as error:
             return error
 
 
-class _Turn:
+class _CompileLock:
     """Who compiles a structure; others that want the same one wait for it."""
 
     def __init__(self) -> None:
@@ -107,7 +123,7 @@ class _Turn:
 def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
     while not lock.acquire(timeout=POLL):
         if stopped():
-            raise nobody_waits()
+            raise compile_cancelled()
     try:
         yield
     finally:
@@ -117,9 +133,9 @@ def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
 def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
     kind, text, most = "object", "", 0
     if wanted.regex is not None:
-        kind, text, most = "regex", wanted.regex, MOST_PATTERN
+        kind, text, most = "regex", wanted.regex, MAX_REGEX_CHARACTERS
     elif wanted.json is not None:
-        kind, text, most = "schema", str(wanted.json), MOST_TEXT
+        kind, text, most = "schema", str(wanted.json), MAX_SCHEMA_CHARACTERS
     if len(text) > most:
         raise StructureError(f"the {kind} has {len(text)} characters; up to {most} can be followed")
     return kind, text
@@ -160,7 +176,7 @@ class _Vocabulary:
         self.eos_token_id = ends[0]
 
     def __call__(self, text: str) -> list[int]:
-        """Asked for where a grammar forces tokens; here none does."""
+        """GrammarMaskQuery for where a grammar forces tokens; here none does."""
         raise NotImplementedError
 
 
@@ -176,10 +192,10 @@ def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
 class Grammar:
     """A compiled structure, which any number of answers follow.
 
-    Raises StructureError if it cannot be followed, TooMuchError if a mask takes too much.
+    Raises StructureError if it cannot be followed, GrammarLimitError if a mask takes too much.
     """
 
-    def __init__(self, text: str, tokens: LLTokenizer, limits: Limits) -> None:
+    def __init__(self, text: str, tokens: LLTokenizer, limits: GrammarLimits) -> None:
         self._text, self._tokens, self._limits = text, tokens, asdict(limits)
         self.ends = frozenset(tokens.eos_tokens)
         started = time.thread_time()
@@ -197,11 +213,11 @@ class Grammar:
     def renewed(self) -> LLMatcher:
         """At the beginning, with no states yet; later ones share with it.
 
-        Raises TooMuchError where the engine would stand still for too long.
+        Raises GrammarLimitError where the engine would stand still for too long.
         """
-        if self._seconds > RENEWAL_SECONDS:
+        if self._seconds > MAX_RECOMPILE_SECONDS:
             self.worn = True
-            raise TooMuchError("its lexer has too many states")
+            raise GrammarLimitError("its lexer has too many states")
         self._first = self._compiled()
         return self.matcher()
 
@@ -220,9 +236,9 @@ class GrammarConstraint:
         self._tokens: list[int] = []
         self._faults: dict[tuple[int, ...], StructureError] = {}  # after these draft tokens the answer cannot go on
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> GrammarMaskQuery:
         """See ``Constraint``."""
-        return Asked(self, draft_tokens, first, places)
+        return GrammarMaskQuery(self, draft_tokens, first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
@@ -286,7 +302,7 @@ class GrammarConstraint:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GrammarMaskQuery:
     """A question of one row in one round. See ``rows.Asked``."""
 
     constraint: GrammarConstraint

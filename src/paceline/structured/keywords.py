@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from paceline.errors import StructureError
-from paceline.structured.patterns import MOST_COUNT
+from paceline.structured.patterns import MAX_REPETITIONS
 
 SAID = {  # about a schema, and nothing of its values
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -91,8 +91,8 @@ def _count_of(name: str, count: object) -> int:
         raise StructureError(
             f"{name!r} in the schema has the wrong form, {repr(count)[:100]}: a whole number of at least 0"
         )
-    if count > MOST_COUNT:
-        raise StructureError(f"{name} counts to {count}; up to {MOST_COUNT} can be enforced")
+    if count > MAX_REPETITIONS:
+        raise StructureError(f"{name} counts to {count}; up to {MAX_REPETITIONS} can be enforced")
     return count
 
 

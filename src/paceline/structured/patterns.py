@@ -15,8 +15,8 @@ from typing import Any
 
 from paceline.errors import StructureError
 
-MOST_COUNT = 128  # of a repetition
-MOST_PLACES = 2048  # of a pattern written out, every repetition as often as it may come
+MAX_REPETITIONS = 128  # of a repetition
+MAX_PATTERN_CHARACTERS = 2048  # of a pattern written out, every repetition as often as it may come
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, first and last, in order and apart
 _parser: Any = importlib.import_module("re._parser")
@@ -138,8 +138,10 @@ class _Rewriter:
         self._pattern, self._spelled = pattern, spelled
         self._check_dialect()
         parsed = self._parse()
-        if (places := self._size(parsed)) > MOST_PLACES:
-            raise self._refusal(f"describes up to {places} characters, its counts multiplied; up to {MOST_PLACES} can")
+        if (places := self._size(parsed)) > MAX_PATTERN_CHARACTERS:
+            raise self._refusal(
+                f"describes up to {places} characters, its counts multiplied; up to {MAX_PATTERN_CHARACTERS} can"
+            )
         self.text = self._alternatives(parsed)
 
     def _refusal(self, why: str) -> StructureError:
@@ -166,8 +168,8 @@ class _Rewriter:
         if code in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, inner = given
             most = low if high == _parser.MAXREPEAT else high
-            if most > MOST_COUNT:
-                raise self._refusal(f"counts to {most}; up to {MOST_COUNT} can")
+            if most > MAX_REPETITIONS:
+                raise self._refusal(f"counts to {most}; up to {MAX_REPETITIONS} can")
             return max(1, int(most)) * self._size(inner)
         if code == "BRANCH":
             return sum(map(self._size, given[1]))

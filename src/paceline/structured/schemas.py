@@ -34,8 +34,8 @@ from paceline.structured.patterns import Ranges, alphabet, check_spelled, common
 _FORMATS = {
     name: name for name in ("date", "time", "date-time", "duration", "hostname", "ipv4", "ipv6", "uuid", "uri")
 } | {"uri-reference": "uri"}  # every URI is one
-_MOST_PARTS = 2000  # of a schema: an object of so many properties compiles in a third of a second
-_MOST_WAYS = 64  # to choose so many properties out of those that need not be there
+_MAX_SUBSCHEMAS = 2000  # of a schema: an object of so many properties compiles in a third of a second
+_MAX_CHOICES = 64  # to choose so many properties out of those that need not be there
 _PLAIN: Ranges = ((0x20, 0x7E), (0x80, 0x10FFFF))  # what JSON strings spell as it stands, or by a letter (next line)
 _BY_LETTER: Ranges = ((0x08, 0x0A), (0x0C, 0x0D))
 _OPTIONS = {
@@ -136,8 +136,8 @@ class _Translation:
     def _value(self, schema: Any, at_root: bool = False) -> Schema:
         """What llguidance is told of a schema."""
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise StructureError(f"the schema has more than {_MOST_PARTS} parts, the most that are followed")
+        if self._parts > _MAX_SUBSCHEMAS:
+            raise StructureError(f"the schema has more than {_MAX_SUBSCHEMAS} parts, the most that are followed")
         if schema is True:
             schema = {}
         expect(isinstance(schema, dict), "a schema", schema, "an object or true")
@@ -246,10 +246,10 @@ class _Translation:
         names, needed = made["properties"], made["required"]
         free = [name for name in names if name not in needed]
         counts = range(max(0, low - len(needed)), min(len(free), (most or 0) - len(needed)) + 1)
-        if made["additionalProperties"] is not False or sum(comb(len(free), count) for count in counts) > _MOST_WAYS:
+        if made["additionalProperties"] is not False or sum(comb(len(free), count) for count in counts) > _MAX_CHOICES:
             raise StructureError(
                 "the schema says 'minProperties' or 'maxProperties' beside 'properties' that are not required, of "
-                f"which there are more than {_MOST_WAYS} choices; require them, or leave it out"
+                f"which there are more than {_MAX_CHOICES} choices; require them, or leave it out"
             )
         values = {name: {"$ref": self._define(value)} for name, value in names.items()}
         ways = [{*needed, *some} for count in counts for some in combinations(free, count)]

@@ -13,27 +13,27 @@ from tempfile import TemporaryFile
 
 from paceline.errors import StructureError
 from paceline.structured import trial_program
-from paceline.structured.limits import Limits
+from paceline.structured.limits import GrammarLimits
 
 POLL = 0.05  # seconds
 
 
-class TooMuchError(StructureError):
+class GrammarLimitError(StructureError):
     """Following the structure takes more time or memory than it may."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the structure asked for is too much to follow: {why}")
 
 
-def nobody_waits() -> StructureError:
+def compile_cancelled() -> StructureError:
     """What ends the work on a structure whose request is over."""
     return StructureError("nobody waits for this structure any more")
 
 
-def try_out(grammar: str, limits: Limits, stopped: Callable[[], bool]) -> None:
-    """Raise StructureError if a grammar cannot be followed, TooMuchError if that takes too much."""
+def try_out(grammar: str, limits: GrammarLimits, stopped: Callable[[], bool]) -> None:
+    """Raise StructureError if a grammar cannot be followed, GrammarLimitError if that takes too much."""
     told = json.dumps({**asdict(limits), "paths": [path for path in sys.path if path]})
-    deadline = time.monotonic() + limits.compile_wait
+    deadline = time.monotonic() + limits.compile_wall_seconds
     command = [sys.executable, "-I", "-S", trial_program.__file__, told]
     with TemporaryFile() as given:
         given.write(grammar.encode())
@@ -44,9 +44,9 @@ def try_out(grammar: str, limits: Limits, stopped: Callable[[], bool]) -> None:
             finally:
                 process.kill()
     if said is None or process.returncode == -signal.SIGPROF:
-        raise TooMuchError(f"it takes more than the {limits.compile_seconds:g} s that are allowed")
+        raise GrammarLimitError(f"it takes more than the {limits.compile_cpu_seconds:g} s that are allowed")
     if not said:
-        raise TooMuchError("it needs more memory than is allowed, or crashes")
+        raise GrammarLimitError("it needs more memory than is allowed, or crashes")
     found = json.loads(said)
     check_compiled(found["compiling"])
     check_followed(found["following"])
@@ -59,7 +59,7 @@ def _said(process: subprocess.Popen[bytes], deadline: float, stopped: Callable[[
             return process.communicate(timeout=POLL)[0]
         except subprocess.TimeoutExpired:
             if stopped():
-                raise nobody_waits() from None
+                raise compile_cancelled() from None
             if time.monotonic() > deadline:
                 return None
 
@@ -76,4 +76,4 @@ def check_followed(error: str) -> None:
     if error == "NoExtensionBias":
         raise StructureError("the structure asked for cannot be completed")
     if error:
-        raise TooMuchError(error.splitlines()[0][:300])
+        raise GrammarLimitError(error.splitlines()[0][:300])

@@ -53,10 +53,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a server that is to end still finishes its answers
     told = json.loads(sys.argv[1])
     sys.path[:0] = told["paths"]
-    signal.setitimer(signal.ITIMER_PROF, told["compile_seconds"])
+    signal.setitimer(signal.ITIMER_PROF, told["compile_cpu_seconds"])
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_STACK, told["compile_stack"])
-    _limit(resource.RLIMIT_AS, _OWN_MEMORY + told["compile_memory"])
+    _limit(resource.RLIMIT_STACK, told["compile_stack_bytes"])
+    _limit(resource.RLIMIT_AS, _OWN_MEMORY + told["compile_memory_bytes"])
     from llguidance import LLTokenizer
 
     tokens = LLTokenizer("byte")

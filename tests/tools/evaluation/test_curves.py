@@ -16,11 +16,11 @@ from paceline.engine.engine import Engine
 from paceline.tools.evaluation.curves import (
     Answer,
     budget_of_half,
+    mean_with_error,
     pass_all,
     pass_at_k,
     pass_first,
     ranked,
-    share,
     within,
 )
 from toy_llm import toy_llm
@@ -65,8 +65,8 @@ def test_a_cut_answer_does_not_pass_at_any_k() -> None:
 
 
 def test_the_standard_error_is_that_of_the_mean() -> None:
-    assert share([1.0, 0.0, 1.0, 0.0]).error == pytest.approx(math.sqrt(1 / 3) / 2)
-    assert share([1.0]).error is None
+    assert mean_with_error([1.0, 0.0, 1.0, 0.0]).error == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert mean_with_error([1.0]).error is None
 
 
 def test_half_of_the_passes_come_at_a_budget() -> None:

@@ -26,7 +26,7 @@ def test_what_was_added_is_there_after_a_kill_at_any_byte(tmp_path: Path) -> Non
         path.write_bytes(whole[:size])
         kept = Journal(path, SETTINGS, resume=True)
         assert len(kept.problems) == max(0, sum(end <= size for end in ends) - 1)
-        assert all(sides == {"plain, n=1": [ANSWER]} for sides in kept.problems.values())
+        assert all(configurations == {"plain, n=1": [ANSWER]} for configurations in kept.problems.values())
         assert path.read_bytes() == whole[: max([end for end in ends if end <= size], default=ends[0])]
 
 

@@ -21,27 +21,27 @@ import psutil
 import pytest
 
 from paceline.tools.evaluation import sandbox as module
-from paceline.tools.evaluation.sandbox import Limits, Outcome, Sandbox, SandboxError
+from paceline.tools.evaluation.sandbox import ProgramResult, Sandbox, SandboxError, SandboxLimits
 
 CHECK = "def check(f):\n    assert f(1) == 2\n"
 GOOD = "def f(x):\n    return x + 1\n"
-PATIENT = Limits(cpu_seconds=30, wall_seconds=60, memory_bytes=256 << 20)
-ONE_SECOND = Limits(cpu_seconds=1, wall_seconds=30)
-A_MOMENT = Limits(cpu_seconds=30, wall_seconds=0.3)
+PATIENT = SandboxLimits(cpu_seconds=30, wall_seconds=60, memory_bytes=256 << 20)
+ONE_SECOND = SandboxLimits(cpu_seconds=1, wall_seconds=30)
+A_MOMENT = SandboxLimits(cpu_seconds=30, wall_seconds=0.3)
 
 
 @cache
-def enclosed(limits: Limits | None = None) -> Sandbox:
+def enclosed(limits: SandboxLimits | None = None) -> Sandbox:
     """The machine's own walls; skips the test where there are none."""
     box = Sandbox.__new__(Sandbox)
-    box.limits, box._enclosed = limits or Limits(), True
+    box.limits, box._enclosed = limits or SandboxLimits(), True
     if (why := box._refused()) is not None:
         pytest.skip(f"this machine does not enclose programs: {why}")
     return box
 
 
 @cache
-def weak(limits: Limits | None = None) -> Sandbox:
+def weak(limits: SandboxLimits | None = None) -> Sandbox:
     """As on a machine without namespaces. Root's programs are nobody's, who perhaps cannot read Python's library."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sandbox, "_refused", lambda _: "a test wants it so")
@@ -60,8 +60,8 @@ def body(*lines: str) -> str:
 @EVERYWHERE
 def test_a_good_program_passes_and_a_bad_one_says_why_not(make: Callable[..., Sandbox]) -> None:
     box = make()
-    assert box.run(GOOD, CHECK, "f") == Outcome(True, "passed")
-    assert box.run(GOOD.replace("1", "2"), CHECK, "f") == Outcome(False, "AssertionError:")
+    assert box.run(GOOD, CHECK, "f") == ProgramResult(True, "passed")
+    assert box.run(GOOD.replace("1", "2"), CHECK, "f") == ProgramResult(False, "AssertionError:")
     assert box.run("def f(x:", CHECK, "f").result.startswith("SyntaxError")
     assert box.run("", CHECK, "f").result == "KeyError: 'f'"
 
@@ -135,9 +135,9 @@ ENDLESS = {
 
 @EVERYWHERE
 @pytest.mark.parametrize(("program", "limits"), ENDLESS.values(), ids=ENDLESS)
-def test_time_is_limited(make: Callable[..., Sandbox], program: str, limits: Limits) -> None:
+def test_time_is_limited(make: Callable[..., Sandbox], program: str, limits: SandboxLimits) -> None:
     began = time.monotonic()
-    assert make(limits).run(program, CHECK, "f") == Outcome(False, "time limit")
+    assert make(limits).run(program, CHECK, "f") == ProgramResult(False, "time limit")
     assert time.monotonic() - began < 30
 
 
@@ -162,7 +162,7 @@ def test_nothing_is_inherited(make: Callable[..., Sandbox], monkeypatch: pytest.
             "assert set(os.environ) <= {'OPENBLAS_NUM_THREADS', 'OMP_NUM_THREADS', 'LC_CTYPE'}, os.environ",
             "assert os.listdir('.') == []",
         )
-        assert make().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+        assert make().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 def test_files_in_memory_have_an_end() -> None:
@@ -191,7 +191,7 @@ def test_no_other_process_can_be_killed() -> None:
         "        if error.errno == 38: continue",
         "    raise Exception('there was somebody')",
     )
-    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 def test_no_environment_of_others_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_no_environment_of_others_can_be_read(monkeypatch: pytest.MonkeyPatch) -
         "    except OSError: continue",
         "    raise Exception(path)",
     )
-    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 def test_there_is_no_network() -> None:
@@ -225,7 +225,7 @@ def test_the_prefix_shows_what_python_reads_and_nothing_else() -> None:
         "import numpy, zoneinfo",
         "assert zoneinfo.ZoneInfo('Europe/Paris') and numpy.ones(3).sum() == 3",
     )
-    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 ON_X86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are x86-64's")
@@ -256,7 +256,7 @@ def test_system_calls_that_no_program_needs_are_not_there(make: Callable[..., Sa
         "    if ctypes.get_errno() != 38: there.append(name)",
         "if there: raise Exception(there)",
     )
-    assert make().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert make().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 @ON_X86_64
@@ -335,16 +335,16 @@ def test_no_key_of_the_callers_session_can_be_read(make: Callable[..., Sandbox])
 
 ALONE = """
 import ctypes, os, socket, sys
-from paceline.tools.evaluation import cell
+from paceline.tools.evaluation import sandbox_child
 taken = ctypes.CDLL(None).shmget(77, 4096, 0o1600)
-cell.enclose()
+sandbox_child.enclose()
 assert [name for _, name in socket.if_nameindex()] == ["lo"], socket.if_nameindex()
 assert ctypes.CDLL(None).shmget(77, 0, 0) == -1, "a namespace of its own for shared memory"
 ctypes.CDLL(None).shmctl(taken, 0, None)
 if os.fork() == 0:
     assert (os.getpid(), os.getppid()) == (1, 0)
-    cell.give_up_rights()
-    cell.limit(3, 1 << 30)
+    sandbox_child.give_up_rights()
+    sandbox_child.limit(3, 1 << 30)
     try:
         os.fork()
     except BlockingIOError:
@@ -362,9 +362,9 @@ def test_the_namespaces_hold_without_the_filter_of_system_calls() -> None:
 
 
 def test_where_system_calls_cannot_be_filtered_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cell = tmp_path / "cell.py"
-    cell.write_text(module._CELL.read_text().replace('"libseccomp.so.2"', '"libnothing.so.2"'))
-    monkeypatch.setattr(module, "_CELL", cell)
+    cell = tmp_path / "sandbox_child.py"
+    cell.write_text(module._CHILD_PROGRAM.read_text().replace('"libseccomp.so.2"', '"libnothing.so.2"'))
+    monkeypatch.setattr(module, "_CHILD_PROGRAM", cell)
     with pytest.raises(SandboxError, match=r"install the system's package libseccomp"):
         Sandbox(weak=True)
 
@@ -395,7 +395,7 @@ def f(x):
 
 
 def test_what_programs_ordinarily_do_works() -> None:
-    assert enclosed().run(ORDINARY, CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(ORDINARY, CHECK, "f") == ProgramResult(True, "passed")
 
 
 def test_there_is_no_namespace_to_be_root_in() -> None:
@@ -408,9 +408,9 @@ def test_a_program_ends_with_the_evaluation_that_was_killed(make: Callable[..., 
     make()
     refused = None if make is enclosed else "a test wants it so"
     code = (
-        "from paceline.tools.evaluation.sandbox import Sandbox, Limits\n"
+        "from paceline.tools.evaluation.sandbox import Sandbox, SandboxLimits\n"
         f"Sandbox._refused, Sandbox._check = lambda _: {refused!r}, lambda _: None\n"
-        "Sandbox(Limits(wall_seconds=200), weak=True).run('import time; time.sleep(100)', '', '')"
+        "Sandbox(SandboxLimits(wall_seconds=200), weak=True).run('import time; time.sleep(100)', '', '')"
     )
     evaluation = subprocess.Popen([sys.executable, "-c", code])
     ourselves = psutil.Process(evaluation.pid)
@@ -456,8 +456,8 @@ def test_what_the_kernel_does_not_allow_is_refused_by_name_unless_accepted(monke
 def test_a_sandbox_in_which_nothing_runs_is_noticed_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cell = tmp_path / "cell.py"
-    cell.write_text(module._CELL.read_text().replace('exec(compile(job["program"]', "exec(compile(''"))
-    monkeypatch.setattr(module, "_CELL", cell)
+    cell = tmp_path / "sandbox_child.py"
+    cell.write_text(module._CHILD_PROGRAM.read_text().replace('exec(compile(job["program"]', "exec(compile(''"))
+    monkeypatch.setattr(module, "_CHILD_PROGRAM", cell)
     with pytest.raises(SandboxError, match="do not run here as they should"):
         Sandbox(weak=True)

@@ -22,7 +22,7 @@ from paceline.cli.train_draft import FILES, measuring
 from paceline.config import HEAD_KINDS, DraftData, DraftTraining, EngineOptions, SamplingParams
 from paceline.drafters.heads.checkpoint import read_head_config
 from paceline.llm import LLM
-from paceline.tools.training.run import Plan
+from paceline.tools.training.run import TrainingRun
 from tools.training.conftest import SIZES, save_target
 
 
@@ -62,7 +62,7 @@ def test_the_report_promises_no_speed_and_names_the_command_that_measures_it(who
 
 
 def test_the_measuring_command_names_the_precision_where_there_is_one() -> None:
-    plan = Plan(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
+    plan = TrainingRun(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
     wanted = "paceline bench drafters MODEL --draft-model 'my head' --dtype auto --device cpu"
     assert measuring(plan, "MODEL", {"dtype": "auto", "quantization": None, "device": "cpu"}) == wanted
     int8 = measuring(plan, "MODEL", {"dtype": "auto", "quantization": "int8", "device": "cpu"})

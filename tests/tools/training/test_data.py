@@ -14,9 +14,9 @@ from paceline.errors import PacelineError, ParameterError
 from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.tools.training.collect import Collector, check_disk, settings_of
+from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.prompts import Question, opening_of, read_questions, split
-from paceline.tools.training.shards import HELD_OUT, Shards, held
-from paceline.tools.training.streams import taps_of
+from paceline.tools.training.shards import HELD_OUT, Shards, directory_lock
 
 TAPS = (2, 4, 5)
 DATA = DraftData(tokens=400, prompt_tokens=8, answer_tokens=16, held_out=4, shard=8)
@@ -62,14 +62,14 @@ def test_what_is_kept_is_what_the_target_said(llm: LLM, tmp_path: Path) -> None:
     assert len(shard) == DATA.held_out
     model = llm.engine.models.target
     for index in range(len(shard)):
-        lesson = shard.read(index)
-        assert lesson.features.shape == (len(lesson.tokens), 3, 64)
-        answer = lesson.tokens[lesson.prompt :]
-        assert torch.equal(lesson.best[lesson.prompt - 1 : -1], answer)
+        example = shard.read(index)
+        assert example.features.shape == (len(example.tokens), 3, 64)
+        answer = example.tokens[example.prompt :]
+        assert torch.equal(example.best[example.prompt - 1 : -1], answer)
         assert torch.equal(shard.answer(index).long(), answer)
-        logits = model.logits(lesson.hidden.float())
-        assert torch.allclose(logits.logsumexp(-1), lesson.norm, atol=0.05)
-        following = llm.engine.next_logits(lesson.tokens.tolist())
+        logits = model.logits(example.hidden.float())
+        assert torch.allclose(logits.logsumexp(-1), example.norm, atol=0.05)
+        following = llm.engine.next_logits(example.tokens.tolist())
         assert torch.allclose(logits[-1], following, atol=0.2)
 
 
@@ -139,9 +139,9 @@ def test_a_broken_shard_is_named(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
-    with held(tmp_path), pytest.raises(ParameterError, match="no other run"), held(tmp_path):
+    with directory_lock(tmp_path), pytest.raises(ParameterError, match="no other run"), directory_lock(tmp_path):
         pass
-    with held(tmp_path):
+    with directory_lock(tmp_path):
         pass
 
 

@@ -16,15 +16,15 @@ from paceline.config import DRAFT_KINDS, HEAD_KINDS, DraftTraining
 from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.errors import PacelineError
-from paceline.tools.training.acceptance import STEPS, _right, _walk
-from paceline.tools.training.batches import Batch, Lessons, collate
+from paceline.tools.training.acceptance import DRAFT_LENGTH, _correct, _rounds_through
+from paceline.tools.training.batches import ExampleDataset, TrainingBatch, collate
 from paceline.tools.training.learn import Trainer, scale_for, schedule
-from paceline.tools.training.objective import Teacher, ahead, counted, draft_tokens, loss
-from paceline.tools.training.shards import Lesson, Shard
+from paceline.tools.training.objective import Teacher, counted_positions, draft_logits, loss, token_index
+from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
 TAPS = (2, 4, 5)
-PLAN = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
+OPTIONS = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
 
 
 def shards_of(whole: Path) -> tuple[list[Shard], Shard]:
@@ -34,42 +34,44 @@ def shards_of(whole: Path) -> tuple[list[Shard], Shard]:
 
 @pytest.fixture
 def trainer(whole: Path, target: str) -> Trainer:
-    return make_trainer(whole, target, PLAN)
+    return make_trainer(whole, target, OPTIONS)
 
 
-def make_trainer(whole: Path, target: str, plan: DraftTraining) -> Trainer:
+def make_trainer(whole: Path, target: str, options: DraftTraining) -> Trainer:
     shards, held = shards_of(whole)
-    learnt = Target.load(target, plan.kind, plan.layers)
-    says = most_frequent(shards, learnt.config.vocab_size, plan.vocab)
-    head = learnt.learner(plan, TAPS, says, seed=0)
-    lessons = Lessons(shards)
-    return Trainer(head, lessons, Lessons([held]), scale_for(head, lessons), plan, seed=0)
+    learnt = Target.load(target, options.kind, options.layers)
+    says = most_frequent(shards, learnt.config.vocab_size, options.vocab)
+    head = learnt.make_learner(options, TAPS, says, seed=0)
+    dataset = ExampleDataset(shards)
+    return Trainer(head, dataset, ExampleDataset([held]), scale_for(head, dataset), options, seed=0)
 
 
 def test_every_text_is_seen_once_an_epoch_whatever_the_order(trainer: Trainer) -> None:
-    lessons = trainer.lessons
-    first, second = (lessons.epoch(number, 0, 256) for number in (0, 1))
+    dataset = trainer.dataset
+    first, second = (dataset.epoch(number, 0, 256) for number in (0, 1))
     for steps in (first, second):
-        assert sorted(index for step in steps for index in step) == list(range(len(lessons)))
-        assert all(len(step) * max(lessons.lengths[index] for index in step) <= 256 for step in steps)
+        assert sorted(index for step in steps for index in step) == list(range(len(dataset)))
+        assert all(len(step) * max(dataset.lengths[index] for index in step) <= 256 for step in steps)
     assert first != second
-    assert first == lessons.epoch(0, 0, 256)
+    assert first == dataset.epoch(0, 0, 256)
 
 
 def test_places_that_count_and_what_they_guess() -> None:
-    lessons = [lesson(length=7, prompt=3), lesson(length=5, prompt=4)]
-    batch = collate(lessons)
-    assert counted(batch, 0).tolist() == [2, 3, 4], "the second answer has one token: nothing is drafted there"
-    assert counted(batch, 1).tolist() == [2, 3]
-    assert ahead(batch, counted(batch, 0), 2).tolist() == [4, 5, 6]
-    both = collate([lessons[0], lesson(length=7, prompt=2)])
-    assert counted(both, 2).tolist() == [2, 6 + 1, 6 + 2]
-    assert ahead(both, counted(both, 2), 4).tolist() == [6, 7 + 5, 7 + 6]
+    dataset = [example(length=7, prompt=3), example(length=5, prompt=4)]
+    batch = collate(dataset)
+    assert counted_positions(batch, 0).tolist() == [2, 3, 4], (
+        "the second answer has one token: nothing is drafted there"
+    )
+    assert counted_positions(batch, 1).tolist() == [2, 3]
+    assert token_index(batch, counted_positions(batch, 0), 2).tolist() == [4, 5, 6]
+    both = collate([dataset[0], example(length=7, prompt=2)])
+    assert counted_positions(both, 2).tolist() == [2, 6 + 1, 6 + 2]
+    assert token_index(both, counted_positions(both, 2), 4).tolist() == [6, 7 + 5, 7 + 6]
 
 
-def lesson(length: int, prompt: int) -> Lesson:
+def example(length: int, prompt: int) -> Example:
     tokens = torch.arange(length)
-    return Lesson(tokens, prompt, torch.zeros(length, 3, 4), torch.zeros(length, 4), tokens, torch.zeros(length))
+    return Example(tokens, prompt, torch.zeros(length, 3, 4), torch.zeros(length, 4), tokens, torch.zeros(length))
 
 
 def test_the_law_that_is_learnt_is_the_targets(trainer: Trainer) -> None:
@@ -77,7 +79,7 @@ def test_the_law_that_is_learnt_is_the_targets(trainer: Trainer) -> None:
     batch, target_rows = first_batch(trainer), trainer.head.lm_head.weight
     teacher = Teacher(trainer.head, batch)
     width = batch.tokens.shape[1]
-    for step, draft_token in enumerate(draft_tokens(trainer.head, batch, trainer.scale, 3)):
+    for step, draft_token in enumerate(draft_logits(trainer.head, batch, trainer.scale, 3)):
         distribution = teacher.distribution(draft_token.place, step)
         assert distribution.sum(-1).max() <= 1.02
         for line, place in enumerate(draft_token.place.tolist()):
@@ -99,14 +101,14 @@ def test_steps_weigh_as_they_are_told(trainer: Trainer) -> None:
     assert 0 < float(variation.detach()) <= 1
 
 
-def first_batch(trainer: Trainer) -> Batch:
-    return next(trainer.lessons.batches(trainer.lessons.epoch(0, 0, 256)))
+def first_batch(trainer: Trainer) -> TrainingBatch:
+    return next(trainer.dataset.batches(trainer.dataset.epoch(0, 0, 256)))
 
 
 @pytest.fixture
 def trained(kind: str, whole: Path, target: str, tmp_path: Path) -> Trainer:
     """A short training of a head of this kind."""
-    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     trainer.run(tmp_path / "checkpoint.safetensors")
     return trainer
 
@@ -118,20 +120,20 @@ def test_acceptance_is_what_drafting_gives(trained: Trainer) -> None:
     said."""
     head, scale = trained.head, trained.scale
     batch = next(trained.held.batches([[0, 1, 2]]))
-    right = _right(head, batch, scale)
+    right = _correct(head, batch, scale)
     kept = 0
     for row in range(3):
         length, prompt = int(batch.lengths[row]), int(batch.prompts[row])
         for place in range(prompt - 1, length - 2):
             flags = right[row, place].tolist()
-            wanted = next((n for n, flag in enumerate(flags) if flag != 1), STEPS)
-            most = min(STEPS, length - 2 - place)
+            wanted = next((n for n, flag in enumerate(flags) if flag != 1), DRAFT_LENGTH)
+            most = min(DRAFT_LENGTH, length - 2 - place)
             assert drafted(head, batch, row, place, scale, most) == wanted
             kept += wanted
     assert kept > 0
 
 
-def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor, most: int) -> int:
+def drafted(head: FeatureHead, batch: TrainingBatch, row: int, place: int, scale: Tensor, most: int) -> int:
     """How many draft tokens from one place are what follows."""
     text, features = batch.tokens[row], batch.features[row].float() * scale[:, None]
     known = text[1 : place + 2].tolist()
@@ -149,9 +151,9 @@ def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor
 
 def test_rounds_through_an_answer() -> None:
     right = [[1, 1], [1, 0], [0, 1], [1, -1], [-1, -1]]
-    assert _walk(right, 0, 6) == (5, 2), "0 keeps two and goes on at 3, which keeps one and ends"
-    assert _walk(right, 2, 6) == (3, 2)
-    assert _walk([[0]] * 4, 0, 6) == (4, 4)
+    assert _rounds_through(right, 0, 6) == (5, 2), "0 keeps two and goes on at 3, which keeps one and ends"
+    assert _rounds_through(right, 2, 6) == (3, 2)
+    assert _rounds_through([[0]] * 4, 0, 6) == (4, 4)
 
 
 def test_training_learns(whole: Path) -> None:
@@ -169,9 +171,9 @@ def rejected(trainer: Trainer, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_guess_of_a_draft_is_learnt(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
-    trainer = make_trainer(whole, target, replace(PLAN, kind=kind, epochs=6))
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=6))
     with torch.no_grad():
-        before, look = rejected(trainer, 3), trainer.look()
+        before, look = rejected(trainer, 3), trainer.evaluate()
         with torch.enable_grad():
             trainer.run(tmp_path / "checkpoint.safetensors")
         after = rejected(trainer, 3)
@@ -180,7 +182,7 @@ def test_every_guess_of_a_draft_is_learnt(kind: str, whole: Path, target: str, t
 
 
 def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path: Path) -> None:
-    unbroken = make_trainer(whole, target, PLAN)
+    unbroken = make_trainer(whole, target, OPTIONS)
     unbroken.run(tmp_path / "unbroken.safetensors")
     steps, at = len(unbroken.progress.losses), tmp_path / "broken.safetensors"
 
@@ -188,7 +190,7 @@ def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path
         pass
 
     for last in (steps // 4, steps // 2 + 1, steps - 1):
-        broken = make_trainer(whole, target, PLAN)
+        broken = make_trainer(whole, target, OPTIONS)
 
         def kill(broken: Trainer = broken, last: int = last) -> None:
             if len(broken.progress.losses) == last - 1:
@@ -198,7 +200,7 @@ def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path
 
         with pytest.raises(KilledError):
             broken.run(at, kill)
-    last_of_all = make_trainer(whole, target, PLAN)
+    last_of_all = make_trainer(whole, target, OPTIONS)
     last_of_all.run(at)
     assert last_of_all.progress.losses == pytest.approx(unbroken.progress.losses, rel=1e-3)
     ours, theirs = (load_file(path) for path in (at, tmp_path / "unbroken.safetensors"))
@@ -208,14 +210,14 @@ def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path
 
 def test_a_checkpoint_of_another_head_is_refused(trainer: Trainer, whole: Path, target: str, tmp_path: Path) -> None:
     at = tmp_path / "checkpoint.safetensors"
-    make_trainer(whole, target, DraftTraining(**{**vars(PLAN), "mlp_width": 32})).save(at)
+    make_trainer(whole, target, DraftTraining(**{**vars(OPTIONS), "mlp_width": 32})).save(at)
     with pytest.raises(PacelineError, match="no checkpoint of this head"):
         trainer.load(at)
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_the_finished_head_takes_streams_as_they_are(kind: str, target: str, whole: Path) -> None:
-    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     batch = first_batch(trainer)
     finished = trainer.finished().float()
     scaled = batch.features[:, :-1].float() * trainer.scale[:, None]
@@ -250,7 +252,7 @@ def test_the_schedule() -> None:
 def test_steps_unroll_later_and_end_with_total_variation(trainer: Trainer) -> None:
     asked: dict[float, Any] = {}
     for share in (0.0, 0.34, 0.76):
-        trainer.progress.passes = int(share * PLAN.epochs * trainer.lessons.tokens) + 1
+        trainer.progress.passes = int(share * OPTIONS.epochs * trainer.dataset.tokens) + 1
         asked[share] = trainer._asked()
     assert asked == {
         0.0: ([1.0], "kl"),

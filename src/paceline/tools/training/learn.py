@@ -22,9 +22,9 @@ from paceline.config.files import written_whole
 from paceline.core.hardware import native_bfloat16
 from paceline.errors import PacelineError
 from paceline.tools.training.acceptance import Acceptance, measure
-from paceline.tools.training.batches import Batch, Lessons
-from paceline.tools.training.fellows import Fellows
+from paceline.tools.training.batches import ExampleDataset, TrainingBatch
 from paceline.tools.training.objective import Divergence, Learner, loss
+from paceline.tools.training.ranks import TrainingRanks
 
 _BETAS = 0.9, 0.95
 _BYTES_CHECKPOINT = 12  # of a weight and its two moments
@@ -47,110 +47,110 @@ class Progress:
 
 
 class Trainer:
-    """Trains a head on ``lessons`` and looks at ``held``. seed: of the order of the texts.
+    """Trains a head on ``dataset`` and looks at ``held``. seed: of the order of the texts.
 
-    fellows: processes that learn together, of which the first looks and saves; None: this one alone.
+    ranks: processes that learn together, of which the first looks and saves; None: this one alone.
     scale [S]: what the streams are multiplied by, see ``scale_for``.
     """
 
     def __init__(
         self,
         head: Learner,
-        lessons: Lessons,
-        held: Lessons,
+        dataset: ExampleDataset,
+        held: ExampleDataset,
         scale: Tensor,
-        plan: DraftTraining,
+        options: DraftTraining,
         seed: int,
-        fellows: Fellows | None = None,
+        ranks: TrainingRanks | None = None,
     ) -> None:
-        self.fellows = fellows or Fellows()
-        self.head, self.lessons, self.held, self.plan, self.seed = head, lessons, held, plan, seed
+        self.ranks = ranks or TrainingRanks()
+        self.head, self.dataset, self.held, self.options, self.seed = head, dataset, held, options, seed
         self.scale = scale
         self.progress = Progress()
         self._learnt = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._learnt.values(), lr=plan.learning_rate, betas=_BETAS)
+        self._optimizer = torch.optim.AdamW(self._learnt.values(), lr=options.learning_rate, betas=_BETAS)
         self._autocast = torch.autocast(
             scale.device.type, torch.bfloat16, enabled=native_bfloat16(scale.device), cache_enabled=True
         )
 
     @property
-    def share(self) -> float:
+    def fraction_done(self) -> float:
         """Of all work that is done, from 0 to 1."""
-        plan, progress = self.plan, self.progress
-        if plan.minutes is not None:
-            return min(1.0, progress.seconds / (60 * plan.minutes))
-        return min(1.0, progress.passes / (plan.epochs * self.lessons.tokens))
+        options, progress = self.options, self.progress
+        if options.minutes is not None:
+            return min(1.0, progress.seconds / (60 * options.minutes))
+        return min(1.0, progress.passes / (options.epochs * self.dataset.tokens))
 
     def run(self, checkpoint: Path, told: Callable[[], None] = lambda: None) -> None:
         """From where the checkpoint ends, if there is one, to the end. told: is called after every step."""
         if checkpoint.exists():
             self.load(checkpoint)
-        look, save = _Every(self.plan.evaluate_every), _Every(self.plan.checkpoint_every)
+        look, save = _Every(self.options.evaluate_every), _Every(self.options.checkpoint_every)
         batches = self._batches()
         mark = time.monotonic()
-        while self.share < 1:
+        while self.fraction_done < 1:
             self._learn(*next(batches))
             now = time.monotonic()
-            lasted = self.fellows.total(now - mark) / self.fellows.size  # so that all end together
+            lasted = self.ranks.total(now - mark) / self.ranks.size  # so that all end together
             self.progress.seconds, mark = self.progress.seconds + lasted, now
-            if not self.fellows.first:
+            if not self.ranks.first:
                 continue
             told()
             if look.due():
-                self.look()
+                self.evaluate()
             if save.due():
                 self.save(checkpoint)
-        if self.fellows.first:
+        if self.ranks.first:
             self._end(checkpoint)
 
     def _end(self, checkpoint: Path) -> None:
         if not self.progress.looks or self.progress.looks[-1]["passes"] < self.progress.passes:
-            self.look()
+            self.evaluate()
         self.save(checkpoint)
 
-    def _batches(self) -> Iterator[tuple[list[int], Batch]]:
+    def _batches(self) -> Iterator[tuple[list[int], TrainingBatch]]:
         """Steps from where ``progress`` stands, epoch after epoch, and what this process learns of each."""
         progress = self.progress
         while True:
-            steps = self.lessons.epoch(progress.epoch, self.seed, self.plan.batch_tokens)
+            steps = self.dataset.epoch(progress.epoch, self.seed, self.options.batch_tokens)
             left = steps[progress.step :]
-            parts = [self.fellows.part(step) or step[:1] for step in left]
-            yield from zip(left, self.lessons.batches(parts), strict=True)
+            parts = [self.ranks.part(step) or step[:1] for step in left]
+            yield from zip(left, self.dataset.batches(parts), strict=True)
             progress.epoch, progress.step = progress.epoch + 1, 0
 
-    def _learn(self, step: list[int], batch: Batch) -> None:
+    def _learn(self, step: list[int], batch: TrainingBatch) -> None:
         """One step, of which the batch is this process's part."""
-        plan, progress, here = self.plan, self.progress, batch.to(self.scale.device)
+        options, progress, here = self.options, self.progress, batch.to(self.scale.device)
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.learning_rate * schedule(self.share, plan.warm_up)
+            group["lr"] = options.learning_rate * schedule(self.fraction_done, options.warm_up)
         with self._autocast, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # norms stay in float32
             weights, divergence = self._asked()
-            counts = self.lessons.counts(step, len(weights))
+            counts = self.dataset.counts(step, len(weights))
             total, first = loss(self.head, here, self.scale, weights, divergence, counts)
-        mine = float(len(self.fellows.part(step)) > 0)
-        first = self.fellows.total(first * mine)
+        mine = float(len(self.ranks.part(step)) > 0)
+        first = self.ranks.total(first * mine)
         if not math.isfinite(first):
             raise PacelineError(f"training came apart at step {len(progress.losses)}: take a lower --learning-rate")
         self._optimizer.zero_grad()
         (total * mine).backward()  # type: ignore[no-untyped-call]
-        self.fellows.add_up([weight.grad for weight in self._learnt.values() if weight.grad is not None])
-        torch.nn.utils.clip_grad_norm_(self._learnt.values(), plan.clip)
+        self.ranks.add_up([weight.grad for weight in self._learnt.values() if weight.grad is not None])
+        torch.nn.utils.clip_grad_norm_(self._learnt.values(), options.clip)
         self._optimizer.step()
         progress.losses.append(round(first, 5))
         progress.step += 1
-        progress.passes += sum(self.lessons.lengths[index] for index in step)
+        progress.passes += sum(self.dataset.lengths[index] for index in step)
 
     def _asked(self) -> tuple[list[float], Divergence]:
         """The weights of the steps of a draft, and what they are measured by."""
-        plan, share = self.plan, self.share
-        steps = plan.unroll if self.head.unrolls and share >= plan.alone else 1
-        weights = [plan.decay**step for step in range(steps)]
-        return weights, "total_variation" if share >= 1 - plan.total_variation else "kl"
+        options, share = self.options, self.fraction_done
+        steps = options.unroll if self.head.unrolls and share >= options.alone else 1
+        weights = [options.decay**step for step in range(steps)]
+        return weights, "total_variation" if share >= 1 - options.total_variation else "kl"
 
-    def look(self) -> Acceptance:
+    def evaluate(self) -> Acceptance:
         """At the held-out texts; it is noted in ``progress``."""
-        found = measure(self.head, self.held, self.scale, self.plan.batch_tokens, self._autocast)
+        found = measure(self.head, self.held, self.scale, self.options.batch_tokens, self._autocast)
         progress = self.progress
         progress.looks.append({"passes": progress.passes, "seconds": progress.seconds, **asdict(found)})
         return found
@@ -214,18 +214,18 @@ def schedule(share: float, warm_up: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (share - warm_up) / max(1e-9, 1 - warm_up)))
 
 
-def scale_for(head: Learner, lessons: Lessons) -> Tensor:
+def scale_for(head: Learner, dataset: ExampleDataset) -> Tensor:
     """[S]: what the streams are multiplied by before this head reads them."""
-    usual = unit_scale(lessons)
+    usual = unit_scale(dataset)
     return usual if head.at_any_size else torch.ones_like(usual)
 
 
-def unit_scale(lessons: Lessons, some: int = 64) -> Tensor:
+def unit_scale(dataset: ExampleDataset, some: int = 64) -> Tensor:
     """[S]: one over the usual size (the median token's RMS) of each stream, by the first conversations.
 
     At their own size, tens of times that of an embedding, they stall training.
     """
-    sizes = [lessons[i].features.float().square().mean(-1).sqrt() for i in range(min(some, len(lessons)))]
+    sizes = [dataset[i].features.float().square().mean(-1).sqrt() for i in range(min(some, len(dataset)))]
     return 1 / torch.cat(sizes).median(0).values.clamp(min=1e-6)
 
 
@@ -234,12 +234,12 @@ def trained_weights(head: Learner) -> int:
     return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
-def training_bytes(head: Learner, plan: DraftTraining) -> int:
+def training_bytes(head: Learner, options: DraftTraining) -> int:
     """Memory that training takes beside data and target: the head, its gradients and moments, logits of a step."""
     learnt = trained_weights(head)
     held: int = sum(tensor.numel() for tensor in head.state_dict().values())
-    logits = plan.batch_tokens * head.lm_head.out_features
-    return 4 * (held + 3 * learnt + (1 + _LOGITS_COPIES * plan.unroll) * logits)
+    logits = options.batch_tokens * head.lm_head.out_features
+    return 4 * (held + 3 * learnt + (1 + _LOGITS_COPIES * options.unroll) * logits)
 
 
 def checkpoint_bytes(head: Learner) -> int:

@@ -15,36 +15,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.drafters.heads.head import Head
-from paceline.tools.training.batches import Batch
+from paceline.tools.training.batches import TrainingBatch
 from paceline.tools.training.student import Student
 
 Learner: TypeAlias = Head | Student
 Divergence = Literal["kl", "total_variation"]
 
 
-class Guess(NamedTuple):
+class StepLogits(NamedTuple):
     """A step at the M places that count. place [M] in the flattened [B, T - 1]; logits [M, Vd]."""
 
     place: Tensor
     logits: Tensor
 
 
-def draft_tokens(head: Learner, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
+def draft_logits(head: Learner, batch: TrainingBatch, scale: Tensor, steps: int) -> Iterator[StepLogits]:
     """The steps of a draft from every place that counts. scale [S]: the streams are multiplied by it."""
     features = batch.features.to(head.dtype) * scale[:, None]
     for step, normed in enumerate(head.drafts(batch.tokens, features, steps)):
-        place = counted(batch, step)
-        yield Guess(place, head.logits(normed.flatten(0, 1)[place]))
+        place = counted_positions(batch, step)
+        yield StepLogits(place, head.logits(normed.flatten(0, 1)[place]))
 
 
-def counted(batch: Batch, step: int) -> Tensor:
+def counted_positions(batch: TrainingBatch, step: int) -> Tensor:
     """[M] places i of the flattened [B, T - 1]: from the prompt's last token, as far as token i + 2 + step is there."""
     place = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
     counts = (place >= batch.prompts[:, None] - 1) & (place + 2 + step < batch.lengths[:, None])
     return counts.flatten().nonzero().squeeze(1)
 
 
-def ahead(batch: Batch, place: Tensor, by: int) -> Tensor:
+def token_index(batch: TrainingBatch, place: Tensor, by: int) -> Tensor:
     """[M] where token i + by of a counted place i lies in the flattened [B, T]."""
     width = batch.tokens.shape[1]
     return place // (width - 1) * width + place % (width - 1) + by
@@ -55,9 +55,9 @@ class Teacher:
     it.
     """
 
-    def __init__(self, head: Learner, batch: Batch) -> None:
+    def __init__(self, head: Learner, batch: TrainingBatch) -> None:
         self._batch = batch
-        place = ahead(batch, counted(batch, 0), 1)
+        place = token_index(batch, counted_positions(batch, 0), 1)
         with torch.no_grad():
             state = batch.hidden.flatten(0, 1)[place].to(head.lm_head.weight.dtype)
             logits = head.logits(state).float()
@@ -67,12 +67,12 @@ class Teacher:
 
     def distribution(self, place: Tensor, step: int) -> Tensor:
         """[M, Vd] of what step ``step`` draft tokens at these places; a line's sum is at most 1."""
-        return self._distribution[self._line[ahead(self._batch, place, 1 + step)]]
+        return self._distribution[self._line[token_index(self._batch, place, 1 + step)]]
 
 
 def loss(
     head: Learner,
-    batch: Batch,
+    batch: TrainingBatch,
     scale: Tensor,
     weights: list[float],
     divergence: Divergence,
@@ -86,7 +86,7 @@ def loss(
     """
     teacher = Teacher(head, batch)
     parts: list[Tensor] = []
-    for step, draft_token in enumerate(draft_tokens(head, batch, scale, len(weights))):
+    for step, draft_token in enumerate(draft_logits(head, batch, scale, len(weights))):
         distribution, logits = teacher.distribution(draft_token.place, step), draft_token.logits.float()
         if divergence == "kl":
             part = -(distribution * functional.log_softmax(logits, -1)).sum(-1)

@@ -15,14 +15,14 @@ from paceline.config import DraftData, DraftTraining
 from paceline.core.hardware import available_memory, torch_threads
 from paceline.drafters.heads.checkpoint import save_head
 from paceline.errors import CapacityError, MissingPackageError
-from paceline.tools.training.acceptance import STEPS
-from paceline.tools.training.batches import Lessons
+from paceline.tools.training.acceptance import DRAFT_LENGTH
+from paceline.tools.training.batches import ExampleDataset
 from paceline.tools.training.collect import Collector, check_disk, settings_of
-from paceline.tools.training.fellows import Fellows
+from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.learn import Trainer, checkpoint_bytes, scale_for, trained_weights, training_bytes
 from paceline.tools.training.prompts import Question
+from paceline.tools.training.ranks import TrainingRanks
 from paceline.tools.training.shards import HELD_OUT, Shard, Shards, check_settings, path_of
-from paceline.tools.training.streams import taps_of
 from paceline.tools.training.student import Student
 from paceline.tools.training.target import Target, coverage, most_frequent
 
@@ -34,7 +34,7 @@ _NO_MATTER = ("minutes", "evaluate_every", "checkpoint_every")  # what may be an
 
 
 @dataclass(frozen=True)
-class Watcher:
+class TrainingCallbacks:
     """Who is told how things go. collected: tokens of a shard. learnt: after every step of training."""
 
     collected: Callable[[int], None] = lambda _tokens: None
@@ -43,7 +43,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingRun:
     """What is to be made, and where. questions: of a file; None: the target writes its own."""
 
     output: Path
@@ -57,10 +57,10 @@ class Plan:
         return self.output / "training.safetensors"
 
 
-def check_room(plan: Plan, target: Target, device: torch.device) -> None:
+def check_resources(plan: TrainingRun, target: Target, device: torch.device) -> None:
     """Raise ParameterError or CapacityError for what the disk or the memory will not hold; before any long work."""
     taps, training = taps_of(target.config.layers), plan.training
-    head = target.sketch(training, taps)
+    head = target.meta_learner(training, taps)
     needed, free = training_bytes(head, training), available_memory(device)
     if needed > free:
         raise CapacityError(
@@ -70,7 +70,7 @@ def check_room(plan: Plan, target: Target, device: torch.device) -> None:
     check_disk(plan.output, plan.data, target.config.width, len(taps), checkpoint_bytes(head))
 
 
-def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]:
+def collect(plan: TrainingRun, llm: LLM, callbacks: TrainingCallbacks) -> tuple[Shard, list[Shard]]:
     """The held-out shard, and those to learn from."""
     taps = taps_of(llm.engine.models.target.layers)
     directory = plan.output / "data"
@@ -78,27 +78,29 @@ def collect(plan: Plan, llm: LLM, watcher: Watcher) -> tuple[Shard, list[Shard]]
     kept = Shards(directory, settings_of(llm, plan.data, taps, plan.questions), resume=plan.resume)
     collector = Collector(llm, plan.data, taps, plan.questions)
     if collector.left_out:
-        watcher.note(f"{collector.left_out} prompts leave an answer no room and are left out: see --max-model-len")
-    held, *shards = collector.shards(kept, watcher.collected)
+        callbacks.note(f"{collector.left_out} prompts leave an answer no room and are left out: see --max-model-len")
+    held, *shards = collector.shards(kept, callbacks.collected)
     return held, shards
 
 
-def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fellows) -> dict[str, Any]:
-    """All of it. Writes the head; gives what the report says. Closes ``llm``. Others of the fellows ``follow``."""
+def train(
+    plan: TrainingRun, llm: LLM, target: Target, callbacks: TrainingCallbacks, ranks: TrainingRanks
+) -> dict[str, Any]:
+    """All of it. Writes the head; gives what the report says. Closes ``llm``. Others of the ranks ``follow``."""
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _NO_MATTER}
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
     before = {"kind": DraftTraining.kind}  # the only one there was
     check_settings(plan.output / "training.json", wanted, resume=plan.resume, before=before)
-    held, shards = collect(plan, llm, watcher)
+    held, shards = collect(plan, llm, callbacks)
     device, threads = llm.engine.models.target.device, llm.engine.threads
     tokenizer = llm.tokenizer
     llm.close()
     del llm
     gc.collect()  # caches and weights: training needs the room
-    fellows.total(len(shards))  # which the others wait for
-    with torch_threads(max(1, threads // fellows.size)):
-        trainer = _trainer(plan, target, held, shards, device, fellows)
-        trainer.run(plan.checkpoint, lambda: watcher.learnt(trainer))
+    ranks.total(len(shards))  # which the others wait for
+    with torch_threads(max(1, threads // ranks.size)):
+        trainer = _trainer(plan, target, held, shards, device, ranks)
+        trainer.run(plan.checkpoint, lambda: callbacks.learnt(trainer))
     head = trainer.finished()
     if isinstance(head, Student):
         assert tokenizer is not None, "models that have a name have a tokenizer"
@@ -109,32 +111,32 @@ def train(plan: Plan, llm: LLM, target: Target, watcher: Watcher, fellows: Fello
     return _told(plan, trainer, held, shards)
 
 
-def follow(plan: Plan, target: Target, fellows: Fellows, threads: int) -> None:
-    """Learn with the first of the fellows, who makes, keeps and tells everything."""
-    count = int(fellows.total(0))
+def join_training(plan: TrainingRun, target: Target, ranks: TrainingRanks, threads: int) -> None:
+    """Learn with the first of the ranks, who makes, keeps and tells everything."""
+    count = int(ranks.total(0))
     held, *shards = (Shard(path_of(plan.output / "data", number)) for number in range(HELD_OUT, count))
-    with torch_threads(max(1, threads // fellows.size)):
-        _trainer(plan, target, held, shards, torch.device("cpu"), fellows).run(plan.checkpoint)
+    with torch_threads(max(1, threads // ranks.size)):
+        _trainer(plan, target, held, shards, torch.device("cpu"), ranks).run(plan.checkpoint)
 
 
 def _trainer(
-    plan: Plan, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device, fellows: Fellows
+    plan: TrainingRun, target: Target, held: Shard, shards: Sequence[Shard], device: torch.device, ranks: TrainingRanks
 ) -> Trainer:
     vocabulary = target.config.vocab_size
     says = most_frequent(shards, vocabulary, min(plan.training.vocab, vocabulary))
-    head = target.learner(plan.training, taps_of(target.config.layers), says, plan.data.seed).to(device)
-    lessons = Lessons(shards)
-    scale = scale_for(head, lessons).to(device)
-    return Trainer(head, lessons, Lessons([held]), scale, plan.training, plan.data.seed, fellows)
+    head = target.make_learner(plan.training, taps_of(target.config.layers), says, plan.data.seed).to(device)
+    dataset = ExampleDataset(shards)
+    scale = scale_for(head, dataset).to(device)
+    return Trainer(head, dataset, ExampleDataset([held]), scale, plan.training, plan.data.seed, ranks)
 
 
-def _told(plan: Plan, trainer: Trainer, held: Shard, shards: Sequence[Shard]) -> dict[str, Any]:
+def _told(plan: TrainingRun, trainer: Trainer, held: Shard, shards: Sequence[Shard]) -> dict[str, Any]:
     progress, head = trainer.progress, trainer.head
     return {
         "data": {
             **asdict(plan.data),
             "conversations": sum(map(len, shards)),
-            "tokens_made": trainer.lessons.tokens,
+            "tokens_made": trainer.dataset.tokens,
             "tokens_of_answers": sum(len(shard.answer(i)) for shard in shards for i in range(len(shard))),
             "held_out": len(held),
         },
@@ -164,7 +166,7 @@ def draw(told: dict[str, Any], path: Path, title: str) -> bool:
     loss.plot(share, losses, linewidth=0.7)
     loss.set(xlabel="tokens seen", ylabel="loss of the first guess (cross-entropy, then total variation)", yscale="log")
     passes = [look["passes"] for look in told["acceptance"]]
-    for step in range(STEPS):
+    for step in range(DRAFT_LENGTH):
         kept.plot(passes, [look["conditional"][step] for look in told["acceptance"]], "o-", label=f"guess {step + 1}")
     kept.set(xlabel="tokens seen", ylabel="conditional acceptance, held-out texts, greedy", ylim=(0, None))
     kept.legend(fontsize=8)
@@ -192,8 +194,8 @@ def as_markdown(told: dict[str, Any]) -> str:
         "",
         f"Greedy drafts on {data['held_out']} held-out answers ({last['places']} places):",
         "",
-        "| guess | " + " | ".join(str(step + 1) for step in range(STEPS)) + " |",
-        "| --- |" + " --- |" * STEPS,
+        "| guess | " + " | ".join(str(step + 1) for step in range(DRAFT_LENGTH)) + " |",
+        "| --- |" + " --- |" * DRAFT_LENGTH,
         f"| kept, if those before it were | {rates} |",
         f"| tokens a round with so many guesses | {lengths} |",
         "",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.config.files import write_text, written_whole
 from paceline.errors import PacelineError, ParameterError
-from paceline.tools.training.streams import Reading
+from paceline.tools.training.hidden_states import TargetOutputs
 
 VERSION = 1
 HELD_OUT = -1  # the number of the shard that nothing is learnt from
@@ -29,7 +29,7 @@ _NUMBERS_OF_A_TOKEN = 12  # bytes: the token, the likeliest next one, the distri
 
 
 @dataclass(frozen=True)
-class Text:
+class Conversation:
     """A conversation. prompt: how many of its tokens the answer stands behind. asked: what for, to tell texts apart."""
 
     tokens: list[int]
@@ -64,7 +64,7 @@ class Shards:
         """Of a shard."""
         return path_of(self.directory, number)
 
-    def write(self, number: int, texts: Sequence[Text], readings: Sequence[Reading]) -> None:
+    def write(self, number: int, texts: Sequence[Conversation], readings: Sequence[TargetOutputs]) -> None:
         """The texts and what was read of them, in the same order; the file whole, or none."""
         tensors = {
             "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
@@ -110,18 +110,18 @@ class Shard:
         answer: Tensor = self.tokens[start + self.prompts[index] : start + self.lengths[index]]
         return answer
 
-    def read(self, index: int) -> Lesson:
+    def read(self, index: int) -> Example:
         """A conversation with all that is known of it."""
         start = self._starts[index]
         place = slice(start, start + self.lengths[index])
         features, hidden = (self._file.get_slice(name)[place] for name in ("features", "hidden"))
         prompt = self.prompts[index]
-        return Lesson(self.tokens[place].long(), prompt, features, hidden, self.best[place].long(), self.norm[place])
+        return Example(self.tokens[place].long(), prompt, features, hidden, self.best[place].long(), self.norm[place])
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A conversation of T tokens. The fields are those of ``Text`` and ``Reading``; tokens and best in int64."""
+class Example:
+    """A conversation of T tokens. The fields are those of ``Text`` and ``TargetOutputs``; tokens and best in int64."""
 
     tokens: Tensor
     prompt: int
@@ -156,7 +156,7 @@ def check_settings(
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
+def directory_lock(directory: Path) -> Iterator[None]:
     """Nobody else works in a directory; a killed run holds it no more. Raises ParameterError."""
     with (directory / ".lock").open("w") as file:
         try:

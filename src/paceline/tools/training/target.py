@@ -20,9 +20,9 @@ from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
 from paceline.models.transformer import Transformer
+from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.objective import Learner
 from paceline.tools.training.shards import Shard
-from paceline.tools.training.streams import taps_of
 from paceline.tools.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
@@ -65,55 +65,55 @@ class Target:
             tuple(model.layer(index) for index in taken), taken,
         )  # fmt: skip
 
-    def learner(self, plan: DraftTraining, taps: Sequence[int], says: Tensor, seed: int) -> Learner:
+    def make_learner(self, options: DraftTraining, taps: Sequence[int], says: Tensor, seed: int) -> Learner:
         """What is to be trained, float32. says [Vd]: the tokens that a head can say, or a draft model looks at."""
-        if plan.kind != "model":
-            return self.head(self.shape(taps, plan), says, seed)
-        student = Student(self._student(plan), len(says))
+        if options.kind != "model":
+            return self.head(self.shape(taps, options), says, seed)
+        student = Student(self._student(options), len(says))
         assert self.norm is not None, "families whose layers are taken have one"
         student.take(self.embedding, self.rows, self.norm, self.layers, says)
         return student
 
-    def sketch(self, plan: DraftTraining, taps: Sequence[int]) -> Learner:
+    def meta_learner(self, options: DraftTraining, taps: Sequence[int]) -> Learner:
         """The same without weights. Raises ParameterError for what cannot be trained."""
-        if plan.kind == "model":
-            config = self._student(plan)
+        if options.kind == "model":
+            config = self._student(options)
             with torch.device("meta"):
-                return Student(config, min(plan.vocab, self.config.vocab_size))
-        shape = self.shape(taps, plan)
+                return Student(config, min(options.vocab, self.config.vocab_size))
+        shape = self.shape(taps, options)
         with torch.device("meta"):
             return make_head(shape)
 
-    def _student(self, plan: DraftTraining) -> PreTrainedConfig:
-        if plan.mlp_width is not None:
-            raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
-        if plan.unroll != DraftTraining.unroll:
+    def _student(self, options: DraftTraining) -> PreTrainedConfig:
+        if options.mlp_width is not None:
+            raise ParameterError("--mlp-width", options.mlp_width, _LEFT_OUT.format(kind=options.kind))
+        if options.unroll != DraftTraining.unroll:
             allowed = "left out with --kind model, which learns all guesses of a draft from one pass"
-            raise ParameterError("--unroll", plan.unroll, allowed)
+            raise ParameterError("--unroll", options.unroll, allowed)
         return student_config(self.published, self.taken, tied=self.rows.data_ptr() == self.embedding.data_ptr())
 
-    def shape(self, taps: Sequence[int], plan: DraftTraining) -> HeadConfig:
+    def shape(self, taps: Sequence[int], options: DraftTraining) -> HeadConfig:
         """Of a head with one layer as wide as the target's, or with the target's last ones.
 
-        plan.vocab: tokens it can say, at most the target's.
+        options.vocab: tokens it can say, at most the target's.
         """
-        if plan.layers is not None:
-            raise ParameterError("--layers", plan.layers, "left out but with --kind model")
-        if plan.kind == "hidden_transfer":
-            return self._transfer(taps[-1], plan)
-        layer = self._layer(plan.mlp_width)
-        mask = self.config.vocab_size - 1 if plan.kind == "parallel" else None  # any will do: its meaning is learnt
-        return self._config(layer, taps, plan, mask_token=mask)
+        if options.layers is not None:
+            raise ParameterError("--layers", options.layers, "left out but with --kind model")
+        if options.kind == "hidden_transfer":
+            return self._transfer(taps[-1], options)
+        layer = self._layer(options.mlp_width)
+        mask = self.config.vocab_size - 1 if options.kind == "parallel" else None  # any will do: its meaning is learnt
+        return self._config(layer, taps, options, mask_token=mask)
 
-    def _transfer(self, tap: int, plan: DraftTraining) -> HeadConfig:
+    def _transfer(self, tap: int, options: DraftTraining) -> HeadConfig:
         """Raises ParameterError where its layers could not be the target's."""
-        if plan.mlp_width is not None:
-            raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
+        if options.mlp_width is not None:
+            raise ParameterError("--mlp-width", options.mlp_width, _LEFT_OUT.format(kind=options.kind))
         config, count = self.config, self.config.layers - tap
         biased = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
         family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
         layer = self._layer(None) | {"model_type": family, "num_hidden_layers": count, **biased}
-        head = self._config(layer, (tap,), plan, transfers=plan.unroll)
+        head = self._config(layer, (tap,), options, transfers=options.unroll)
         ours = replace(
             config, family=family, tied=head.decoder.tied, windows=config.windows[tap:], scales=config.scales[tap:],
             embed_width=head.decoder.embed_width,
@@ -141,10 +141,10 @@ class Target:
             "mlp_bias": False,
         }
 
-    def _config(self, layer: dict[str, Any], taps: Sequence[int], plan: DraftTraining, **kind: Any) -> HeadConfig:
+    def _config(self, layer: dict[str, Any], taps: Sequence[int], options: DraftTraining, **kind: Any) -> HeadConfig:
         config = self.config
         name = Path(self.name).name if Path(self.name).exists() else self.name
-        size = min(plan.vocab, config.vocab_size)
+        size = min(options.vocab, config.vocab_size)
         return HeadConfig(
             layer,
             config.width,

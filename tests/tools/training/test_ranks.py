@@ -17,11 +17,11 @@ from torch import Tensor
 import paceline
 from paceline.models.shares import Share
 from paceline.tools.training.batches import collate
-from paceline.tools.training.fellows import Fellows
 from paceline.tools.training.learn import Trainer
-from paceline.tools.training.objective import counted, loss
+from paceline.tools.training.objective import counted_positions, loss
+from paceline.tools.training.ranks import TrainingRanks
 from tools.training.conftest import SIZES
-from tools.training.test_learning import PLAN, make_trainer
+from tools.training.test_learning import OPTIONS, make_trainer
 
 WEIGHTS = [1.0, 0.8, 0.64]
 
@@ -29,17 +29,17 @@ WEIGHTS = [1.0, 0.8, 0.64]
 def gradients(trainer: Trainer, mine: list[int], step: list[int]) -> tuple[dict[str, Tensor], float]:
     """What a process that has these conversations of the step adds."""
     trainer.head.zero_grad()
-    batch = collate([trainer.lessons[index] for index in mine])
-    counts = trainer.lessons.counts(step, len(WEIGHTS))
+    batch = collate([trainer.dataset[index] for index in mine])
+    counts = trainer.dataset.counts(step, len(WEIGHTS))
     total, first = loss(trainer.head, batch, trainer.scale, WEIGHTS, "kl", counts)
     total.backward()  # type: ignore[no-untyped-call]
     return {n: w.grad.clone() for n, w in trainer.head.named_parameters() if w.grad is not None}, first
 
 
 def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(whole: Path, target: str) -> None:
-    trainer = make_trainer(whole, target, PLAN)
-    step = max(trainer.lessons.epoch(0, 0, 256), key=len)
-    parts = [Fellows(Share(rank, 3)).part(step) for rank in range(3)]
+    trainer = make_trainer(whole, target, OPTIONS)
+    step = max(trainer.dataset.epoch(0, 0, 256), key=len)
+    parts = [TrainingRanks(Share(rank, 3)).part(step) for rank in range(3)]
     assert sorted(index for part in parts for index in part) == sorted(step)
     together, first = gradients(trainer, step, step)
     each = [gradients(trainer, part, step) for part in parts]
@@ -49,10 +49,10 @@ def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(whole: Path, ta
 
 
 def test_places_are_counted_without_reading_the_conversations(whole: Path, target: str) -> None:
-    lessons = make_trainer(whole, target, PLAN).lessons
-    step = list(range(len(lessons)))
-    batch = collate([lessons[index] for index in step])
-    assert lessons.counts(step, 5) == [len(counted(batch, draft_token)) for draft_token in range(5)]
+    dataset = make_trainer(whole, target, OPTIONS).dataset
+    step = list(range(len(dataset)))
+    batch = collate([dataset[index] for index in step])
+    assert dataset.counts(step, 5) == [len(counted_positions(batch, draft_token)) for draft_token in range(5)]
 
 
 @pytest.mark.slow

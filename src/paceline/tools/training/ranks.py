@@ -18,7 +18,7 @@ from paceline.models.shares import Share
 _FOR_EVER = timedelta(days=365)  # the first one writes data for hours; a launcher ends the others if one fails
 
 
-class Fellows:
+class TrainingRanks:
     """share: which one of how many this process is."""
 
     def __init__(self, share: Share = Share(0, 1)) -> None:  # noqa: B008 (it cannot be changed)
@@ -48,15 +48,15 @@ class Fellows:
 
 
 @contextmanager
-def fellows() -> Iterator[Fellows]:
+def training_ranks() -> Iterator[TrainingRanks]:
     """All that the launcher has started, or this process alone. Raises ParameterError."""
     share = launched_share()
     if share is None or share.ranks == 1:
-        yield Fellows()
+        yield TrainingRanks()
         return
     interface_of()
     distributed.init_process_group("gloo", timeout=_FOR_EVER)
     try:
-        yield Fellows(share)
+        yield TrainingRanks(share)
     finally:
         distributed.destroy_process_group()

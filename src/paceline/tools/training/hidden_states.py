@@ -24,11 +24,11 @@ from paceline.kernels.native import kernel_threads
 from paceline.models.base import AnyModel, FlatModel, Model, Streams
 
 PASS_TOKENS = 2048  # read together
-LAW_TOKENS = 256  # whose logits are alive at once
+LOGITS_TOKENS = 256  # whose logits are alive at once
 
 
 @dataclass(frozen=True)
-class Reading:
+class TargetOutputs:
     """Of N tokens, one text after the other; on the CPU.
 
     features [N, taps, width], hidden [N, width]: bfloat16. best [N] int32: the token that the target finds most likely
@@ -52,7 +52,7 @@ def taps_of(layers: int) -> tuple[int, int, int]:
     return taps
 
 
-class Reader:
+class HiddenStateReader:
     """Reads texts with a model. longest: tokens of the longest text. threads: as the engine's."""
 
     def __init__(self, model: AnyModel, taps: Sequence[int], longest: int, threads: int) -> None:
@@ -63,16 +63,16 @@ class Reader:
         self._backend = None if isinstance(model, FlatModel) else make_backend("auto", model.device)
 
     @torch.inference_mode()
-    def read(self, texts: Sequence[Sequence[int]]) -> Iterator[Reading]:
+    def read(self, texts: Sequence[Sequence[int]]) -> Iterator[TargetOutputs]:
         """One reading for each few texts, in their order; together they are what all texts have."""
         for first in range(0, len(texts), self._cache.rows):
             some = [list(text) for text in texts[first : first + self._cache.rows]]
             with self._own_threads():
                 features, hidden = self._streams(some)
             with torch_threads(self.threads):
-                distributions = [self._distribution(part) for part in torch.split(hidden, LAW_TOKENS)]
+                distributions = [self._distribution(part) for part in torch.split(hidden, LOGITS_TOKENS)]
             best, norm = (torch.cat(parts) for parts in zip(*distributions, strict=True))
-            yield Reading(features.bfloat16().cpu(), hidden.bfloat16().cpu(), best, norm)
+            yield TargetOutputs(features.bfloat16().cpu(), hidden.bfloat16().cpu(), best, norm)
 
     def _streams(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
         model = self.model
