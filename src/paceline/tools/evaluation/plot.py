@@ -1,4 +1,4 @@
-"""The curves as a picture: Pass@First and Pass@All against the budget."""
+"""Plots of Pass@First and Pass@All over the time budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.tools.evaluation.run import ConfigurationResult
 
 
 def draw(results: Sequence[ConfigurationResult], path: Path, title: str) -> None:
-    """One colour for each n; plain decoding dashed. Raises PacelineError without matplotlib."""
+    """Plot all results, one colour per n, plain decoding dashed. Raises PacelineError without matplotlib."""
     figure, (first, every) = new_figure(columns=2)
     colours = {n: f"C{number}" for number, n in enumerate(dict.fromkeys(result.n for result in results))}
     for result in results:

