@@ -1,4 +1,4 @@
-"""Structures, compiled for a model's tokens and followed by llguidance."""
+"""Grammars of llguidance, compiled for a model's tokens, and the constraints that follow them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from paceline.structured.limits import (
 )
 from paceline.structured.schemas import grammar_of
 from paceline.structured.trial import (
-    POLL,
+    POLL_SECONDS,
     GrammarLimitError,
     check_compiled,
     check_followed,
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _BYTES = [bytes([byte]) for byte in range(256)]
-_NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}  # JSON itself, and how every character beyond ASCII goes on
+_NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}  # JSON's own bytes, and UTF-8 continuation bytes
 
 
 class Grammars:
-    """Compiles structures for one model. May be used by any thread.
+    """Compiles structures for one model, and caches the grammars. Thread-safe.
 
-    Raises MissingPackageError, or StructureError if the model's tokens cannot be held to a grammar.
+    Raises MissingPackageError without llguidance, StructureError if the model's tokens cannot spell JSON.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Grammars:
             raise MissingPackageError("llguidance", "structured")
         self._limits = GrammarLimits() if limits is None else limits
         if not eos_token_ids:
-            raise StructureError("the model has no end-of-text token, with which a structured answer ends")
+            raise StructureError("the model has no end-of-text token, which structured answers need")
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
         self._tokens = _known_to_llguidance(vocabulary, eos_token_ids)
@@ -74,7 +74,11 @@ class Grammars:
     def compile(
         self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
     ) -> Callable[[], Constraint]:
-        """What makes a constraint for one answer. Raises StructureError, also when ``stopped`` says so meanwhile."""
+        """Return a function that makes a constraint for one answer.
+
+        stopped: returns True once the request has ended. Raises StructureError if the structure cannot be followed, or
+        if the request has ended before it was compiled.
+        """
         key = _kind_and_text(wanted)
         with self._turn:
             turn = self._one_each.setdefault(key, _CompileLock())
@@ -113,7 +117,7 @@ class Grammars:
 
 
 class _CompileLock:
-    """Who compiles a structure; others that want the same one wait for it."""
+    """A lock for one structure, so that concurrent requests compile it only once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -121,7 +125,7 @@ class _CompileLock:
 
 @contextmanager
 def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
-    while not lock.acquire(timeout=POLL):
+    while not lock.acquire(timeout=POLL_SECONDS):
         if stopped():
             raise compile_cancelled()
     try:
@@ -145,7 +149,7 @@ def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
 
 
 def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
-    """The bytes that no token spells alone. Raises StructureError where JSON itself needs one of them."""
+    """The bytes without a token of their own. Raises StructureError if JSON itself needs one of them."""
     spelled = set(tokens)
     unspelled = [byte for byte, alone in enumerate(_BYTES) if alone not in spelled]
     if missing := _NEEDED.intersection(unspelled):
@@ -157,12 +161,12 @@ def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
 def _known_to_llguidance(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    wrapper: Any = vocabulary  # has what is asked of a TokenizerWrapper
+    wrapper: Any = vocabulary  # has the interface of a TokenizerWrapper
     return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(ends))
 
 
 class _Vocabulary:
-    """A model's tokens under the names by which llguidance asks for them. Special tokens are no part of a text."""
+    """A model's tokens with the interface of llguidance's TokenizerWrapper. Special tokens have no bytes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -176,7 +180,7 @@ class _Vocabulary:
         self.eos_token_id = ends[0]
 
     def __call__(self, text: str) -> list[int]:
-        """GrammarMaskQuery for where a grammar forces tokens; here none does."""
+        """Not implemented: llguidance tokenizes only for forced tokens, which are disabled here."""
         raise NotImplementedError
 
 
@@ -190,9 +194,9 @@ def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
 
 
 class Grammar:
-    """A compiled structure, which any number of answers follow.
+    """A compiled structure, shared by all answers that follow it.
 
-    Raises StructureError if it cannot be followed, GrammarLimitError if a mask takes too much.
+    Raises StructureError if it cannot be followed, GrammarLimitError if it exceeds a limit.
     """
 
     def __init__(self, text: str, tokens: LLTokenizer, limits: GrammarLimits) -> None:
@@ -201,19 +205,19 @@ class Grammar:
         started = time.thread_time()
         self._first = self._compiled()
         self._seconds = time.thread_time() - started
-        self.worn = False  # whether it is to be compiled again before another request uses it
+        self.worn = False  # whether it has to be compiled again before the next request uses it
         trial = self.matcher()
         walk(trial, self.ends, limits.trial_tokens)
         check_followed(trial.get_error())
 
     def matcher(self) -> LLMatcher:
-        """At the beginning. All share the states that llguidance has worked out, and the limit of their number."""
+        """A matcher at the start of the grammar. All matchers share lexer states and the limit on their number."""
         return self._first.deep_copy()
 
     def renewed(self) -> LLMatcher:
-        """At the beginning, with no states yet; later ones share with it.
+        """Recompile the grammar, and return a matcher without lexer states. Later matchers share its states.
 
-        Raises GrammarLimitError where the engine would stand still for too long.
+        Raises GrammarLimitError if recompiling would block the engine for too long.
         """
         if self._seconds > MAX_RECOMPILE_SECONDS:
             self.worn = True
@@ -228,13 +232,13 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """One answer's place in a grammar."""
+    """The state of one answer in its grammar. See ``Constraint``."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self._tokens: list[int] = []
-        self._faults: dict[tuple[int, ...], StructureError] = {}  # after these draft tokens the answer cannot go on
+        self._faults: dict[tuple[int, ...], StructureError] = {}  # errors by the draft tokens after which they occur
 
     def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> GrammarMaskQuery:
         """See ``Constraint``."""
@@ -248,34 +252,34 @@ class GrammarConstraint:
             if token in self._grammar.ends:
                 break
             if not self._take(token, []):
-                raise StructureError("the structure asked for cannot be completed")
+                raise StructureError("the requested structure cannot be completed")
             self._tokens.append(token)
         self._faults.clear()
 
     def masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
-        """What may follow the first ``first + j`` draft tokens: a bit for each token, for each j below ``places``.
+        """Masks of the tokens allowed after the first ``first + j`` draft tokens, for each j below ``places``.
 
-        Fewer masks where a draft token may not stand, or ends the answer. Where llguidance finds none, the answer ends
-        once it gets there.
+        A mask has a bit for each token. The list is shorter if a draft token is not allowed or ends the answer. An
+        error of llguidance is stored, and raised when the answer reaches its position.
         """
         masks: list[bytes] = []
-        walked = 0
-        for place in range(first + places):
-            if place >= first:
-                mask = self._mask(draft[:place])
+        consumed = 0
+        for depth in range(first + places):
+            if depth >= first:
+                mask = self._mask(draft[:depth])
                 if mask is None:
                     break
                 masks.append(mask)
-            if place == len(draft) or draft[place] in self._grammar.ends or not self._take(draft[place], draft[:place]):
+            if depth == len(draft) or draft[depth] in self._grammar.ends or not self._take(draft[depth], draft[:depth]):
                 break
-            walked += 1
-        if not self._matcher.rollback(walked):
+            consumed += 1
+        if not self._matcher.rollback(consumed):
             self._matcher = self._grammar.matcher()
             self._matcher.consume_tokens(self._tokens)
         return masks
 
     def _mask(self, draft: Sequence[int]) -> bytes | None:
-        """After these draft tokens, where the matcher is; None if there is none."""
+        """The mask at the matcher's state, which is after these draft tokens; None if llguidance fails."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() and self._recovers(draft):
             mask = self._matcher.compute_bitmask()
@@ -287,14 +291,17 @@ class GrammarConstraint:
         return mask
 
     def _take(self, token: int, draft: Sequence[int]) -> bool:
-        """Whether a token may follow these draft tokens, where the matcher is; it goes there."""
-        taken = self._matcher.try_consume_tokens([token])
+        """Advance the matcher, which is after these draft tokens, by a token. Returns whether the token is allowed."""
+        consumed = self._matcher.try_consume_tokens([token])
         if self._matcher.is_error() and self._recovers(draft):
-            taken = self._matcher.try_consume_tokens([token])
-        return taken == 1
+            consumed = self._matcher.try_consume_tokens([token])
+        return consumed == 1
 
     def _recovers(self, draft: Sequence[int]) -> bool:
-        """Whether the matcher has failed only for the states that other answers have left; then it has none of them."""
+        """If the matcher failed because of shared lexer states, replace it by one without them.
+
+        Returns whether that was done.
+        """
         if "too many states" not in self._matcher.get_error():
             return False
         self._matcher = self._grammar.renewed()
@@ -303,7 +310,7 @@ class GrammarConstraint:
 
 @dataclass(frozen=True)
 class GrammarMaskQuery:
-    """A question of one row in one round. See ``rows.Asked``."""
+    """The mask query of one row in one round. See ``rows.Asked``."""
 
     constraint: GrammarConstraint
     draft: Sequence[int]
