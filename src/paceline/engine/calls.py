@@ -32,7 +32,7 @@ class Call:
     params: SamplingParams | Sequence[SamplingParams] | None
     references: Sequence[Sequence[Prompt]] | None
     on_error: OnError = "raise"
-    arrival: float = field(default_factory=time.monotonic)
+    arrival: float = field(default_factory=lambda: time.monotonic())  # looked up late, for tests with a clock
 
     def made(self, prompts: Sequence[T], make: Maker[T]) -> list[Made]:
         """A request for each prompt. Raises ParameterError, RequestError; of several prompts they name the first that
